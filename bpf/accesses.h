@@ -1,10 +1,10 @@
-/* From one event in a recorded thread to runs: requests to read, and fills. */
+/* Turns events of recorded threads into runs of read requests and fills. */
 #ifndef LLMCACHE_ACCESSES_H
 #define LLMCACHE_ACCESSES_H
 
 #include "threads.h"
 
-/* Files that were accessed: evictions and block requests are told for these, in whatever process they happen. */
+/* Files that were accessed. Evictions and block requests of these files are recorded for all processes. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 65536);
@@ -17,7 +17,7 @@ static __always_inline bool is_file(struct file_key *key, struct record *record)
 	return key->inode == record->inode && key->dev == record->dev;
 }
 
-static __always_inline void note_file(struct thread *thread, struct record *record)
+static __always_inline void add_file(struct thread *thread, struct record *record)
 {
 	u32 one = 1;
 
@@ -34,7 +34,7 @@ static __always_inline u64 pages_of(struct inode *inode)
 	return (inode->i_size + (4096ULL << config.page_blocks_log2) - 1) >> (12 + config.page_blocks_log2);
 }
 
-/* Fills in an access of pages first .. last; false if it is none of a regular file. */
+/* Describes an access of pages first .. last in `record`; false if the file is not regular or the range is past its end. */
 static __always_inline bool describe(struct record *record, struct thread *thread, struct inode *inode, u64 first, u64 last,
 				     u8 op)
 {
@@ -56,14 +56,14 @@ static __always_inline bool describe(struct record *record, struct thread *threa
 	record->op = op;
 	record->miss = UNKNOWN;
 	record->kind = ACCESS;
-	note_file(thread, record);
+	add_file(thread, record);
 	return true;
 }
 
 #define TRIES 256
 
-/* Waits out a flush, which copies a record. False if that was interrupted itself, for as long as an interrupt takes or a
- * hypervisor has other things to do: then what the owner has to tell goes past the slot (`tell`). */
+/* Locks the slot, waiting while the flush copies a record. Returns false if the flush itself is interrupted for long, by an
+ * interrupt or by the hypervisor; the owner then sends its record without the slot (`record_run`). */
 static __always_inline bool own(struct slot *slot)
 {
 	for (int i = 0; i < TRIES; i++)
@@ -72,8 +72,9 @@ static __always_inline bool own(struct slot *slot)
 	return false;
 }
 
-/* Records what an owner saw, in the slot if that is `owned`. What the run there tells came before, and says so. */
-static __always_inline void tell(struct slot *slot, bool owned, struct record *next, u64 shared)
+/* Records an access: merges it into the slot if the owner has locked it, otherwise sends it at once. The run in the slot is
+ * older, which its time shows. */
+static __always_inline void record_run(struct slot *slot, bool owned, struct record *next, u64 shared)
 {
 	if (owned)
 		merge(slot, next, shared);
@@ -100,8 +101,8 @@ static __always_inline bool same_call(struct thread *thread, struct record *next
 	       thread->request_call == read_calls_made((void *)bpf_get_current_task());
 }
 
-/* A large request is told in several events: each names what is left of it. */
-static __always_inline bool goes_on(struct thread *thread, struct record *next)
+/* A large request causes several events, each with the rest of the request. */
+static __always_inline bool continues_request(struct thread *thread, struct record *next)
 {
 	u64 last = next->first + next->count - 1;
 
@@ -120,8 +121,9 @@ static struct file *open_file(u32 fd)
 	return file;
 }
 
-/* The place that a call, one of `calls`, gives; -1: where the file's position is (preadv2 and pwritev2 may say so). */
-static __always_inline s64 given_place(const volatile s32 *calls, struct pt_regs *regs)
+/* The position argument of a call, one of `calls`; -1 if the call uses the file's position, which preadv2 and pwritev2
+ * request by this value. */
+static __always_inline s64 given_position(const volatile s32 *calls, struct pt_regs *regs)
 {
 	s64 number = call_number(regs);
 
@@ -131,7 +133,7 @@ static __always_inline s64 given_place(const volatile s32 *calls, struct pt_regs
 struct part { u64 address, size; };
 #define PARTS 16
 
-/* The bytes that a call, one of `config.read_calls`, requests; 0 where it gives more than PARTS parts. */
+/* The bytes that a call, one of `config.read_calls`, requests; 0 if it has more than PARTS parts. */
 static u64 requested_bytes(struct pt_regs *regs)
 {
 	s64 number = call_number(regs);
@@ -150,7 +152,7 @@ static u64 requested_bytes(struct pt_regs *regs)
 	return size;
 }
 
-/* Where the current call, one of `config.read_calls` on `inode`, begins to read; -1 if it is another. */
+/* The position at which the current call, one of `config.read_calls` on `inode`, begins to read; -1 for other calls. */
 static __always_inline s64 read_position(struct inode *inode, struct pt_regs *regs)
 {
 	struct file *file;
@@ -161,11 +163,11 @@ static __always_inline s64 read_position(struct inode *inode, struct pt_regs *re
 	file = open_file(call_argument(regs, 0));
 	if (!file || BPF_CORE_READ(file, f_inode) != inode)
 		return -1;
-	position = given_place(config.read_calls, regs);
+	position = given_position(config.read_calls, regs);
 	return position < 0 ? BPF_CORE_READ(file, f_pos) : position;
 }
 
-/* Of blocks first .. last, which are whole pages, those that the current call requests, where that is known. */
+/* Narrows blocks first .. last, which are whole pages, to those that the current call requests, if they are known. */
 static __always_inline void narrow(struct inode *inode, u64 *first, u64 *last)
 {
 	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf());
@@ -190,27 +192,27 @@ static __always_inline void narrow(struct inode *inode, u64 *first, u64 *last)
 		*last = end;
 }
 
-/* The first block that the current call requests, `first` where that is not known.
+/* The first block that the current call requests; `first` if it is not known.
  *
- * When a batch of pages ends in one that is not cached yet, filemap_get_pages returns without its event. So the record of a
- * read beyond the read-ahead begins with its next batch only. */
-static __always_inline u64 asked_from(struct inode *inode, u64 first)
+ * When a batch of pages ends at a page that is not cached yet, filemap_get_pages returns without its event. The events of a
+ * read beyond the readahead then begin with the next batch. */
+static __always_inline u64 requested_from(struct inode *inode, u64 first)
 {
 	s64 position = read_position(inode, (struct pt_regs *)bpf_task_pt_regs(bpf_get_current_task_btf()));
 
 	return position >= 0 && position >> 12 < first ? position >> 12 : first;
 }
 
-/* Whether a request begins where the last one ended, in the same block or behind it: then nothing lies between. */
+/* Whether a request begins in the block where the last one ended, or in the next one: then no block is between them. */
 static __always_inline bool follows(struct thread *thread, struct record *next)
 {
 	return is_file(&thread->request_file, next) &&
 	       (next->first == thread->request_next || next->first + 1 == thread->request_next);
 }
 
-/* The last block that can be told of a request when its slot is busy. What its fills have not reached would be told before
- * them, all that is left of it: the next event of the call tells that. */
-static __always_inline u64 told_last(struct thread *thread, struct record *next, u64 last)
+/* The last block of a request that can be counted while its slot is busy. Blocks that are not filled yet would be counted
+ * before their fill; they are left to the next event of the call. */
+static __always_inline u64 last_countable(struct thread *thread, struct record *next, u64 last)
 {
 	u64 end = thread->filled_end;
 
@@ -220,22 +222,23 @@ static __always_inline u64 told_last(struct thread *thread, struct record *next,
 	return end - 1;
 }
 
-/* Takes the page that faulted out of the run, whose last it is: it is counted when it is mapped. */
-static __always_inline void owe_fault(struct thread *thread)
+/* Removes the page that faulted from the end of the run: it is counted when it is mapped. */
+static __always_inline void defer_fault(struct thread *thread)
 {
 	struct record *run = &thread->slot.run;
 	u32 page_blocks = 1 << config.page_blocks_log2;
 
-	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_owed ||
+	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_deferred ||
 	    run->first + run->count != thread->fault.first + page_blocks)
 		return;
 	run->count -= page_blocks;
 	run->aux -= thread->fault.aux;
 	thread->slot.live = run->count > 0;
-	thread->fault_owed = 1;
+	thread->fault_deferred = 1;
 }
 
-/* Ends the run of a request at block `first`, which was filled since: what is left of it is counted after that. */
+/* Ends the run of a request at block `first`, which has been filled since: the rest of the request is counted after the
+ * fill. */
 static __always_inline void cut(struct thread *thread, u64 first)
 {
 	struct record *run = &thread->slot.run;
@@ -267,33 +270,33 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	next.count = last - first + 1;
 	owned = own(&thread->slot);
 	thread->fault_mapping = NULL;
-	if (goes_on(thread, &next)) {
+	if (continues_request(thread, &next)) {
 		if (owned && thread->uncut) {
 			cut(thread, thread->uncut_first);
 			send(&thread->slot);
 			thread->uncut = 0;
 		}
-		/* Nothing, while this is of what was told and the rest has not come. */
+		/* No new run while this event only repeats counted blocks and the rest is not filled yet. */
 		rest = thread->request_next <= last &&
 		       (thread->request_next <= next.first || thread->request_next < thread->filled_end);
 		thread->request_first = next.first;
 		if (rest) {
 			next.first = thread->request_next;
-			last = owned ? last : told_last(thread, &next, last);
+			last = owned ? last : last_countable(thread, &next, last);
 			next.count = last - next.first + 1;
 			next.aux = 0;
-			tell(&thread->slot, owned, &next, 0);
+			record_run(&thread->slot, owned, &next, 0);
 			thread->request_next = last + 1;
 		}
 	} else {
 		if (!flags && !follows(thread, &next) && !same_call(thread, &next)) {
-			u64 asked = asked_from(inode, first);
+			u64 requested = requested_from(inode, first);
 
-			next.count += next.first - asked;
-			next.first = asked;
+			next.count += next.first - requested;
+			next.first = requested;
 		}
 		thread->request_first = next.first;
-		/* Unaligned requests one after the other share a block, which counts once. */
+		/* Consecutive unaligned requests share a block, which counts once. */
 		if (config.max_blocks && next.count > 1 && next.first == thread->request_last &&
 		    is_file(&thread->request_file, &next)) {
 			next.first++;
@@ -306,9 +309,9 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			thread->request_in_call = is_call(config.read_calls, current_call());
 		}
 		thread->uncut = 0;
-		last = owned ? last : told_last(thread, &next, last);
+		last = owned ? last : last_countable(thread, &next, last);
 		next.count = last - next.first + 1;
-		tell(&thread->slot, owned, &next, 0);
+		record_run(&thread->slot, owned, &next, 0);
 		thread->request_next = last + 1;
 	}
 	thread->request_ns = next.t_ns;
@@ -316,7 +319,7 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	return 0;
 }
 
-/* A page entered the page cache: read from storage, except when a write makes it. */
+/* A page entered the page cache: it is read from storage, unless a write created it. */
 static __always_inline int take_fill(struct folio *folio)
 {
 	struct thread *thread = this_thread();
@@ -341,14 +344,14 @@ static __always_inline int take_fill(struct folio *folio)
 		u64 first = thread->uncut && thread->uncut_first < fill.first ? thread->uncut_first : fill.first;
 
 		if (owned) {
-			owe_fault(thread);
+			defer_fault(thread);
 			cut(thread, first);
 		} else {
 			thread->uncut_first = first;
 		}
 		thread->uncut = !owned;
 	}
-	tell(&thread->slot, owned, &fill, 0);
+	record_run(&thread->slot, owned, &fill, 0);
 	disown(&thread->slot, owned);
 	return 0;
 }

@@ -1,4 +1,4 @@
-/* Requests to block devices, from their submission to their completion, with the file and block of their first page. */
+/* Requests to block devices, from submission to completion, with the file and block of their first page. */
 #ifndef LLMCACHE_BLOCK_H
 #define LLMCACHE_BLOCK_H
 
@@ -11,7 +11,7 @@ struct {
 	__type(value, struct record);
 } requests SEC(".maps");
 
-#define MERGED_BIOS 256	/* most drivers take fewer pieces than that in one request */
+#define MERGED_BIOS 256	/* most drivers merge fewer bios into a request */
 
 /* Finds the page-cache page at the start of a request; anonymous memory (O_DIRECT) has none. */
 static __always_inline bool match_file(struct record *record, struct bio *bio)
@@ -54,7 +54,8 @@ int BPF_PROG(submitted, struct bio *bio)
 	struct record request = {};
 	struct file_key file;
 
-	/* Its last request was not seen to end: some kernels show BPF nothing of an interrupt of a protected process. */
+	/* The end of an earlier request of this bio was missed: some kernels do not run BPF programs in an interrupt of a
+	 * protected process. */
 	if (!bpf_map_delete_elem(&requests, &key))
 		lose(LOST_REQUESTS, 1);
 	if (operation > WRITE || !size)
@@ -97,14 +98,14 @@ static __noinline int finish(u64 key)
 	return 0;
 }
 
-/* Of drivers that take bios as they are. */
+/* For drivers that process bios directly. */
 SEC("tp_btf/block_bio_complete")
 int BPF_PROG(completed, struct request_queue *queue, struct bio *bio)
 {
 	return finish((u64)bio);
 }
 
-/* Of all other drivers: a request is made of one or more bios, completed from its first `bytes` on. */
+/* For all other drivers: a request consists of one or more bios, and its first `bytes` are complete. */
 SEC("tp_btf/block_rq_complete")
 int BPF_PROG(request_completed, struct request *request, int error, unsigned int bytes)
 {

@@ -1,4 +1,4 @@
-/* What leaves the page cache, by reclaim, truncation or request: runs are kept by CPU, for it happens in any process. */
+/* Pages that leave the page cache, by reclaim, truncation or request. Runs are kept per CPU, because any process may evict. */
 #ifndef LLMCACHE_EVICTIONS_H
 #define LLMCACHE_EVICTIONS_H
 
@@ -33,7 +33,7 @@ int BPF_PROG(evicted, struct folio *folio)
 	next.miss = UNKNOWN;
 	next.kind = EVICT;
 	owned = own(slot);
-	tell(slot, owned, &next, 0);
+	record_run(slot, owned, &next, 0);
 	disown(slot, owned);
 	return 0;
 }

@@ -1,10 +1,10 @@
-/* Page faults, and how much the kernel maps at once: cached pages around the one that faulted, since 6.18 whole folios.
+/* Page faults, and the pages that the kernel maps at once: cached pages around the faulting one, since 6.18 whole folios.
  *
- * A fault is told in up to three steps, of which the first and the last may be missing, and the middle one is not of
- * files: the fault itself (fault_page), before its page is read from storage if need be; the process's count of mapped
- * file pages grows (mapped); what was mapped around (map_around). A folio as large as a huge page (2 MiB on x86-64) is
- * mapped in one piece, and then only the middle step happens: what the count grew by and the address (touched) tell it.
- * Other threads move that count too, and parts of it are kept by each CPU: only a jump of half a huge page is believed. */
+ * A fault causes up to three events: fault_page, before its page is read from storage; mapped, when the process's count of
+ * mapped file pages grows; and map_around, for the pages mapped around it. The first and the last may be missing, and the
+ * second one does not name a file. A folio as large as a huge page (2 MiB on x86-64) is mapped at once and causes only the
+ * second event: the growth of the count and the address (touched) identify it. Other threads change that count too, and each
+ * CPU keeps a part of it, so only growth by at least half a huge page counts. */
 #ifndef LLMCACHE_FAULTS_H
 #define LLMCACHE_FAULTS_H
 
@@ -12,18 +12,18 @@
 
 #define MM_FILEPAGES 0
 #define MM_ANONPAGES 1
-#define PRESENT 1	/* in a fault's error code: the page was mapped, but not for this */
+#define PRESENT 1	/* in a fault's error code: the page was mapped, but without this permission */
 #define WHOLE_FOLIOS (6 << 16 | 18 << 8)	/* the Linux version from which whole folios are mapped */
 
-/* Leaves out of `next` what this fault told before, whatever became of that run; false if nothing is left. */
+/* Removes from `next` the blocks that this fault has counted already, even if their run has been sent; false if none remain. */
 static __always_inline bool is_new(struct thread *thread, struct record *next)
 {
-	u64 end = thread->told_end, next_end = next->first + next->count;
+	u64 end = thread->counted_end, next_end = next->first + next->count;
 
-	/* That page was taken back. */
-	if (thread->fault_owed && thread->fault.first + (1 << config.page_blocks_log2) == end)
+	/* The page that faulted was removed from its run. */
+	if (thread->fault_deferred && thread->fault.first + (1 << config.page_blocks_log2) == end)
 		end = thread->fault.first;
-	if (next->first < thread->told_first || next->first >= end)
+	if (next->first < thread->counted_first || next->first >= end)
 		return true;
 	if (next_end <= end)
 		return false;
@@ -33,16 +33,16 @@ static __always_inline bool is_new(struct thread *thread, struct record *next)
 	return true;
 }
 
-static __always_inline void note_told(struct thread *thread, u64 first, u64 end, bool again)
+static __always_inline void set_counted(struct thread *thread, u64 first, u64 end, bool again)
 {
-	if (!again || first < thread->told_first)
-		thread->told_first = first;
-	if (!again || end > thread->told_end)
-		thread->told_end = end;
-	thread->fault_owed = 0;
+	if (!again || first < thread->counted_first)
+		thread->counted_first = first;
+	if (!again || end > thread->counted_end)
+		thread->counted_end = end;
+	thread->fault_deferred = 0;
 }
 
-/* Records pages that were mapped: all of them, or, `again` in one fault, what it did not tell already. */
+/* Records mapped pages: all of them or, if `again` (a later event of one fault), those not counted yet. */
 static __always_inline void take_mapped(struct thread *thread, struct record next, bool again)
 {
 	struct record *run = &thread->slot.run;
@@ -53,18 +53,19 @@ static __always_inline void take_mapped(struct thread *thread, struct record nex
 	thread->request_last = 0;
 	if (owned && thread->slot.live && same_stream(run, &next) && run->count == 1 << config.page_blocks_log2 &&
 	    run->first >= first && run->first < end) {
-		/* The page that faulted was told already. */
+		/* The page that faulted is in the run already. */
 		run->first = first;
 		run->count = next.count;
 		run->flags |= next.flags;
 	} else if (!again || is_new(thread, &next)) {
-		tell(&thread->slot, owned, &next, next.count);
+		record_run(&thread->slot, owned, &next, next.count);
 	}
-	note_told(thread, first, end, again);
+	set_counted(thread, first, end, again);
 	disown(&thread->slot, owned);
 }
 
-/* Widens first .. last to the folio of page `index`, if it is mapped whole: it has to end before page `limit`. */
+/* Widens first .. last to the folio of page `index`, if it is mapped as a whole, which requires that it ends before page
+ * `limit`. */
 static __always_inline void widen(struct address_space *mapping, u64 index, u64 limit, u64 *first, u64 *last)
 {
 	u64 begin = index, end = index;
@@ -87,21 +88,21 @@ static __always_inline int take_fault(struct address_space *mapping, u64 page)
 
 	if (!thread || !describe(&next, thread, mapping->host, page, page, MAP))
 		return 0;
-	/* One that had to wait for storage is tried again, and told again. */
+	/* A fault that waited for storage is retried and causes the event again. */
 	if (thread->fault_mapping == mapping && thread->fault.first == next.first)
 		return 0;
-	next.aux = !(thread->sees_starts && thread->fault_told);
+	next.aux = !(thread->sees_starts && thread->fault_counted);
 	take_mapped(thread, next, !next.aux);
 	thread->fault = next;
 	thread->fault_end = pages_of(mapping->host);
 	thread->fault_mapping = mapping;
-	thread->fault_owed = 0;
-	thread->fault_told = thread->sees_starts;
+	thread->fault_deferred = 0;
+	thread->fault_counted = thread->sees_starts;
 	thread->request_file = thread->file;
 	return 0;
 }
 
-/* Changes whenever the process maps or unmaps something; 0 if the kernel does not tell (before 6.13). */
+/* Changes whenever the process maps or unmaps something; 0 if the kernel has no such counter (before 6.13). */
 static __always_inline u32 mappings_seq(void)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
@@ -111,9 +112,9 @@ static __always_inline u32 mappings_seq(void)
 	return 0;
 }
 
-/* Whether a fault maps around itself what the thread's last one did. The kernel leaves out pages that it is about to take
- * back, or looks at (DAMON, compaction), and tells of the whole window again when one of them is touched after all. What
- * was unmapped in between without a word, by MADV_DONTNEED, is not told apart from that. */
+/* Whether a fault maps the same window around itself as the last fault of the thread. The kernel omits pages that are about
+ * to be reclaimed or that DAMON or compaction examines, and repeats the event of the window when one of them is touched
+ * later. Pages unmapped in between by MADV_DONTNEED, which has no event, look the same. */
 static __always_inline bool mapped_before(struct thread *thread, struct address_space *mapping, u64 first, u64 last)
 {
 	u32 seq = mappings_seq();
@@ -136,25 +137,25 @@ static __always_inline int take_around(struct address_space *mapping, u64 first,
 	if (!thread)
 		return 0;
 	if (mapped_before(thread, mapping, first, last)) {
-		thread->fault_told = thread->sees_starts;
+		thread->fault_counted = thread->sees_starts;
 		thread->fault_mapping = NULL;
 		return 0;
 	}
-	/* Not the folio at the very end of the file. */
+	/* The folio at the end of the file is not mapped as a whole. */
 	limit = pages_of(mapping->host) - 1;
 	widen(mapping, last, limit, &begin, &end);
 	if (begin == first)
 		widen(mapping, first, limit, &begin, &end);
 	if (!describe(&next, thread, mapping->host, begin, end, MAP))
 		return 0;
-	next.aux = !thread->fault_told;
-	take_mapped(thread, next, thread->fault_told);
-	thread->fault_told = thread->sees_starts;
+	next.aux = !thread->fault_counted;
+	take_mapped(thread, next, thread->fault_counted);
+	thread->fault_counted = thread->sees_starts;
 	thread->fault_mapping = NULL;
 	return 0;
 }
 
-/* The file pages that a process maps. Before 6.2 the kernel adds pages that a thread mapped one by one after 64 faults only. */
+/* The number of file pages that a process maps. Before 6.2, the kernel adds the pages of a thread only after 64 faults. */
 static __always_inline s64 mapped_file_pages(struct mm_struct *mm)
 {
 	if (bpf_core_field_exists(((struct mm_struct___atomic *)0)->rss_stat.count[MM_FILEPAGES].counter))
@@ -170,8 +171,8 @@ static __always_inline int begin_fault(u64 address, u64 error_code)
 	if (!thread)
 		return 0;
 	thread->fault_mapping = NULL;
-	thread->fault_told = 0;
-	thread->fault_owed = 0;
+	thread->fault_counted = 0;
+	thread->fault_deferred = 0;
 	thread->sees_starts = 1;
 	thread->touched = error_code & PRESENT ? 0 : address;
 	thread->mapped_pages = mapped_file_pages(BPF_CORE_READ(task, mm));
@@ -184,7 +185,7 @@ int BPF_PROG(touched, unsigned long address, struct pt_regs *regs, unsigned long
 	return begin_fault(address, error_code);
 }
 
-/* In a system call that is given mapped memory. */
+/* In a system call that accesses mapped memory. */
 SEC("tp_btf/page_fault_kernel")
 int BPF_PROG(touched_in_call, unsigned long address, struct pt_regs *regs, unsigned long error_code)
 {
@@ -208,7 +209,7 @@ static long take_huge(struct task_struct *task, struct vm_area_struct *vma, stru
 	return 0;
 }
 
-/* The page that faulted is mapped, and with it the rest of its folio, unless it was copied to be written. */
+/* The page that faulted is mapped, together with its folio, unless it was copied for a write. */
 static __always_inline void take_faulted(struct thread *thread, bool copied)
 {
 	u64 page = thread->fault.first >> config.page_blocks_log2, first = page, last = page;
@@ -217,10 +218,10 @@ static __always_inline void take_faulted(struct thread *thread, bool copied)
 	if (!copied)
 		widen(thread->fault_mapping, page, thread->fault_end, &first, &last);
 	thread->fault_mapping = NULL;
-	thread->fault_told = 1;
-	if (first == last && !thread->fault_owed)
+	thread->fault_counted = 1;
+	if (first == last && !thread->fault_deferred)
 		return;
-	if (!thread->fault_owed)
+	if (!thread->fault_deferred)
 		next.aux = 0;
 	next.t_ns = bpf_ktime_get_ns();
 	next.first = first << config.page_blocks_log2;
@@ -231,7 +232,7 @@ static __always_inline void take_faulted(struct thread *thread, bool copied)
 SEC("tp_btf/rss_stat")
 int BPF_PROG(mapped, struct mm_struct *mm, int member)
 {
-	u64 half_huge = 256ULL << config.page_blocks_log2;	/* of as many pages as a table has entries */
+	u64 half_huge = 256ULL << config.page_blocks_log2;	/* half the number of entries of a page table, in blocks */
 	struct thread *thread;
 	struct search search;
 
@@ -249,7 +250,7 @@ int BPF_PROG(mapped, struct mm_struct *mm, int member)
 		   mapped_file_pages(mm) - thread->mapped_pages >= (s64)half_huge) {
 		if (bpf_find_vma(bpf_get_current_task_btf(), search.address, take_huge, &search, 0))
 			lose(LOST_HUGE, 1);
-		thread->fault_told = 1;
+		thread->fault_counted = 1;
 	}
 	return 0;
 }

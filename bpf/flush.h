@@ -1,28 +1,29 @@
-/* Sending runs that nobody extends: user space asks for it, before it reads the ring. */
+/* Sends runs that no longer grow. User space runs this before it reads the ring. */
 #ifndef LLMCACHE_FLUSH_H
 #define LLMCACHE_FLUSH_H
 
 #include "evictions.h"
 
-/* What does not grow for so long has ended: a request through io_uring, whose end nothing tells. */
+/* A request that has not grown for this time has ended. Only requests through io_uring need this, because their end has no
+ * event. */
 #define STALLED_NS 200000000
-/* An event is timed before its slot is locked, so a little may be told later than now that happened before; half of what
- * user space grants it (llmcache/trace/kernel.py). */
-#define UNTOLD_NS 1000000
+/* An event gets its time before its slot is locked, so a run that is sent later may be slightly older than the flush. This
+ * is half of the delay that user space allows (llmcache/trace/kernel.py). */
+#define DELAY_NS 1000000
 
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
 extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
-/* How many threads are recorded and how many slots were busy. `all` is asked for at the end, when nobody is at work. */
+/* The number of recorded threads and of busy slots. `all` is set at the end, when no recorded thread runs. */
 struct flush_result { u32 live, busy, all; };
 
-/* Not what grew in the last milliseconds: it is sent by its owner, or by a later flush, which user space waits for. */
+/* Runs that grew in the last milliseconds are not due: their owner or a later flush sends them, and user space waits for it. */
 static __always_inline bool is_due(struct slot *slot, struct flush_result *result, u64 now_ns)
 {
 	return slot->live && (result->all || now_ns > slot->grown_ns + 4 * config.max_age_ns);
 }
 
-/* Whether the thread is still in the call that made its last request: fills of the rest may come. */
+/* Whether the thread is still in the call of its last request, so that further fills may follow. */
 static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_ns)
 {
 	struct task_struct *task;
@@ -45,13 +46,13 @@ static __always_inline void take_all(struct slot *slot, struct record *done)
 	slot->live = 0;
 }
 
-/* Takes what was read of a request in progress; the rest is yet to be read. All, if the run does not end in one. */
+/* Takes the part of a run that has been read already; if the run does not end in a request, takes all of it. */
 static __always_inline void take_part(struct thread *thread, struct record *done, u64 now_ns)
 {
 	struct record *run = &thread->slot.run;
-	/* Read once: an owner that waits no longer goes on to its next request. */
+	/* Read once, because an owner that does not get the lock continues with its next request. */
 	u64 first = *(volatile u64 *)&thread->request_first, end = run->first + run->count;
-	u64 told_ns = *(volatile u64 *)&thread->request_ns;
+	u64 event_ns = *(volatile u64 *)&thread->request_ns;
 
 	if (run->kind != ACCESS || run->op != READ || end != thread->request_last + 1 || first >= end) {
 		take_all(&thread->slot, done);
@@ -64,22 +65,22 @@ static __always_inline void take_part(struct thread *thread, struct record *done
 		run->first = first;
 		run->count = end - first;
 	}
-	run->t_ns = told_ns > now_ns - UNTOLD_NS ? told_ns : now_ns - UNTOLD_NS;
+	run->t_ns = event_ns > now_ns - DELAY_NS ? event_ns : now_ns - DELAY_NS;
 }
 
-/* Sends what was taken, after the slot is unlocked: an owner waits while a record is copied, not for the ring. */
+/* Sends the taken run after the slot is unlocked, so that owners wait only for the copy of a record and not for the ring. */
 static __always_inline void send_taken(struct record *done)
 {
 	if (done->count)
 		emit(done);
 }
 
-/* Does for a thread that ended meanwhile what it could not do itself. */
+/* Sends the last run of a thread that ended during the flush, and removes it. */
 static __always_inline void remove_ended(struct thread *thread, u32 tid)
 {
 	if (!*(volatile u32 *)&thread->gone || !lock(&thread->slot))
 		return;
-	/* By now this may be another thread's place. */
+	/* The entry may belong to another thread by now. */
 	if (!*(volatile u32 *)&thread->gone) {
 		unlock(&thread->slot);
 		return;
@@ -91,7 +92,7 @@ static __always_inline void remove_ended(struct thread *thread, u32 tid)
 static long flush_thread(void *map, u32 *key, struct thread *thread, struct flush_result *result)
 {
 	struct record done = {};
-	u64 now_ns = bpf_ktime_get_ns(), told_ns = *(volatile u64 *)&thread->request_ns;
+	u64 now_ns = bpf_ktime_get_ns(), event_ns = *(volatile u64 *)&thread->request_ns;
 	u32 tid = *key;
 	bool requesting;
 
@@ -105,13 +106,13 @@ static long flush_thread(void *map, u32 *key, struct thread *thread, struct flus
 		result->busy++;
 		return 0;
 	}
-	owe_fault(thread);
-	/* A request that began since may be in progress. */
-	if (thread->slot.live && (requesting || told_ns != *(volatile u64 *)&thread->request_ns))
+	defer_fault(thread);
+	/* A request that began after the check may be in progress. */
+	if (thread->slot.live && (requesting || event_ns != *(volatile u64 *)&thread->request_ns))
 		take_part(thread, &done, now_ns);
 	else if (thread->slot.live)
 		take_all(&thread->slot, &done);
-	/* Orders this before `gone` is read; a thread sets that before it tries the lock. */
+	/* Orders the unlock before the read of `gone`; a thread sets `gone` before it tries to lock. */
 	__sync_lock_test_and_set(&thread->slot.lock, 0);
 	send_taken(&done);
 	remove_ended(thread, tid);
@@ -135,7 +136,7 @@ static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flush_resul
 	return 0;
 }
 
-/* While slots were busy, it has to be run again. */
+/* User space runs this again until no slot is busy. */
 SEC("syscall")
 int flush(struct flush_result *result)
 {

@@ -1,9 +1,9 @@
-/* llmcache trace: which file blocks some processes touch, recorded in the kernel.
+/* llmcache trace: records the file blocks that processes touch.
  *
- * Programs of three tiers; user space loads those of one (llmcache/trace/kernel.py):
+ * The programs of three tiers; user space loads those of one (llmcache/trace/kernel.py):
  *   filemap    tracepoints of the page cache, Linux 6.12 and later
  *   fexit      the functions behind them, for older kernels
- *   syscalls   what system calls ask for; page faults are not seen */
+ *   syscalls   the requests of system calls; no page faults */
 #include "accesses.h"
 #include "faults.h"
 #include "writes.h"
@@ -11,7 +11,7 @@
 #include "evictions.h"
 #include "flush.h"
 
-/* The kernel lets only programs under its own licence call the helpers that read its memory. */
+/* Helpers that read kernel memory require a GPL-compatible licence. */
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
 SEC("tp_btf/mm_filemap_get_pages")
@@ -38,13 +38,13 @@ int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, uns
 SEC("tp_btf/mm_filemap_add_to_page_cache")
 int BPF_PROG(filled, struct folio *folio)
 {
-	/* Not while a write makes pages for itself: that reads nothing from storage. */
+	/* A write that creates pages reads nothing from storage. */
 	if (!this_thread() || is_writing(current_call()))
 		return 0;
 	return take_fill(folio);
 }
 
-/* Begun in the thread that asks, also for io_uring; the size says how far, whether or not the device delivers it. */
+/* Runs in the requesting thread, also for io_uring. The size is the requested one, whether or not the device delivers it. */
 SEC("tp_btf/iomap_dio_rw_begin")
 int BPF_PROG(read_direct, struct kiocb *kiocb, struct iov_iter *iter)
 {
@@ -71,7 +71,7 @@ int BPF_PROG(fault_returned, struct vm_fault *fault)
 	return take_fault(fault->vma->vm_file->f_mapping, fault->pgoff);
 }
 
-/* Without VM_FAULT_NOPAGE the page that faulted is not cached: `fault_returned` records it once it is. */
+/* Without VM_FAULT_NOPAGE the page that faulted is not cached; `fault_returned` records it later. */
 SEC("fexit/filemap_map_pages")
 int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned long last, u32 result)
 {
@@ -91,6 +91,6 @@ int BPF_PROG(read_call_returned, struct pt_regs *regs, long result)
 	file = open_file(call_argument(regs, 0));
 	if (!file)
 		return 0;
-	place = given_place(config.read_calls, regs);
+	place = given_position(config.read_calls, regs);
 	return take_bytes(BPF_CORE_READ(file, f_inode), place < 0 ? BPF_CORE_READ(file, f_pos) - result : place, result, READ);
 }

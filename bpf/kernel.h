@@ -1,7 +1,7 @@
-/* The parts of kernel structures that are read, relocated at load (CO-RE) to where the running kernel has them.
+/* The fields of kernel structures that the programs read, relocated at load (CO-RE) to their offsets in the running kernel.
  *
- * No vmlinux.h: what stands here is all that the programs depend on. A name with three underscores is a flavour: another
- * kernel's version of the structure before them. */
+ * There is no vmlinux.h, so this is the complete list of dependencies. A name with three underscores is a flavour: the same
+ * structure in another version of the kernel. */
 #ifndef LLMCACHE_KERNEL_H
 #define LLMCACHE_KERNEL_H
 
@@ -100,7 +100,7 @@ static __always_inline bool is_regular(struct inode *inode)
 	return (inode->i_mode & S_IFMT) == S_IFREG;
 }
 
-/* st_dev as user space sees it, from the kernel's 12 + 20 bits. */
+/* st_dev as in user space, from the kernel's 12 + 20 bits. */
 static __always_inline u64 device_number(u32 dev)
 {
 	u64 major = dev >> 20, minor = dev & 0xfffff;
@@ -120,7 +120,7 @@ static __always_inline struct file_key file_key(struct inode *inode)
 	return key;
 }
 
-/* The pid namespace of user space: an identity, and how many namespaces it is in. */
+/* The pid namespace of user space: its identity and its level. */
 struct viewer {
 	u64 ns;
 	u32 level, spare;
@@ -139,7 +139,7 @@ static __always_inline u64 namespace_of(struct pid *pid, u32 level)
 	return ns;
 }
 
-/* Make the namespace of `me` the viewer's. */
+/* Sets the viewer to the namespace of `me`. */
 static __always_inline void set_viewer(struct viewer *viewer, struct task_struct *me)
 {
 	struct pid *pid = BPF_CORE_READ(me, thread_pid);
@@ -148,7 +148,7 @@ static __always_inline void set_viewer(struct viewer *viewer, struct task_struct
 	viewer->ns = namespace_of(pid, viewer->level);
 }
 
-/* The number of a process in the viewer's namespace; 0 if it has none there. */
+/* The pid of a process in the viewer's namespace; 0 if it has none there. */
 static u32 visible_pid(struct task_struct *task, struct viewer *viewer)
 {
 	struct pid *pid = BPF_CORE_READ(task, group_leader, thread_pid);
@@ -177,10 +177,10 @@ static __always_inline u64 folio_pages(struct folio *folio)
 	return 1;
 }
 
-/* The page-cache folio with page `index`, from its first page to its last; that page alone if none is cached.
+/* The first and last page of the page-cache folio with page `index`; that page alone if it is not cached.
  *
- * Entries whose two low bits are 10 and that are large are nodes, small ones point to the slot of the folio's first page;
- * other entries with low bits remember pages that left. */
+ * Entries whose two low bits are 10 are nodes if they are large; small ones point to the slot of the folio's first page.
+ * Other entries with low bits set are shadows of evicted pages. */
 static __noinline int find_folio(struct address_space *mapping, u64 index, u64 *first, u64 *last)
 {
 	u64 entry = (u64)BPF_CORE_READ(mapping, i_pages.xa_head), slots = bpf_core_field_offset(struct xa_node, slots);

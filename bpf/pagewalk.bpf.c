@@ -1,12 +1,12 @@
-/* Reading the page tables of a process on x86-64, to see which mapped pages were touched: the accessed bits.
+/* Reads the page tables of a process on x86-64, whose accessed bits show which mapped pages were touched.
  *
- * Run by user space when it wants a sample; nothing is attached, and between samples nothing costs anything. */
+ * User space runs the programs to take a sample. Nothing is attached, so there is no cost between samples. */
 #include "kernel.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
-#define TABLES 512		/* page tables a call copies: each maps 2 MiB of addresses */
-#define PROBES 8192		/* pages a call looks at */
+#define TABLES 512		/* page tables copied per call; each maps 2 MiB of addresses */
+#define PROBES 8192		/* pages looked up per call */
 #define PRESENT 1ULL
 #define HUGE 0x80ULL
 #define ADDRESS 0x000ffffffffff000ULL
@@ -23,7 +23,7 @@ struct {
 	__type(value, u64[512]);
 } tables SEC(".maps");
 
-/* The entries that point to them: 0 where nothing is mapped. */
+/* The entries that point to the tables; 0 if nothing is mapped. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -32,7 +32,7 @@ struct {
 	__type(value, u64);
 } entries SEC(".maps");
 
-/* For `probe`: addresses, which become the entries of their pages. */
+/* Addresses for `probe`, which replaces them by the entries of their pages. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -42,9 +42,9 @@ struct {
 } probes SEC(".maps");
 
 struct place {
-	u64 address;	/* in the process; of find_memory: of memory that the process filled with `mark` */
-	u64 memory;	/* where the kernel maps all memory */
-	u64 frame;	/* of find_memory: where that memory is, physically */
+	u64 address;	/* in the process; for find_memory: of memory that the process has filled with `mark` */
+	u64 memory;	/* where the kernel maps all physical memory */
+	u64 frame;	/* for find_memory: the physical address of that memory */
 	u64 mark;
 	u32 pid;
 	u32 count;
@@ -59,7 +59,7 @@ static __always_inline u64 entry(u64 table, u64 address, u32 shift)
 	return value;
 }
 
-/* What points to the page table of an address, or to its huge page; 0 where nothing is mapped. */
+/* The entry that points to the page table of an address, or to its huge page; 0 if nothing is mapped. */
 static __always_inline u64 table_entry(struct walk *walk, u64 address)
 {
 	u64 found = entry(walk->root, address, 39);
@@ -105,7 +105,7 @@ static long probe_page(u32 index, struct walk *walk)
 	return 0;
 }
 
-/* The address of the top table of a process; 0 if it is not there. */
+/* The address of the top page table of a process; 0 if there is no such process. */
 static __always_inline u64 top_table(u32 pid)
 {
 	struct task_struct *task = NULL;
@@ -135,7 +135,7 @@ static long try_memory(u32 index, struct place *place)
 	return 1;
 }
 
-/* Finds where the kernel maps all memory: a whole number of GiB below the top table, where the marked page is seen. */
+/* Finds where the kernel maps all physical memory: the marked page is visible a whole number of GiB below the top table. */
 SEC("syscall")
 int find_memory(struct place *place)
 {
@@ -153,7 +153,7 @@ int find_memory(struct place *place)
 	return 0;
 }
 
-/* Copies the tables of `count` times 2 MiB from `address` on; 1 if the process is not there. */
+/* Copies the page tables of `count` times 2 MiB from `address` on; 1 if there is no such process. */
 SEC("syscall")
 int copy_tables(struct place *place)
 {
@@ -165,7 +165,7 @@ int copy_tables(struct place *place)
 	return 0;
 }
 
-/* Looks up the first `count` pages of `probes`; 1 if the process is not there. */
+/* Looks up the first `count` pages of `probes`; 1 if there is no such process. */
 SEC("syscall")
 int probe(struct place *place)
 {

@@ -1,7 +1,7 @@
-/* One record, as user space reads it, what was configured before loading, and the way out: the ring and the losses.
+/* The record that user space reads, the configuration set before loading, the ring, and the counters of losses.
  *
- * `struct record` is RECORD of llmcache/trace/records.py and `struct config` is CONFIG of
- * llmcache/trace/kernel.py; tests/trace compares the layouts. */
+ * `struct record` is RECORD of llmcache/trace/records.py, and `struct config` is CONFIG of llmcache/trace/kernel.py;
+ * tests/trace compares the layouts. */
 #ifndef LLMCACHE_RECORD_H
 #define LLMCACHE_RECORD_H
 
@@ -28,11 +28,11 @@ struct record {
 
 #define CALLS 6
 struct config {
-	u64 max_age_ns;		/* a run gets no older */
-	u32 max_blocks;		/* and no longer; 0: nothing is merged */
+	u64 max_age_ns;		/* maximum age of a run */
+	u32 max_blocks;		/* maximum length of a run; 0: nothing is merged */
 	u32 follow;		/* children of recorded processes are recorded too */
 	u32 page_blocks_log2;	/* a page is 2^this blocks of 4096 bytes */
-	u32 total_store_order;	/* stores become visible in their order (x86): a plain store unlocks */
+	u32 total_store_order;	/* stores become visible in order (x86), so a plain store unlocks */
 	s32 write_calls[CALLS];	/* numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile */
 	s32 read_calls[CALLS];	/* numbers of read, pread64, readv, preadv, preadv2; -1 */
 };
@@ -54,8 +54,8 @@ struct {
 	__uint(max_entries, 16 << 20);
 } ring SEC(".maps");
 
-/* What could not be recorded, by reason: the ring was full, too many threads, too many files, too many requests (or one
- * the end of which was not seen), a mapping by huge pages of which the file could not be found. */
+/* Events that were not recorded, by reason: the ring was full; too many threads; too many files; too many requests, or the
+ * end of one was missed; the file of a mapping by huge pages was not found. */
 enum { LOST_RING, LOST_THREADS, LOST_FILES, LOST_REQUESTS, LOST_HUGE, LOSSES };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -72,7 +72,7 @@ static void lose(u32 reason, u64 events)
 		__sync_fetch_and_add(total, events);
 }
 
-/* User space polls: waking it would cost the recorded process more than everything else here. */
+/* User space polls, because a wake-up would cost the recorded process more than all the rest. */
 static __always_inline void emit(struct record *record)
 {
 	if (bpf_ringbuf_output(&ring, record, sizeof(*record), BPF_RB_NO_WAKEUP))

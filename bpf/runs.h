@@ -1,14 +1,13 @@
-/* Runs: adjacent blocks merged while one thread (or, for evictions, one CPU) goes on.
+/* Runs: adjacent blocks of successive accesses of one thread (for evictions, of one CPU), merged.
  *
- * A slot holds the run that is still growing. Its owner is the only writer, except that user space has old runs sent
- * by the `flush` program from another CPU; `lock` keeps the two apart. The flush skips a busy slot and is called again; an
- * owner that finds its slot being flushed tries again for some microseconds and then sends its record past it. What an
- * owner knows of its requests is written by nobody else, locked or not; the flush only reads it. It leaves alone what grew
- * just now: the less the two meet, the less it matters for how long a hypervisor lets the flush stand still.
+ * A slot holds the run that is still growing. Only its owner writes it, except that the `flush` program sends old runs from
+ * another CPU; `lock` separates the two. The flush skips a busy slot and is called again. An owner that finds its slot
+ * locked by the flush retries for some microseconds and then sends its record without the slot. Only the owner writes the
+ * state of its requests, with or without the lock; the flush only reads it. The flush skips runs that grew recently: the
+ * rarer the two collide, the less a hypervisor that stops the flush while it holds a lock matters.
  *
- * Order: whoever sorts the records by time gets the order in which one thread did things. Therefore a fill ends the run of
- * accesses before it, the part of a request that comes after a fill is counted after it, and a page that faults is
- * counted when it is mapped. */
+ * Order: records sorted by time are in the order in which a thread acted. Therefore a fill ends the run of accesses before
+ * it, the part of a request after a fill is counted after it, and a page that faults is counted when it is mapped. */
 #ifndef LLMCACHE_RUNS_H
 #define LLMCACHE_RUNS_H
 
@@ -16,7 +15,7 @@
 
 struct slot {
 	struct record run;
-	u64 grown_ns;	/* when the run was last told something: `max_age_ns` after its beginning at most */
+	u64 grown_ns;	/* when the run last grew: at most `max_age_ns` after its beginning */
 	u32 lock;
 	u32 live;
 };
@@ -56,7 +55,7 @@ static __always_inline bool same_stream(struct record *a, struct record *b)
 	return a->inode == b->inode && a->dev == b->dev && a->op == b->op && a->kind == b->kind;
 }
 
-/* Whether `next` goes on where the run of the slot ends, sharing at most `shared` blocks with it. */
+/* Whether `next` continues the run of the slot, overlapping it by at most `shared` blocks. */
 static __always_inline bool continues(struct slot *slot, struct record *next, u64 shared)
 {
 	struct record *run = &slot->run;

@@ -1,7 +1,7 @@
-/* Which threads are recorded: those of the targets, found once by `seed`, and what they start.
+/* The recorded threads: those of the target processes, found once by `seed`, and those that they start.
  *
- * Threads are kept by their number in the first pid namespace. `pid`, which records carry, is that of the process in the
- * recorder's namespace. */
+ * Threads are identified by their number in the first pid namespace. `pid`, which records contain, is the number of the
+ * process in the recorder's namespace. */
 #ifndef LLMCACHE_THREADS_H
 #define LLMCACHE_THREADS_H
 
@@ -12,29 +12,29 @@ struct thread {
 	struct file_key request_file;
 	u64 request_first, request_last;	/* the last request to read, in blocks */
 	u64 request_next;			/* its first block that is not counted yet */
-	u64 request_call;			/* the thread's read system calls before it */
-	u64 request_ns;				/* when it was last told of */
-	u32 request_in_call;			/* it is a read system call's, the end of which can be told */
-	u32 uncut;				/* a fill of it, from block `uncut_first` on, found the slot busy (`cut`) */
+	u64 request_call;			/* number of read system calls of the thread before it */
+	u64 request_ns;				/* time of its last event */
+	u32 request_in_call;			/* it belongs to a read system call, whose end is detectable */
+	u32 uncut;				/* a fill of it, from block `uncut_first` on, found the slot locked (`cut`) */
 	u64 uncut_first;
-	struct file_key filled_file;		/* of the last fill, */
-	u64 filled_end;				/* the block behind it, */
-	u64 filled_call;			/* and the thread's read system calls before it */
-	struct address_space *fault_mapping;	/* of the last fault, until its page is mapped; */
-	struct record fault;			/* that page, */
+	struct file_key filled_file;		/* the last fill: its file, */
+	u64 filled_end;				/* the block after it, */
+	u64 filled_call;			/* and the number of read system calls of the thread before it */
+	struct address_space *fault_mapping;	/* the last fault, until its page is mapped: its mapping, */
+	struct record fault;			/* its page, */
 	u64 fault_end;				/* and the end of its file, in pages */
-	struct address_space *around_mapping;	/* of the pages that were mapped around a fault last, */
-	u64 around_first, around_last;		/* those pages, */
-	u32 around_seq;				/* and mappings_seq() then */
-	u32 fault_owed;				/* it was taken out of the run, to be counted when it is mapped */
-	u32 fault_told;				/* the last fault was counted: */
-	u64 told_first, told_end;		/* what it mapped, in blocks */
-	u32 sees_starts;			/* `touched` tells when a fault begins */
-	u64 touched;				/* address of the last page fault, until a mapping follows */
-	s64 mapped_pages;			/* file pages that the process had mapped then */
-	struct file_key file;			/* the last one that was noted in `files` */
+	struct address_space *around_mapping;	/* the last pages mapped around a fault: their mapping, */
+	u64 around_first, around_last;		/* first and last page, */
+	u32 around_seq;				/* and mappings_seq() at that time */
+	u32 fault_deferred;				/* the fault's page was removed from the run, to be counted when mapped */
+	u32 fault_counted;				/* the last fault was counted: */
+	u64 counted_first, counted_end;		/* the blocks that it mapped */
+	u32 sees_starts;			/* the kernel has an event at the start of a fault (`touched`) */
+	u64 touched;				/* address of the last page fault, until pages are mapped */
+	s64 mapped_pages;			/* file pages that the process mapped at that time */
+	struct file_key file;			/* the last file added to `files` */
 	u32 pid;
-	u32 gone;				/* it has ended: its last run is to be sent, and this to be removed */
+	u32 gone;				/* the thread has ended; its last run has to be sent and the entry removed */
 };
 
 struct {
@@ -77,9 +77,9 @@ static __always_inline bool add_thread(u32 tid, u32 pid)
 	return false;
 }
 
-/* Sends the last run of a thread and removes it. When the lock cannot be had, the flush is at this run, and does it.
+/* Sends the last run of a thread and removes its entry. If the slot is locked, the flush is sending this run and does both.
  *
- * The slot stays locked: the place may go to another thread at once, while the flush still believes it to be this one's. */
+ * The slot stays locked, because its memory may be reused for another thread while the flush still works on it. */
 static __always_inline void remove_thread(struct thread *thread, u32 tid)
 {
 	*(volatile u32 *)&thread->gone = 1;
@@ -89,7 +89,7 @@ static __always_inline void remove_thread(struct thread *thread, u32 tid)
 	bpf_map_delete_elem(&threads, &tid);
 }
 
-/* Run by user space: reads every task, adds the targets' threads, and writes a byte for each one added. */
+/* Run by user space: visits every task, adds the threads of the targets, and writes a byte for each added thread. */
 SEC("iter/task")
 int seed(struct bpf_iter__task *ctx)
 {
@@ -106,7 +106,7 @@ int seed(struct bpf_iter__task *ctx)
 	tid = task->pid;
 	if (!add_thread(tid, pid))
 		return 0;
-	/* One that ended before it was added is not removed by `ended`. */
+	/* `ended` does not remove a thread that ended before it was added. */
 	if (task->flags & PF_EXITING)
 		bpf_map_delete_elem(&threads, &tid);
 	else
@@ -114,7 +114,7 @@ int seed(struct bpf_iter__task *ctx)
 	return 0;
 }
 
-/* Also called for threads of io_uring, which sched_process_fork leaves out. */
+/* Also called for threads of io_uring, for which sched_process_fork is not. */
 SEC("tp_btf/task_newtask")
 int BPF_PROG(started, struct task_struct *task, u64 clone_flags)
 {

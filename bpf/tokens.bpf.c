@@ -13,8 +13,8 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define RUNNING 1	/* states of a thread: it has a processor, */
 #define BLOCKED 2	/* it waits in the kernel for storage, */
 #define AWAY 3		/* it waits for something else, or for a processor */
-#define CHUNK_SHIFT 6	/* a thread that waits again for the same 64 pages reports it */
-#define QUIET_NS 4000000	/* not before this time has passed: reports are bounded by the rate of new data, not of faults */
+#define CHUNK_SHIFT 6	/* reports of waits are merged within 64 pages, */
+#define QUIET_NS 4000000	/* for this time: they are bounded by the rate of new data, not of faults */
 #define TASK_UNINTERRUPTIBLE 0x2
 #define TASK_DEAD 0x80
 #define TASK_NOLOAD 0x400
@@ -36,8 +36,8 @@ struct {
 	__type(value, struct account);
 } accounts SEC(".maps");
 
-/* A thread: its state, since when it is blocked, its counters when they were added last, the page that it faulted on, and
- * its waits since it reported one. */
+/* A thread: its state, since when it is blocked, its counters when they were last added, the page that it faulted on, and
+ * its waits since its last report. */
 struct thread { u64 since_ns, major_faults, read_bytes; struct file_key file; u64 page, chunk, sent_ns, pending_ns; u32 state, has_page; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -283,7 +283,7 @@ static __always_inline int read_by_thread(u32 role)
 	return 0;
 }
 
-/* One for each tensor that is watched: the context of a breakpoint depends on the processor, and is not read. */
+/* One program for each watched tensor: the context of a breakpoint depends on the processor and is not read. */
 SEC("perf_event")
 int hit_first(void *context)
 {

@@ -1,23 +1,23 @@
-/* Which extents of some files are touched: what a mount in place steers by (llmcache/fs/backends/touches.py).
+/* Reports touches of extents to a mount in place (llmcache/fs/backends/touches.py).
  *
- * User space says which files count and how they are cut up. A touch of an extent is told at once, and not again within
- * `quiet_ns`: a program at full speed costs a few thousand records a second, and one that hits what is mapped nothing. */
+ * User space lists the files and their extents. A touch of an extent is reported at once, and repeated after `quiet_ns` at
+ * the earliest. A client at full speed causes a few thousand records a second, and hits of mapped pages cause none. */
 #include "kernel.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
 #define PLACES (1 << 19)	/* extents of all files together */
-#define RUNS (1 << 14)		/* of all files together */
+#define RUNS (1 << 14)		/* for all files together */
 #define MOST 16			/* extents that one event may touch: a batch of folios of a read */
-#define MISS 1			/* the page was not there, or marks where the kernel reads ahead */
-#define FAULT 2			/* by a mapping */
-#define PRESENT 1		/* in a fault's error code: the page was mapped, but not for this */
+#define MISS 1			/* the page was not cached, or it triggers readahead */
+#define FAULT 2			/* through a mapping */
+#define PRESENT 1		/* in a fault's error code: the page was mapped, but without this permission */
 
 struct config { u64 quiet_ns, gather_ns; u32 page_shift, spare; };
 const volatile struct config config = {};
 
-/* `first`: the place of its first extent; of its extents only every `step`th is told. Of a mixture of experts the slices,
- * in `runs`, are told as well, as extents behind the last. */
+/* `first`: the index of the file's first extent. Only every `step`th extent is reported. For an MoE model, expert slices
+ * (`runs`) are reported as well, numbered after the extents. */
 struct watched { u32 id, first, count, extent_pages, step, first_run, runs; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -26,7 +26,7 @@ struct {
 	__type(value, struct watched);
 } files SEC(".maps");
 
-/* Slices of one size, side by side; ordered by where they lie. */
+/* Contiguous slices of one size, sorted by position. */
 struct run { u64 first_byte, slice_bytes; u32 count, first; };
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -35,13 +35,13 @@ struct {
 	__type(value, struct run);
 } runs SEC(".maps");
 
-/* When an extent was told last; the lowest bit: as a miss. */
+/* When a touch of each extent was last reported; the lowest bit is set for a miss. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, PLACES);
 	__type(key, u32);
 	__type(value, u64);
-} told SEC(".maps");
+} reported SEC(".maps");
 
 struct touch {
 	u64 t_ns;
@@ -52,8 +52,8 @@ struct {
 	__uint(max_entries, 1 << 20);
 } ring SEC(".maps");
 
-/* Processes that have touched a watched file, by tgid: the number that the daemon sees, and the time at which the process
- * started, because the kernel gives the tgid of a process that has ended to another one. */
+/* Processes that have touched a watched file, by tgid: their pid in the daemon's namespace, and their start time, because
+ * the kernel reuses tgids. */
 struct program { u64 started_ns; u32 pid, spare; };
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -62,8 +62,7 @@ struct {
 	__type(value, struct program);
 } programs SEC(".maps");
 
-/* Pages that were added to the page cache, by the file's number: those that clients had read, and those that the daemon and its
- * helper had read. */
+/* Pages added to the page cache, by the number of the file: read for clients, and read for the daemon and its helper. */
 struct added { u64 client_pages, own_pages; };
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -87,7 +86,7 @@ struct {
 	__type(value, struct viewer);
 } viewers SEC(".maps");
 
-/* The mount's daemon and its helper bring pages in, which is no touch. */
+/* The mount's daemon and its helper read pages too; these reads are not touches. */
 static __always_inline int is_own(struct own *mine)
 {
 	struct task_struct *task = bpf_get_current_task_btf();
@@ -95,12 +94,12 @@ static __always_inline int is_own(struct own *mine)
 	return task->tgid == mine->tgid || task->real_parent->tgid == mine->tgid;
 }
 
-/* Most come again within `quiet_ns`, at the full speed of the page cache: nothing is done before that is known. */
-static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 flags)
+/* Nearly all touches repeat within `quiet_ns`, at the full speed of the page cache, so this check comes first. */
+static __always_inline void report_touch(struct watched *file, u32 extent, u64 now, u32 flags)
 {
 	struct touch touch = { .t_ns = now, .id = file->id, .extent = extent, .flags = flags };
 	u32 place = file->first + extent, zero = 0, tgid;
-	u64 *last = bpf_map_lookup_elem(&told, &place);
+	u64 *last = bpf_map_lookup_elem(&reported, &place);
 	struct program *known, program = {};
 	struct viewer *viewer;
 	struct own *mine;
@@ -124,7 +123,7 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 		touch.pid = program.pid = visible_pid((void *)bpf_get_current_task(), viewer);
 		bpf_map_update_elem(&programs, &tgid, &program, 0);
 	}
-	/* A wake-up costs the toucher microseconds: a miss is told at once, hits are gathered for a while. */
+	/* A wake-up costs the client microseconds, so only misses cause one at once; hits are collected for a while. */
 	wakes = flags & MISS || now - mine->woken_ns > config.gather_ns;
 	if (wakes)
 		mine->woken_ns = now;
@@ -134,7 +133,7 @@ static __always_inline void tell(struct watched *file, u32 extent, u64 now, u32 
 
 #define NO_SLICE (~0U)
 
-/* The slice in which both bytes are. */
+/* The slice that contains both bytes, or NO_SLICE. */
 static __always_inline u32 slice_of(struct watched *file, u64 begin, u64 end)
 {
 	u32 low = file->first_run, high = file->first_run + file->runs;
@@ -174,18 +173,19 @@ static __always_inline int touched(struct inode *inode, u64 first, u64 last, u32
 		return 0;
 	now = bpf_ktime_get_ns();
 	if (file->runs) {
-		/* What the kernel maps around a fault, or reads, may reach into the next slice, which is not used for that. */
+		/* Pages that the kernel reads or maps around a fault may reach into the next slice, which is not a touch of
+		 * it. */
 		u32 slice = slice_of(file, first << config.page_shift, ((last + 1) << config.page_shift) - 1);
 
 		if (slice != NO_SLICE) {
-			tell(file, file->count + slice, now, flags);
+			report_touch(file, file->count + slice, now, flags);
 			return 0;
 		}
 	}
 	first /= file->extent_pages;
 	last /= file->extent_pages;
 	for (int index = 0; index < MOST && first + index <= last && first + index < file->count; index++)
-		tell(file, first + index, now, flags);
+		report_touch(file, first + index, now, flags);
 	return 0;
 }
 
@@ -207,7 +207,7 @@ int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, uns
 	return touched(mapping->host, first, last, FAULT);
 }
 
-/* The kernel reads a folio, for a client or for the daemon. */
+/* The kernel reads a folio for a client or for the daemon. */
 SEC("tp_btf/mm_filemap_add_to_page_cache")
 int BPF_PROG(add_folio, struct folio *folio)
 {
@@ -239,7 +239,8 @@ static long take_page(struct task_struct *task, struct vm_area_struct *vma, u64 
 	return 0;
 }
 
-/* A folio as large as a huge page is mapped in one piece without a word: faults of known programs are looked at themselves. */
+/* A folio as large as a huge page is mapped at once, without another event, so page faults of known programs are recorded as
+ * well. */
 static __always_inline int take_fault(u64 address, u64 error_code)
 {
 	u32 tgid = bpf_get_current_pid_tgid() >> 32;
@@ -255,14 +256,15 @@ int BPF_PROG(fault, unsigned long address, struct pt_regs *regs, unsigned long e
 	return take_fault(address, error_code);
 }
 
-/* In a system call that is given mapped memory. */
+/* In a system call that accesses mapped memory. */
 SEC("tp_btf/page_fault_kernel")
 int BPF_PROG(fault_in_call, unsigned long address, struct pt_regs *regs, unsigned long error_code)
 {
 	return take_fault(address, error_code);
 }
 
-/* Where the kernel has no tracepoint at page faults (arm64): the function that handles each of them, also those in calls. */
+/* For kernels without tracepoints at page faults (arm64): the function that handles all faults, including those in system
+ * calls. */
 SEC("fentry/handle_mm_fault")
 int BPF_PROG(fault_handled, struct vm_area_struct *vma, unsigned long address)
 {
@@ -274,7 +276,7 @@ int BPF_PROG(fault_handled, struct vm_area_struct *vma, unsigned long address)
 	return 0;
 }
 
-/* Run by the daemon: what it and its children touch is not told from now on. */
+/* Run by the daemon: from now on, touches by it and its children are not reported. */
 SEC("syscall")
 int begin(void *context)
 {

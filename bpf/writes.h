@@ -1,4 +1,4 @@
-/* Writes: by system call, through io_uring, through a mapping. And which fills are no reads: pages made to be written. */
+/* Writes by system call, io_uring and mapping. Also detects fills that are not reads, because a write created the pages. */
 #ifndef LLMCACHE_WRITES_H
 #define LLMCACHE_WRITES_H
 
@@ -7,13 +7,13 @@
 enum { WRITEV = 2, WRITE_FIXED = 5, WRITE_PLAIN = 23 };	/* operations of io_uring */
 enum { RWF_APPEND = 0x10, RWF_NOAPPEND = 0x20, O_APPEND = 02000 };
 
-/* Not sendfile, which reads as well. */
+/* Excludes sendfile, which also reads. */
 static __always_inline bool is_writing(s64 number)
 {
 	return is_call(config.write_calls, number) && number != config.write_calls[5];
 }
 
-/* Like `describe`, for an inode that may only be probed. */
+/* Like `describe`, for an inode that can only be read by probing. */
 static __always_inline bool describe_bytes(struct record *record, struct thread *thread, struct inode *inode, s64 start,
 					   s64 size, u8 op)
 {
@@ -32,7 +32,7 @@ static __always_inline bool describe_bytes(struct record *record, struct thread 
 	record->op = op;
 	record->miss = UNKNOWN;
 	record->kind = ACCESS;
-	note_file(thread, record);
+	add_file(thread, record);
 	return true;
 }
 
@@ -47,12 +47,12 @@ static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, 
 	owned = own(&thread->slot);
 	thread->request_last = 0;
 	thread->fault_mapping = NULL;
-	tell(&thread->slot, owned, &next, start & 4095 ? 1 : 0);
+	record_run(&thread->slot, owned, &next, start & 4095 ? 1 : 0);
 	disown(&thread->slot, owned);
 	return 0;
 }
 
-/* Whether a call writes at the end of the file, whatever place it gives. */
+/* Whether a call writes at the end of the file, regardless of its position argument. */
 static __always_inline bool appends(struct file *file, struct pt_regs *regs)
 {
 	u32 flags = call_number(regs) == config.write_calls[4] ? call_argument(regs, 5) : 0;
@@ -60,7 +60,7 @@ static __always_inline bool appends(struct file *file, struct pt_regs *regs)
 	return flags & RWF_APPEND || (BPF_CORE_READ(file, f_flags) & O_APPEND && !(flags & RWF_NOAPPEND));
 }
 
-/* At the end of a call the result says how much was done, and so where: short writes are right. */
+/* At the end of a call, when the result gives the written bytes, so that short writes are recorded correctly. */
 SEC("tp_btf/sys_exit")
 int BPF_PROG(wrote, struct pt_regs *regs, long result)
 {
@@ -74,7 +74,7 @@ int BPF_PROG(wrote, struct pt_regs *regs, long result)
 	if (!file)
 		return 0;
 	inode = BPF_CORE_READ(file, f_inode);
-	place = given_place(config.write_calls, regs);
+	place = given_position(config.write_calls, regs);
 	if (place < 0)
 		place = BPF_CORE_READ(file, f_pos) - result;
 	else if (appends(file, regs))
@@ -90,7 +90,7 @@ static __always_inline int ring_wrote(void *req, s32 result)
 
 	if (result <= 0 || (opcode != WRITEV && opcode != WRITE_FIXED && opcode != WRITE_PLAIN) || !this_thread())
 		return 0;
-	/* By now the position has moved past what was written. */
+	/* The position is already after the written bytes. */
 	return take_bytes(BPF_CORE_READ(request, file, f_inode), BPF_CORE_READ(rw, kiocb.ki_pos) - result, result, WRITE);
 }
 
@@ -100,7 +100,7 @@ int BPF_PROG(uring_wrote, struct io_ring_ctx *ring_ctx, void *req, struct io_uri
 	return ring_wrote(req, cqe->res);
 }
 
-/* Before 6.15 the tracepoint told the result itself. */
+/* Before 6.15, the result was an argument of the tracepoint. */
 SEC("tp_btf/io_uring_complete")
 int BPF_PROG(uring_wrote_older, void *ring_ctx, void *req, u64 user_data, int result, unsigned int flags)
 {
@@ -119,7 +119,7 @@ static __always_inline bool drop_fill(struct slot *slot, struct record *dirty)
 	return true;
 }
 
-/* A clean folio became dirty. Outside any system call a store did it, through a mapping. */
+/* A clean folio became dirty. Outside a system call, the cause is a store through a mapping. */
 static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 {
 	struct thread *thread = this_thread();
@@ -140,7 +140,7 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 	if (!record_stores)
 		return 0;
 	owned = own(&thread->slot);
-	tell(&thread->slot, owned, &next, 0);
+	record_run(&thread->slot, owned, &next, 0);
 	disown(&thread->slot, owned);
 	return 0;
 }

@@ -1,8 +1,8 @@
-"""Test tiers: a test that this machine cannot run is skipped with the reason, or fails where its tier is required.
+"""Test tiers: skip the tests that this machine cannot run, with the reason, or fail them if their tier is required.
 
 Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model
-(gemma) and programs (clang, zsh) that a test runs. What brings a tier that is missing is said in one line at the end.
-LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
+(gemma) and of programs (clang, zsh) that a test runs. The last line of the output lists the missing tiers and how to
+install each. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tools.bench.harness import MODELS
 
 CGROUPS = Path("/sys/fs/cgroup")
 
-# Two tests run at a time: threads of torch and BLAS, which wait for each other by spinning, would take each other's time.
+# Two tests run at a time: spinning threads of torch and BLAS would take processor time from the other test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# xdist sets it in its workers: output would be wrapped as on a terminal with some numbers of workers, and not with others.
+# xdist sets COLUMNS in its workers. Rich would then wrap output differently, depending on the number of workers.
 os.environ.pop("COLUMNS", None)
 
-# No property has a deadline, nor must its examples be made in a certain time: machines are shared. Every run of the same
-# tests tries the same examples, so that what fails is the change. `--hypothesis-profile=fresh` tries new ones: what it
-# finds becomes an explicit example.
+# No deadlines and no health check for slow examples, because machines are shared. Every run tries the same examples, so a
+# new failure comes from the change under test. `--hypothesis-profile=fresh` tries new ones; add those that fail as
+# explicit examples.
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("same", settings.get_profile("fresh"), derandomize=True, database=None, max_examples=50)
-if settings.get_current_profile_name() not in ("same", "fresh"):  # tests import this file again, as a module
+if settings.get_current_profile_name() not in ("same", "fresh"):  # tests import this file a second time, as a module
     settings.load_profile("same")
 
 
 def examples(count: int) -> int:
-    """Examples of a property that is worth `count`: half of them where every run tries the same, which finds nothing new."""
+    """Return how many of `count` examples to run: half if derandomized, because repeated runs find nothing new."""
     return max(1, count // 2) if settings().derandomize else count
 
 
@@ -49,7 +49,7 @@ GEMMA = MODELS / "gemma-3-270m-q4_k_m.gguf"
 
 
 def redis_server() -> str | None:
-    """The program of a Redis-compatible server. Debian's redis-tools has it under the name of another of its programs."""
+    """Return the path of a Redis-compatible server. Debian's redis-tools ships the server as redis-check-rdb."""
     return next(
         (found for name in ("valkey-server", "redis-server", "redis-check-rdb") if (found := shutil.which(name))), None
     )
@@ -85,18 +85,18 @@ def _fexit_problem() -> str | None:
     return FexitSource.probe()
 
 
-def _lacking(
+def _missing(
     *modules: str, programs: Sequence[str] = (), libraries: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> Callable[[], str | None]:
-    """What says which Python modules, programs, libraries or files are not there."""
+    """Return a function that names the missing modules, programs, libraries or files, and returns None if all exist."""
 
     @functools.cache
     def problem() -> str | None:
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         missing += [program for program in programs if shutil.which(program) is None]
         missing += [library for library in libraries if ctypes.util.find_library(library) is None]
-        told = [f"not installed: {', '.join(missing)}"] if missing else []
-        return "; ".join([*told, *(f"{file} is not there" for file in files if not file.exists())]) or None
+        problems = [f"not installed: {', '.join(missing)}"] if missing else []
+        return "; ".join([*problems, *(f"{file} does not exist" for file in files if not file.exists())]) or None
 
     return problem
 
@@ -107,29 +107,29 @@ TORCH = ("torch", "transformers")
 INSTALLED = "tools/test installs it"
 TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
     "mount": (
-        _lacking("mfusepy", programs=["fusermount3"], libraries=["fuse3"], files=[Path("/dev/fuse")]),
+        _missing("mfusepy", programs=["fusermount3"], libraries=["fuse3"], files=[Path("/dev/fuse")]),
         "apt-get install fuse3",
     ),
-    "llama": (_lacking(*LLAMA), INSTALLED),
-    "stock": (_lacking(files=[SITE / "xllamacpp"]), INSTALLED),
-    "server": (_lacking(*LLAMA, *SERVER), INSTALLED),
+    "llama": (_missing(*LLAMA), INSTALLED),
+    "stock": (_missing(files=[SITE / "xllamacpp"]), INSTALLED),
+    "server": (_missing(*LLAMA, *SERVER), INSTALLED),
     "redis": (functools.cache(_redis_problem), "apt-get install redis-tools"),
-    "gemma": (_lacking(*LLAMA, files=[GEMMA]), "tools/test fetches it"),
+    "gemma": (_missing(*LLAMA, files=[GEMMA]), "tools/test fetches it"),
     "models": (
-        _lacking(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
+        _missing(*TORCH, "accelerate", "gguf", files=[SMOLLM2, GEMMA]),
         "tools/test fetches them, and installs what reads them",
     ),
-    "transformers": (_lacking(*TORCH), INSTALLED),
+    "transformers": (_missing(*TORCH), INSTALLED),
     "cgroup": (functools.cache(_cgroup_problem), "run as root, where /sys/fs/cgroup can be written"),
     "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.12 or later"),
     "fexit": (functools.cache(_fexit_problem), "a kernel that allows BPF programs at functions, as those of Debian do"),
     "clang": (
-        _lacking(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
+        _missing(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
         "apt-get install clang llvm libbpf-dev",
     ),
-    **{name: (_lacking(programs=[name]), f"apt-get install {name}") for name in ("bash", "zsh", "fish", "mandoc", "groff")},
+    **{name: (_missing(programs=[name]), f"apt-get install {name}") for name in ("bash", "zsh", "fish", "mandoc", "groff")},
 }
-"""By name: why this machine cannot run it, if it cannot, and what brings it."""
+"""For each tier: a function that returns why this machine cannot run it (or None), and how to make it available."""
 
 
 def _required() -> set[str]:
@@ -141,11 +141,11 @@ def _tiers(item: pytest.Item) -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a tier that does not exist, as a mistyped one would require nothing; keep the tests' files on a disk.
+    """Reject unknown tiers in LLMCACHE_REQUIRE_TIERS, handle signals, and put temporary files on a disk.
 
-    /tmp is a tmpfs on many machines: nothing there can be throttled, and its pages are memory of whoever wrote them.
-    What nohup, or a shell in the background, ignores for us is not ignored by the programs that tests send signals to.
-    A run that is told to end ends in order: mounts, cgroups and small disks of a test do not outlive it.
+    /tmp is a tmpfs on many machines: it cannot be throttled, and its pages count as the writer's memory. Under nohup or
+    in the background of a shell, some signals are ignored, and child processes would inherit that; installing handlers
+    avoids it. The handlers also end the run in order, so that no mount, cgroup or loop device of a test outlives it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
@@ -156,7 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in one line which tiers were not run, and what brings each."""
+    """Print one line with the tiers that did not run, and how to make each available."""
     reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])}
     absent = [tier for tier in TIERS if any(f"Skipped: {tier}: " in reason for reason in reasons)]
     if absent:
@@ -164,7 +164,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All in tests/mount is of the mount tier, all in tests/hf of the transformers tier; long ones come first."""
+    """Add the marker mount to tests in tests/mount and transformers to tests in tests/hf; put long tests first."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         directories = item.path.relative_to(Path(__file__).parent).parts[:-1]
@@ -174,7 +174,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose tier has a problem; the report below decides whether that is a failure."""
+    """Skip a test whose tier is unavailable; `pytest_runtest_makereport` turns the skip into a failure if required."""
     for tier in sorted(_tiers(item)):
         if problem := TIERS[tier][0]():
             pytest.skip(f"{tier}: {problem}")
@@ -184,9 +184,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn skips (also those a test or fixture decides on) in required tiers into failures.
+    """Turn skips in required tiers into failures, including skips by a test or fixture itself.
 
-    A test of several tiers that lacks one which nobody requires is skipped for that one.
+    A test of several tiers stays skipped if the missing tier is not a required one.
     """
     report = yield
     required = _tiers(item) & _required()

@@ -1,1 +1,1 @@
-"""Programs that work on the project: tests, demo, benchmarks."""
+"""Tools for the development of llmcache: tests, demo, benchmarks, traces and manual pages."""

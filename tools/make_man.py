@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Writes the manual pages below tools/man from the commands; a test says what differs.
+"""Writes the manual pages below tools/man from the commands. A test reports pages that are out of date.
 
-A page has NAME, SYNOPSIS, DESCRIPTION, OPTIONS and EXAMPLES from the help of its command, the exit codes from
-`llmcache.errors`, and the rest from the text `NAME.txt` beside the command's file. They are installed with the package;
-`man -M tools/man llmcache-trace` shows them as they lie here.
+A page has NAME, SYNOPSIS, DESCRIPTION, OPTIONS and EXAMPLES from the help of its command, exit codes from `llmcache.errors`,
+and other sections from `NAME.txt` in the directory of the command's file. The package installs the pages; in the source
+tree, `man -M tools/man llmcache-trace` shows them.
 
-Texts are blocks with empty lines between them, each by its shape one of
+Texts are blocks separated by empty lines. The form of a block decides its kind:
 
     ## heading            a subsection
     term                  a definition: a line, then its meaning indented by four columns; several may follow each other
         meaning
-        indented lines    kept as they are (examples, tables)
+        indented lines    shown unchanged (examples, tables)
     anything else         a paragraph
 
-`words` between backquotes are bold, names of pages as `llmcache(1)` are bold up to the bracket.
+`words` in backquotes are bold; names of pages such as `llmcache(1)` are bold up to the bracket.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from llmcache.errors import EXIT_CODES  # noqa: E402
 TARGET = ROOT / "tools" / "man"
 TEXTS = ROOT / "llmcache" / "cli"
 HELPER = ROOT / "tools" / "mount.llmcachefs.txt"
-DATE = "2026-11-21"  # of the last edition of the texts: mandoc wants one, and pages must not change by themselves
+DATE = "2026-11-21"  # date of the last edition of the texts; mandoc requires one, and pages must not change with the day
 ORDER = (
     "NAME", "SYNOPSIS", "DESCRIPTION", "COMMANDS", "OPTIONS", "EXAMPLES", "FIELDS", "OVERHEAD", "EXIT STATUS", "ENVIRONMENT",
     "FILES", "NOTES", "SEE ALSO",
 )  # fmt: skip
 INDENT = "    "
-_WIDTH = 78  # of the lines of the source
+_WIDTH = 78  # line width of the source
 _PAGE = re.compile(r"\b([a-z][a-z0-9.-]*)\((\d)\)")
 _CODE = re.compile(r"`([^`]+)`")
 _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "−": "-", "×": "x", "≥": ">=", "µ": "u"}
@@ -58,7 +58,7 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 
 def all_pages() -> list[Page]:
-    """Returns all pages."""
+    """Return all pages."""
     made = [
         page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
         page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
@@ -74,7 +74,7 @@ def all_pages() -> list[Page]:
 
 
 def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
-    """Every command and group below `group`, with the words that call it."""
+    """Yield every command and group below `group`, with its full name."""
     for name in group.table:
         command = group.get_command(click.Context(group), name)
         assert command is not None
@@ -88,7 +88,7 @@ def walk(group: LazyGroup, words: str) -> Iterator[tuple[str, click.Command]]:
 
 @dataclass
 class Page:
-    """A manual page. `sections`: marked text by title; `raw`: what is man(7) already, put before it."""
+    """A manual page. `sections`: marked text by title; `raw`: text that is already in man(7), placed before it."""
 
     name: str
     number: int
@@ -98,11 +98,11 @@ class Page:
 
     @property
     def file(self) -> str:
-        """Name of its file."""
+        """The name of its file."""
         return f"{self.name}.{self.number}"
 
     def text(self) -> str:
-        """Returns the page as man(7) source."""
+        """Return the page in man(7)."""
         made = [
             '.\\" made by tools/make_man.py from the help of the command and the text beside it: edit those',
             f'.TH {self.name.upper()} {self.number} {DATE} "llmcache {__version__}" "llmcache"',
@@ -121,7 +121,7 @@ class Page:
 
 
 def read_sections(path: Path) -> dict[str, str]:
-    """Returns the sections in a text (`# TITLE` begins one); empty if there is no such file."""
+    """Return the sections of a text, each begun by `# TITLE`; empty if the file does not exist."""
     if not path.exists():
         return {}
     parts = re.split(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)
@@ -131,7 +131,7 @@ def read_sections(path: Path) -> dict[str, str]:
 
 
 def page_of(command: click.Command, words: str, summary: str, text: Path, parent: str | None) -> Page:
-    """Returns the page of `command`, which users call as `words`; `text` is the file beside it."""
+    """Return the page of `command`, which users call as `words`; `text`: the file with its other sections."""
     context = click.Context(command, info_name=words, **HELP_OPTIONS)
     sections = read_sections(text)
     for title, block in _help_sections(command).items():
@@ -141,11 +141,11 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
     summary = summary if summary[:2].isupper() else summary[0].lower() + summary[1:]
     page = Page(words.replace(" ", "-"), 1, summary, sections)
     if isinstance(command, LazyGroup):
-        below = (f"{name}\n    {told} {page.name}-{name}(1)" for name, (_, told) in command.table.items())
+        below = (f"{name}\n    {about} {page.name}-{name}(1)" for name, (_, about) in command.table.items())
         sections["COMMANDS"] = "\n".join(below)
     page.raw["SYNOPSIS"] = " ".join([bold(words), *map(_piece, command.collect_usage_pieces(context))])
-    told = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
-    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in told)
+    options = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
+    page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in options)
     page.raw["EXIT STATUS"] = "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
     if parent:
         sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)", sections.get("SEE ALSO"))))
@@ -153,7 +153,7 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
 
 
 def _help_sections(command: click.Command) -> dict[str, str]:
-    """What help and epilog say, as marked text: DESCRIPTION, and what blocks headed Examples:, Fields: or Overhead: say."""
+    """Return help and epilog as marked text: blocks headed Examples:, Fields: or Overhead:, and the rest as DESCRIPTION."""
     found: dict[str, list[str]] = {"DESCRIPTION": []}
     for text in (command.help, command.epilog):
         for block in blocks(inspect.cleandoc(text or "")):
@@ -170,7 +170,9 @@ def _help_sections(command: click.Command) -> dict[str, str]:
 
 
 def _listed(lines: list[str]) -> str:
-    """Lines that help keeps as they are, as marked text: two columns (name, two spaces, meaning) become definitions."""
+    """Return preformatted lines of a help text as marked text; two columns (name, two spaces, meaning) become
+    definitions.
+    """
     if lines[0].endswith(":") and len(lines) > 1 and all(line.startswith(" ") for line in lines[1:]):
         return f"{lines[0]}\n\n{_listed(lines[1:])}"
     least = min(len(line) - len(line.lstrip()) for line in lines)
@@ -191,7 +193,7 @@ def _piece(piece: str) -> str:
 
 
 def _option(option: click.Option, context: click.Context) -> str:
-    """An option with its meaning: names in bold, what stands for values in italics."""
+    """Return an option with its meaning: names in bold, placeholders of values in italics."""
     record = option.get_help_record(context)
     assert record is not None, option.name
     names = re.sub(r"(?<= )([A-Z\[][^ ]*)$", lambda value: _piece(value[1]), record[0])
@@ -202,7 +204,7 @@ def _option(option: click.Option, context: click.Context) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns `text` so that man(7) shows it as it is, in ASCII: backslashes, dashes, and a point or quote at the start."""
+    """Return `text` in ASCII, escaped so that man(7) shows it unchanged."""
     for letter, plain in _CHARACTERS.items():
         text = text.replace(letter, plain)
     if not text.isascii():
@@ -212,12 +214,12 @@ def escaped(text: str) -> str:
 
 
 def bold(text: str) -> str:
-    """Returns `text`, escaped, in bold."""
+    """Return `text`, escaped, in bold."""
     return f"\\fB{escaped(text).removeprefix(chr(92) + '&')}\\fP"
 
 
 def inline(text: str) -> str:
-    """Returns a paragraph's text with its marks as fonts."""
+    """Return a paragraph with its marks as fonts."""
     made = "".join(bold(part) if place % 2 else _with_pages(part) for place, part in enumerate(_CODE.split(text)))
     lines = textwrap.wrap(made, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join("\\&" + line if line.startswith((".", "'")) else line for line in lines)
@@ -232,13 +234,13 @@ def _with_pages(text: str) -> str:
 
 
 def blocks(text: str) -> Iterator[list[str]]:
-    """The lines of each block of `text`."""
+    """Yield the lines of each block of `text`."""
     for block in filter(str.strip, re.split(r"\n\s*\n", text.strip("\n"))):
         yield [line.rstrip() for line in block.split("\n")]
 
 
 def section(title: str, text: str) -> str:
-    """Returns a whole section."""
+    """Return a whole section."""
     lines = [f'.SH "{title}"' if " " in title else f".SH {title}"]
     first = True
     for block in blocks(text):
@@ -250,7 +252,7 @@ def section(title: str, text: str) -> str:
 def _block(lines: list[str], first: bool) -> list[str]:
     if lines[0].startswith("## "):
         return [f'.SS "{lines[0][3:]}"', *([] if len(lines) == 1 else _block(lines[1:], True))]
-    if lines[0].startswith(INDENT):  # shown as they are
+    if lines[0].startswith(INDENT):  # shown unchanged
         least = min(len(line) - len(line.lstrip()) for line in lines)
         return [*([] if first else [".PP"]), ".nf", *(escaped(line[least:]) for line in lines), ".fi"]
     if len(lines) > 1 and lines[1].startswith(INDENT):
@@ -259,7 +261,7 @@ def _block(lines: list[str], first: bool) -> list[str]:
 
 
 def _definitions(lines: list[str]) -> Iterator[str]:
-    """Terms with their meanings; lines of a meaning are filled."""
+    """Yield terms with their meanings; lines of a meaning are filled."""
     meaning: list[str] = []
     for line in lines:
         if line.startswith(INDENT):
@@ -274,17 +276,17 @@ def _definitions(lines: list[str]) -> Iterator[str]:
 
 
 def made() -> dict[str, str]:
-    """Returns every page's source by its path below tools/man."""
+    """Return every page's source by its path below tools/man."""
     os.environ.pop("COLUMNS", None)
     return {f"man{page.number}/{page.file}": page.text() for page in all_pages()}
 
 
 def main() -> int:
-    """Write what differs, and print its path."""
+    """Write the pages that differ and delete obsolete ones; print their paths."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     pages = made()
-    there = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
-    for file in sorted(file for file in {*pages, *there} if pages.get(file) != there.get(file)):
+    existing = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
+    for file in sorted(file for file in {*pages, *existing} if pages.get(file) != existing.get(file)):
         print(file)
         if file in pages:
             (TARGET / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,21 @@
 #!/usr/bin/env python3
-"""Generates a Llama model with random weights: a real file of any size that llama.cpp loads and decodes with.
+"""Generate a model with random weights: a real file of any size that llama.cpp loads and decodes with.
 
     tools/make_model.py OUT.gguf --size 700M
     tools/make_model.py model.safetensors --format safetensors --size 2G --split 3
-    tools/make_model.py mixture.gguf --size 2G --experts 64 --used 4
+    tools/make_model.py moe.gguf --size 2G --experts 64 --used 4
     tools/make_model.py today.gguf --size 1145M --type q4_k_m
+    tools/make_model.py qwen.gguf --like qwen3-30b-a3b                18.6 GB, Q4_K_M
+    tools/make_model.py small.gguf --like qwen3-30b-a3b --layers 8     3.5 GB of the same shape
+    tools/make_model.py gpt-oss.gguf --like gpt-oss-20b               12.1 GB, MXFP4
 
 The same arguments give the same bytes. A file with the same parameters, which OUT.json records, is kept.
 The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
+
+A model of --like also chooses experts as a trained model does. Its embedding is large compared with what the layers add, so
+the routers of all layers see the current token and some of the text before it. Consecutive tokens of the vocabulary
+(TOPIC_TOKENS of them) are one topic: a part of their embeddings is the same. The rows of a router have different lengths,
+which makes some experts popular. `tools/bench/clients/llama_tokens.py --topics` evaluates a text for such a model.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 # Run as a script, Python looks for modules in tools/ and not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,8 +46,18 @@ from llmcache.units import format_size, parse_size
 _GENERATOR_VERSION = 1
 HEAD_SIZE = 64
 _PIECE_BYTES = 8 * 2**20  # is made at a time: a model larger than memory can be generated
+_DROP_BYTES = 64 * 2**20  # after so many, pages are dropped from the page cache, which other programs need
 
 _DEVIATION = 0.02  # of weights, so that activations stay finite
+# Of models whose routers follow the token. With the text of the benchmark's client, llama.cpp then routes as is published of
+# Qwen3-30B-A3B for text of one domain and of several: of 48 layers, 90 % of the uses go to 55 of 128 experts with one topic
+# and to 64 with two (published: 58, 65), the most used expert has 6.2 and 5.0 % of the uses (6.3, 4.3 %). The token before
+# used 22 % of the experts of a token, 13 to 34 % by layer (18 to 38 % in other models).
+_EMBEDDING_DEVIATION, _GROWTH = 0.33, 0.7  # the former times layers ** the latter: so 8 layers route as 48 do
+_SHARED = 0.25  # of the embedding of a token, which is the same for all tokens of a topic
+_POPULARITY = 0.1  # deviation of the logarithm of the lengths of a router's rows
+TOPIC_TOKENS = 1024
+"""Consecutive tokens of the vocabulary that are one topic, in models of --like."""
 # bfloat16 with random sign, mantissa and two low exponent bits: magnitudes from 2**-7 to 2**-3.
 _BF16_RANDOM, _BF16_BASE, _BF16_ONE = 0x81FF, 0x3C00, 0x3F80
 
@@ -47,7 +66,6 @@ _F32 = 0
 _STRING, _ARRAY = 8, 9
 _KINDS = {"H": 2, "I": 4, "i": 5, "f": 6}
 """By the letter that `struct` has for a number of a kind."""
-_CONTEXT_LENGTH = 2048
 _NAMES = {
     "embedding": ("token_embd", "model.embed_tokens"),
     "output_norm": ("output_norm", "model.norm"),
@@ -56,6 +74,9 @@ _NAMES = {
     "query": ("attn_q", "self_attn.q_proj"),
     "key": ("attn_k", "self_attn.k_proj"),
     "value": ("attn_v", "self_attn.v_proj"),
+    "query_norm": ("attn_q_norm", "self_attn.q_norm"),
+    "key_norm": ("attn_k_norm", "self_attn.k_norm"),
+    "sinks": ("attn_sinks", "self_attn.sinks"),
     "attention_output": ("attn_output", "self_attn.o_proj"),
     "feed_forward_norm": ("ffn_norm", "post_attention_layernorm"),
     "gate": ("ffn_gate", "mlp.gate_proj"),
@@ -70,14 +91,16 @@ _NAMES = {
 class BlockType:
     """A quantised GGUF type: its `number` in a header, and the blocks that form a row.
 
-    `scales` maps a byte offset in a block to the float16 number there; with it, a block of random bytes has values of mean 0
-    and deviation `_DEVIATION`. `least` is the smallest int8 that the quantiser of the type writes.
+    `scales` maps a byte offset in a block to the scale there, for values of deviation 1: with it, a block of random bytes
+    has values of mean 0. Scales are float16, or with `is_power` a byte that is the exponent of a power of 2. `least` is the
+    smallest int8 that the quantiser of the type writes.
     """
 
     number: int
     values: int
     block_bytes: int
     scales: dict[int, float]
+    is_power: bool = False
     least: int = -128
 
     @property
@@ -85,28 +108,42 @@ class BlockType:
         """Bytes per value."""
         return self.block_bytes / self.values
 
+    def scale_bytes(self, deviation: float) -> dict[int, bytes]:
+        """Return the bytes of the scales, by their offset in a block, that give values of about this deviation."""
+        scales = {at: scale * deviation for at, scale in self.scales.items()}
+        if self.is_power:
+            return {at: bytes([_POWER_BIAS + round(math.log2(scale))]) for at, scale in scales.items()}
+        return {at: np.float16(scale).tobytes() for at, scale in scales.items()}
+
 
 # Random bytes are uniform: int8 has a deviation of 73. A Q4_K value is d * scale * q - dmin * min, where scale and min have
-# 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, of 8 and 6 signed bits.
-Q8_0 = BlockType(8, 32, 34, {0: _DEVIATION / 73}, least=-127)
-Q4_K = BlockType(12, 256, 144, {0: _DEVIATION / 258, 2: 7.5 * _DEVIATION / 258})
-Q6_K = BlockType(14, 256, 210, {208: _DEVIATION / 1366})
+# 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, of 8 and 6 signed bits. An MXFP4 value
+# is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, times a power of 2: a deviation of 2.93.
+_POWER_BIAS = 127
+Q8_0 = BlockType(8, 32, 34, {0: 1 / 73}, least=-127)
+Q4_K = BlockType(12, 256, 144, {0: 1 / 258, 2: 7.5 / 258})
+Q6_K = BlockType(14, 256, 210, {208: 1 / 1366})
+MXFP4 = BlockType(39, 32, 17, {0: 1 / 2.93}, is_power=True)
 
 
 @dataclass(frozen=True)
 class FileType:
     """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
 
-    `mean_value_bytes` is the mean number of bytes per value in a whole model.
+    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts`: the type of experts, where they
+    have one of their own.
     """
 
     number: int
     block: BlockType
     better: BlockType
     mean_value_bytes: float
+    experts: BlockType | None = None
 
     def block_of(self, weight: Weight, shape: Shape) -> BlockType:
-        """Return the type of a quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it for a dense Llama."""
+        """Return the type of a quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it."""
+        if weight.experts and self.experts is not None:
+            return self.experts
         if weight.role == ("embedding" if shape.tied else "output"):
             return self.better
         if weight.role in ("value", "down") and weight.layer is not None and _use_more_bits(weight.layer, shape.layers):
@@ -119,8 +156,13 @@ def _use_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-TYPES = {"q8_0": FileType(7, Q8_0, Q8_0, Q8_0.value_bytes), "q4_k_m": FileType(15, Q4_K, Q6_K, 0.602)}
-"""The types of GGUF files, by the value of --type. The mean of Q4_K_M is that of the larger presets."""
+TYPES = {
+    "q8_0": FileType(7, Q8_0, Q8_0, Q8_0.value_bytes),
+    "q4_k_m": FileType(15, Q4_K, Q6_K, 0.602),
+    "mxfp4": FileType(38, Q8_0, Q8_0, Q8_0.value_bytes, experts=MXFP4),
+}
+"""The types of GGUF files, by the value of --type. The mean of Q4_K_M is that of the larger presets, the mean of MXFP4 that
+of a dense model."""
 BYTES_PER_VALUE = {"gguf": TYPES["q8_0"].mean_value_bytes, "safetensors": 2.0}
 """By format: Q8_0, and bfloat16."""
 
@@ -137,7 +179,8 @@ _PRESETS = (
 class Weight:
     """One tensor to generate: `role` is its name without a format's spelling, `rows` None for a vector of ones.
 
-    `experts`: as many matrices behind one another; `expert`: it is the matrix of that one.
+    `experts`: as many matrices behind one another; `expert`: it is the matrix of that one. `is_bias`: a vector of zeros that
+    is added to the product of the tensor of that name.
     """
 
     role: str
@@ -146,6 +189,7 @@ class Weight:
     rows: int | None
     experts: int | None = None
     expert: int | None = None
+    is_bias: bool = False
 
     @property
     def values(self) -> int:
@@ -154,11 +198,47 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Llama decoder with grouped-query attention: 8 query heads share one key and value head.
+class Architecture:
+    """What the architectures of llama.cpp differ in; `keys` are more hyper-parameters of a header."""
 
-    With `experts` its feed-forward part is a mixture (Mixtral's) of so many networks of `feed_forward` units each, of which
-    a router has a token use `used`.
+    context_length: int
+    epsilon: float
+    keys: dict[str, str | float]
+    has_head_norms: bool = False
+    has_biases: bool = False
+    has_sinks: bool = False
+
+
+_GPT_OSS_KEYS: dict[str, str | float] = {
+    "attention.sliding_window": 128,
+    "rope.freq_base": 150000.0,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}
+ARCHITECTURES = {
+    "llama": Architecture(2048, 1e-5, {}),
+    "qwen3moe": Architecture(40960, 1e-6, {"rope.freq_base": 1e6}, has_head_norms=True),
+    "gpt-oss": Architecture(131072, 1e-5, _GPT_OSS_KEYS, has_biases=True, has_sinks=True),
+}
+"""By the name that a GGUF header has for them."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of attention: `query` of them, `kv` for keys and values, of `values` numbers each."""
+
+    query: int
+    kv: int
+    values: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with grouped-query attention.
+
+    With `experts` its feed-forward part has so many networks of `feed_forward` units in each layer, of which a token uses
+    `used`. Without `attention`, 8 query heads share one key and value head.
     """
 
     width: int
@@ -168,16 +248,19 @@ class Shape:
     tied: bool
     experts: int = 0
     used: int = 0
+    architecture: str = "llama"
+    attention: Heads | None = None
 
     @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.width // HEAD_SIZE
+    def heads(self) -> Heads:
+        """The heads of attention."""
+        count = self.width // HEAD_SIZE
+        return self.attention or Heads(count, max(1, count // 8), HEAD_SIZE)
 
     @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return max(1, self.heads // 8)
+    def follows_tokens(self) -> bool:
+        """Whether the experts of a layer depend on the token and on the text before it, as they do in a trained model."""
+        return self.architecture != "llama"
 
     def weights(self) -> Iterator[Weight]:
         """All tensors in the order of the file."""
@@ -190,18 +273,38 @@ class Shape:
 
     def layer_weights(self, layer: int) -> Iterator[Weight]:
         """The tensors of one layer."""
-        kv_width = self.kv_heads * HEAD_SIZE
+        kind = ARCHITECTURES[self.architecture]
+        for weight in self._layer_weights(layer, kind):
+            yield weight
+            if kind.has_biases and weight.rows is not None:
+                yield Weight(weight.role, layer, weight.rows, None, weight.experts, is_bias=True)
+
+    def _layer_weights(self, layer: int, kind: Architecture) -> Iterator[Weight]:
+        heads = self.heads
+        query_width, kv_width = heads.query * heads.values, heads.kv * heads.values
         yield Weight("attention_norm", layer, self.width, None)
-        yield Weight("query", layer, self.width, self.width)
+        yield Weight("query", layer, self.width, query_width)
         yield Weight("key", layer, self.width, kv_width)
         yield Weight("value", layer, self.width, kv_width)
-        yield Weight("attention_output", layer, self.width, self.width)
+        if kind.has_head_norms:
+            yield Weight("query_norm", layer, heads.values, None)
+            yield Weight("key_norm", layer, heads.values, None)
+        if kind.has_sinks:
+            yield Weight("sinks", layer, heads.query, None)
+        yield Weight("attention_output", layer, query_width, self.width)
         yield Weight("feed_forward_norm", layer, self.width, None)
         if self.experts:
             yield Weight("router", layer, self.width, self.experts)
         yield Weight("gate", layer, self.width, self.feed_forward, self.experts or None)
         yield Weight("up", layer, self.width, self.feed_forward, self.experts or None)
         yield Weight("down", layer, self.feed_forward, self.width, self.experts or None)
+
+
+LIKE = {
+    "qwen3-30b-a3b": (Shape(2048, 768, 151936, 48, False, 128, 8, "qwen3moe", Heads(32, 4, 128)), "q4_k_m"),
+    "gpt-oss-20b": (Shape(2880, 2880, 201088, 24, False, 32, 4, "gpt-oss", Heads(64, 8, 64)), "mxfp4"),
+}
+"""The shapes and file types of published models, by the value of --like."""
 
 
 @dataclass(frozen=True)
@@ -260,19 +363,33 @@ def _generator(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64([seed, index]))
 
 
-def _blocks(block: BlockType, seed: int, index: int, values: int) -> Iterator[bytes]:
-    """Yield blocks of `values` random values. Nothing is quantised: the bytes themselves are random."""
+def _random_bytes(random: np.random.Generator, count: int) -> NDArray[np.uint8]:
+    """Return what `random.bytes(count)` returns, several times as fast."""
+    return random.integers(0, 2**64, -(-count // 8), np.uint64).view(np.uint8)[:count]
+
+
+def _blocks(
+    block: BlockType, seed: int, index: int, values: int, deviation: float = _DEVIATION, row_blocks: int = 0
+) -> Iterator[memoryview]:
+    """Yield blocks of `values` random values. Nothing is quantised: the bytes themselves are random.
+
+    With `row_blocks`, rows of so many blocks are those of tokens: the rows of a topic begin with the same blocks.
+    """
     random = _generator(seed, index)
     blocks = values // block.values
-    step = _PIECE_BYTES // block.block_bytes
+    step = TOPIC_TOKENS * row_blocks or _PIECE_BYTES // block.block_bytes
     for start in range(0, blocks, step):
         count = min(step, blocks - start)
-        piece = np.frombuffer(bytearray(random.bytes(count * block.block_bytes)), np.int8)
-        np.maximum(piece, block.least, out=piece)
-        rows = piece.view(np.uint8).reshape(count, block.block_bytes)
-        for at, scale in block.scales.items():
-            rows[:, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-        yield piece.tobytes()
+        piece = _random_bytes(random, count * block.block_bytes)
+        if block.least > -128:
+            np.maximum(piece.view(np.int8), block.least, out=piece.view(np.int8))
+        made = piece.reshape(count, block.block_bytes)
+        for at, scale in block.scale_bytes(deviation).items():
+            made[:, at : at + len(scale)] = np.frombuffer(scale, np.uint8)
+        if row_blocks:
+            rows = made.reshape(-1, row_blocks, block.block_bytes)
+            rows[1:, : round(_SHARED * row_blocks)] = rows[0, : round(_SHARED * row_blocks)]
+        yield piece.data
 
 
 def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
@@ -280,7 +397,7 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
     random = _generator(seed, index)
     step = _PIECE_BYTES // 2
     for start in range(0, values, step):
-        piece = np.frombuffer(random.bytes(2 * min(step, values - start)), np.uint16)
+        piece = _random_bytes(random, 2 * min(step, values - start)).view(np.uint16)
         yield ((piece & _BF16_RANDOM) | _BF16_BASE).tobytes()
 
 
@@ -289,16 +406,20 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
 
 def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileType = TYPES["q8_0"]) -> None:
     """Write the model as GGUF into `files`, one for each shard, as llama.cpp loads them together."""
-    tensors = [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
+    tensors = gguf_tensors(shape, file_type)
     groups = split_by_size([tensor.size_bytes for tensor in tensors], len(files))
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         keys = _model_keys(shape, file_type) if number == 0 else []
         if len(files) > 1:
             keys += [_key("split.no", number, "H"), _key("split.count", len(files), "H")]
             keys += [_key("split.tensors.count", len(tensors), "i")]
-        _write_header(file, keys, [tensors[index] for index in group])
+        dropped = 0
+        _write_header(file, keys, [tensors[index] for index in group], shape.architecture)
         for index in group:
-            _write_padded(file, _content(tensors[index], seed, index))
+            _write_padded(file, _content(tensors[index], shape, seed, index))
+            if file.tell() - dropped > _DROP_BYTES:
+                _drop_pages(file)
+                dropped = file.tell()
 
 
 @dataclass(frozen=True)
@@ -315,40 +436,60 @@ class Tensor:
         return 4 * values if self.block is None else values // self.block.values * self.block.block_bytes
 
 
+def gguf_tensors(shape: Shape, file_type: FileType) -> list[Tensor]:
+    """Return the tensors of a GGUF file, in their order."""
+    return [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
+
+
 def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:
     """Return None for a tensor that every file type keeps in float32."""
     return None if weight.rows is None or weight.role == "router" else file_type.block_of(weight, shape)
 
 
-def _content(tensor: Tensor, seed: int, index: int) -> Iterator[bytes]:
+def _content(tensor: Tensor, shape: Shape, seed: int, index: int) -> Iterator[bytes | memoryview]:
     weight = tensor.weight
     if weight.rows is None:
-        return iter([np.ones(weight.columns, "<f4").tobytes()])
-    if tensor.block is None:  # as large as those of trained routers
-        return iter([(0.02 * _generator(seed, index).standard_normal(weight.values)).astype("<f4").tobytes()])
+        return iter([np.full(weight.values, 0 if weight.is_bias else 1, "<f4").data])
+    if tensor.block is None:
+        return iter([_router(weight, shape, seed, index).data])
+    if shape.follows_tokens and weight.role == "embedding":
+        row_blocks = weight.columns // tensor.block.values
+        return _blocks(tensor.block, seed, index, weight.values, _EMBEDDING_DEVIATION * shape.layers**_GROWTH, row_blocks)
     return _blocks(tensor.block, seed, index, weight.values)
 
 
-def _write_header(file: BinaryIO, keys: list[bytes], tensors: list[Tensor]) -> None:
+def _router(weight: Weight, shape: Shape, seed: int, index: int) -> NDArray[np.float32]:
+    """Return weights of a deviation as in trained routers; rows of different lengths make experts differently popular."""
+    random = _generator(seed, index)
+    rows = 0.02 * random.standard_normal((weight.rows or 1, weight.columns))
+    if shape.follows_tokens:
+        rows *= np.exp(_POPULARITY * random.standard_normal((len(rows), 1)))
+    return rows.astype("<f4")
+
+
+def _write_header(file: BinaryIO, keys: list[bytes], tensors: list[Tensor], architecture: str) -> None:
     header = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys)), *keys]
     offset = 0
     for tensor in tensors:
         weight = tensor.weight
         shape = [size for size in (weight.columns, weight.rows, weight.experts) if size is not None]
-        header.append(_text(_gguf_name(weight)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
+        header.append(_text(_gguf_name(weight, architecture)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
         header.append(struct.pack("<IQ", _F32 if tensor.block is None else tensor.block.number, offset))
         offset += -(-tensor.size_bytes // _ALIGNMENT) * _ALIGNMENT
     _write_padded(file, iter(header))
 
 
-def _write_padded(file: BinaryIO, pieces: Iterator[bytes]) -> None:
+def _write_padded(file: BinaryIO, pieces: Iterator[bytes | memoryview]) -> None:
     written = sum(file.write(piece) for piece in pieces)
     file.write(bytes(-written % _ALIGNMENT))
 
 
-def _gguf_name(weight: Weight) -> str:
+def _gguf_name(weight: Weight, architecture: str) -> str:
     prefix = "" if weight.layer is None else f"blk.{weight.layer}."
-    return f"{prefix}{_NAMES[weight.role][0]}{'_exps' if weight.experts else ''}.weight"
+    name = _NAMES[weight.role][0]
+    if architecture == "gpt-oss" and weight.role == "feed_forward_norm":
+        name = "post_attention_norm"
+    return f"{prefix}{name}{'_exps' if weight.experts else ''}.{'bias' if weight.is_bias else 'weight'}"
 
 
 def _model_keys(shape: Shape, file_type: FileType) -> list[bytes]:
@@ -356,23 +497,31 @@ def _model_keys(shape: Shape, file_type: FileType) -> list[bytes]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"\u2581w{number}" for number in range(shape.vocabulary - len(tokens))]
     normal, unknown, control, byte = 1, 2, 3, 6
-    counts = {"llama.expert_count": shape.experts, "llama.expert_used_count": shape.used} if shape.experts else {}
     types = [unknown, control, control, *[byte] * 256, *[normal] * (shape.vocabulary - 259)]
+    kind, heads = ARCHITECTURES[shape.architecture], shape.heads
+    numbers: dict[str, str | float] = {
+        "context_length": kind.context_length,
+        "embedding_length": shape.width,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.feed_forward,
+        "attention.head_count": heads.query,
+        "attention.head_count_kv": heads.kv,
+        "attention.layer_norm_rms_epsilon": kind.epsilon,
+        "rope.dimension_count": heads.values,
+        "vocab_size": shape.vocabulary,
+        **kind.keys,
+    }
+    if shape.attention is not None:
+        numbers |= {"attention.key_length": heads.values, "attention.value_length": heads.values}
+    if shape.experts:
+        numbers |= {"expert_count": shape.experts, "expert_used_count": shape.used}
+        numbers |= {"expert_feed_forward_length": shape.feed_forward} if shape.attention else {}
     first: dict[str, str | float] = {
-        "general.architecture": "llama",
+        "general.architecture": shape.architecture,
         "general.name": "random weights",
         "general.alignment": _ALIGNMENT,
         "general.file_type": file_type.number,
-        "llama.context_length": _CONTEXT_LENGTH,
-        "llama.embedding_length": shape.width,
-        "llama.block_count": shape.layers,
-        "llama.feed_forward_length": shape.feed_forward,
-        "llama.attention.head_count": shape.heads,
-        "llama.attention.head_count_kv": shape.kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": HEAD_SIZE,
-        "llama.vocab_size": shape.vocabulary,
-        **counts,
+        **{f"{shape.architecture}.{name}": value for name, value in numbers.items()},
         "tokenizer.ggml.model": "llama",
     }
     last = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
@@ -511,10 +660,16 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
             write_gguf(files, shape, seed, file_type)
         else:
             write_safetensors(files, [path.name for path in paths], shape, seed, fused)
-        for file in files:  # on the disk, and out of the page cache: what reads it next starts cold, nothing is dirty
+        for file in files:
             file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fdatasync(file.fileno())
+            _drop_pages(file)  # the next reader starts cold
+
+
+def _drop_pages(file: BinaryIO) -> None:
+    """Drop the pages of `file` from the page cache; the kernel begins to write those that are dirty."""
+    file.flush()
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -533,16 +688,25 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fused", action="store_true", help="safetensors: one tensor for all experts of a layer")
     parser.add_argument("--tied", action="store_true", help="use the embedding as output tensor")
+    like = "make a GGUF with the architecture, shape and types of this MoE model; only --layers changes its size"
+    parser.add_argument("--like", choices=tuple(LIKE), help=like)
     parser.add_argument("--split", type=int, default=1, metavar="N", help="write N shards")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(words)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Make the model that `words` (default: the command line) describe, and print the paths."""
-    arguments = _arguments(words)
+    arguments = parser.parse_args(words)
     if arguments.layers is not None and arguments.layers < 1:
         raise UsageError(f"--layers: must be at least 1, not {arguments.layers}")
+    fixed = ("size", "format", "type", "experts", "used", "slice", "fused", "tied") if arguments.like else ()
+    for name in fixed:
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UsageError(f"--{name}: cannot be combined with --like, which sets it", f"remove --{name}, or --like")
+    return arguments
+
+
+def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
+    """Return the shape and the file type that the command line describes."""
+    if arguments.like:
+        shape, file_type = LIKE[arguments.like]
+        return replace(shape, layers=arguments.layers or shape.layers), file_type
     if arguments.type and arguments.format != "gguf":
         raise UsageError("--type: only for GGUF, safetensors are written in BF16", "remove --type, or use --format gguf")
     file_type = arguments.type or "q8_0"
@@ -550,15 +714,21 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used: must be from 1 to the number of experts, {arguments.experts}, not {arguments.used}")
     mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
-    block_values = TYPES[file_type].block.values
-    shape = choose_shape(parse_size(arguments.size), value_bytes, arguments.layers, arguments.tied, mixture, block_values)
+    size_bytes, block_values = parse_size(arguments.size), TYPES[file_type].block.values
+    return choose_shape(size_bytes, value_bytes, arguments.layers, arguments.tied, mixture, block_values), file_type
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make the model that `words` (default: the command line) describe, and print the paths."""
+    arguments = _arguments(words)
+    shape, file_type = _chosen_shape(arguments)
     if not 1 <= arguments.split <= len(list(shape.weights())):
         raise UsageError(
             f"--split: must be from 1 to the number of tensors, {len(list(shape.weights()))}, not {arguments.split}"
         )
     paths = make_model(arguments.out, shape, arguments.format, arguments.split, arguments.seed, arguments.fused, file_type)
     total = sum(path.stat().st_size for path in paths)
-    experts = f", {shape.experts} experts per layer, {shape.used} used" if mixture else ""
+    experts = f", {shape.experts} experts per layer, {shape.used} used" if shape.experts else ""
     print(f"{format_size(total)}, {shape.layers} layers, width {shape.width}{experts}", file=sys.stderr)
     print(*paths, sep="\n")
     return 0

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+# Python searches the directory of a script for modules, not the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import UsageError, run_cli
@@ -25,13 +25,13 @@ from llmcache.trace.shapes import GROUPS, SHAPES
 from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"
-# Rows without order do not compress: these are cut, to keep the tree small.
+# Random rows do not compress, so these traces are cut to keep the repository small.
 SAMPLE_ROWS = {"noisy": 40_000, "random": 40_000}
 _BEGIN, _END = "<!-- table: written by tools/make_traces.py -->\n", "<!-- end of table -->\n"
 
 
 def sample(name: str) -> Trace:
-    """Returns the trace of the shape `name` as it is in the tree."""
+    """Return the trace of the shape `name` as in traces/."""
     whole = SHAPES[name]()
     rows = SAMPLE_ROWS.get(name, len(whole))
     if rows >= len(whole):
@@ -42,7 +42,7 @@ def sample(name: str) -> Trace:
 
 
 def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace]:
-    """Write the traces of the shapes `names` to the directory `out`, replacing what is there, and return them."""
+    """Write the traces of the shapes `names` into `out`, replacing existing ones, and return them."""
     out.mkdir(parents=True, exist_ok=True)
     made = [sample(name) if seed is None else SHAPES[name](seed) for name in names]
     for name, trace in zip(names, made, strict=True):
@@ -51,7 +51,7 @@ def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace
 
 
 def table(traces: Sequence[Trace]) -> str:
-    """Returns the table of `traces`, which are of all shapes in their order, in Markdown."""
+    """Return a Markdown table of `traces`, which are of all shapes, in their order."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     lines = ["| trace | group | rows | accesses (blocks) | writes | distinct | lasts |", "|---|---|---|---|---|---|---|"]
     for name, trace in zip(SHAPES, traces, strict=True):
@@ -64,7 +64,7 @@ def table(traces: Sequence[Trace]) -> str:
 
 
 def with_table(readme: str, traces: Sequence[Trace]) -> str:
-    """Returns `readme` with its table written anew."""
+    """Return `readme` with its table replaced."""
     before, begin, rest = readme.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -75,7 +75,7 @@ def with_table(readme: str, traces: Sequence[Trace]) -> str:
 
 
 def main() -> int:
-    """Make what the command line asks for, and print the paths."""
+    """Write the requested traces and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=TRACES, metavar="OUT", help="directory (default: traces/)")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"shapes (default: all): {', '.join(SHAPES)}")

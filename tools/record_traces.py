@@ -4,11 +4,11 @@
     tools/record_traces.py                     # traces/, all of them (as root)
     tools/record_traces.py OUT llama-mmap      # one of them, into OUT
 
-The models are generated (tools/make_model.py), the accesses are real. llama-arena is the access log of an arena mount that
-llama.cpp reads through; `llmcache trace` makes the others, of programs over the plain page cache of a disk, in a
-memory cgroup that keeps about a third of the loop where the trace is of a loop. What the client measured of itself is in
-the provenance: `step_s`, the median time from one token or pass to the next, and `loop_bytes`, what one reads. Each
-recording differs in timing.
+The models are generated (tools/make_model.py); the accesses are real. llama-arena is the access log of an arena mount that
+llama.cpp reads through. `llmcache trace` records the others, of programs that use the page cache of a disk. For traces of
+loops, a memory cgroup keeps about a third of the loop in memory. The provenance has two measurements of the client:
+`step_s`, the median time from one token or pass to the next, and `loop_bytes`, the bytes that one reads. Recordings differ
+in timing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tools.bench.runner import MIB, cap_bytes, client, loop_bytes, loop_file  # 
 from tools.bench.runner import record as trace_of  # noqa: E402
 from tools.bench.sides import environment  # noqa: E402
 
-KEPT = 0.3  # of the loop: what stays mapped is not seen by page faults, so little is kept
-THREADS = 2  # llama.cpp's threads spin while they wait: with one on each core a mount would starve
+KEPT = 0.3  # share of the loop; pages that stay mapped cause no faults and are not seen, so it is small
+THREADS = 2  # llama.cpp's threads spin while they wait; with one on each core, a mount would starve
 ARENA, ARENA_CACHE, ARENA_TOKENS = "llama-arena", "80Mi", 24
 
 
 @dataclass(frozen=True)
 class TraceSubject:
-    """What is recorded: how its file is made, the client's command line, what one step reads, and whether memory is capped.
+    """A program to record: its file, its command line, and the bytes that one step reads.
 
-    `loop_bytes` is 0 where nothing is read again.
+    `loop_bytes` 0: nothing is read again, and memory is not limited.
     """
 
     file: str
@@ -81,7 +81,7 @@ SUBJECTS = {
         lambda path: client("llama_tokens", path, 10, "--threads", THREADS, "--no-mmap"),
         lambda path: 0,
         "llama.cpp reads a generated model into its own memory (--no-mmap) and decodes 10 tokens",
-        tier="syscalls",  # whose rows are the requests, whole
+        tier="syscalls",  # its rows are whole requests
     ),
     "safetensors": TraceSubject(
         "model.safetensors",
@@ -101,7 +101,7 @@ SUBJECTS = {
 
 
 def record(target: Path, base: Path, force: bool) -> Path:
-    """Record the subject that `target` is called after; returns the trace."""
+    """Record the subject named by `target`; return the path of the trace."""
     subject = SUBJECTS[target.stem]
     with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as directory:
         file = Path(directory) / subject.file
@@ -120,15 +120,15 @@ def record(target: Path, base: Path, force: bool) -> Path:
 
 
 def _saved(trace: Trace, target: Path, force: bool, command: str, note: str, facts: dict[str, str]) -> Path:
-    """Write a trace that says where it comes from."""
+    """Write the trace with its provenance."""
     origin = trace.provenance
-    told = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
-    Trace(trace.columns, trace.files, told).save(target, force=force)
+    provenance = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
+    Trace(trace.columns, trace.files, provenance).save(target, force=force)
     return target
 
 
 def record_arena(target: Path, base: Path, force: bool) -> Path:
-    """Record llama.cpp over an arena mount with --access-log: a prompt of 4 tokens, then single ones."""
+    """Record llama.cpp on an arena mount with --access-log: a prompt of 4 tokens, then single tokens."""
     llmcache = [sys.executable, "-m", "llmcache"]
     with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as scratch:
         model, point, log = (Path(scratch) / name for name in ("models/model.gguf", "mnt", "log.parquet"))
@@ -148,7 +148,7 @@ def record_arena(target: Path, base: Path, force: bool) -> Path:
 
 
 def main() -> int:
-    """Record what the command line asks for, and print the paths."""
+    """Record the requested traces and print their paths."""
     names = [*SUBJECTS, ARENA]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

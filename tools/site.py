@@ -1,7 +1,7 @@
-"""What mkdocs asks for while it builds the site of docs/: the manual pages as pages of the site, and links to them.
+"""Hooks of mkdocs for the site of docs/: they add the manual pages and adapt links to them.
 
-Pages of docs/ link to the manual pages where they lie (`../tools/man/man1/llmcache-size.1`), so that the links also work in
-the source tree; on the site the same links lead to these pages. Needs nothing of llmcache itself.
+Pages of docs/ link to the manual pages in the source tree (`../tools/man/man1/llmcache-size.1`), so that the links also work
+there. On the site the links lead to pages made from them. This file imports nothing of llmcache.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE = ("CHANGELOG.md", "SECURITY.md")
-"""Pages of the source tree's root that the site has as well."""
+ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
+"""Pages in the root of the source tree that the site includes."""
 _LINK = re.compile(r"\]\(\.\./(?:tools/man/man\d/)?([\w.-]+)")
 _TOKEN = re.compile(r"(?:\\%)?\\fB([a-z.\\-]+)\\fP\((\d)\)|(\\f[BIP])|\\(\((?:ha|ti)|[-%e`])")
 _LETTERS = {"-": "-", "%": "", "e": "\\", "`": "`", "(ha": "^", "(ti": "~"}
 
 
 def manual(root: Path = ROOT) -> dict[str, str]:
-    """Returns the manual pages in Markdown, by the names of their files ("llmcache-size.1")."""
+    """Return the manual pages in Markdown, by file name ("llmcache-size.1")."""
     sources = {path.name: path.read_text() for path in sorted(root.glob("tools/man/man?/*"))}
     return {name: markdown(name, text, set(sources)) for name, text in sources.items()}
 
 
 def markdown(name: str, text: str, known: set[str]) -> str:
-    """Returns a page of man(7), as tools/make_man.py writes them, in Markdown; `known`: pages that there are."""
+    """Return a page of man(7), as tools/make_man.py writes it, in Markdown; `known`: the names of all pages."""
     title, _, number = name.rpartition(".")
     return "\n\n".join((f"# {title}({number})", *_blocks(text.splitlines(), known))) + "\n"
 
 
 def _blocks(lines: list[str], known: set[str]) -> Iterator[str]:
-    """Headings in Markdown, everything else as a block of HTML."""
-    words: list[str] = []  # of the paragraph or the meaning that is being read
+    """Yield headings in Markdown and everything else as blocks of HTML."""
+    words: list[str] = []  # words of the current paragraph or meaning
     term, kept = "", False
 
     def ended() -> Iterator[str]:
@@ -67,7 +67,7 @@ def _blocks(lines: list[str], known: set[str]) -> Iterator[str]:
 
 
 def _inline(line: str, known: set[str]) -> str:
-    """A line of man(7) as HTML: fonts, escaped characters, and links to the pages in `known`."""
+    """Return a line of man(7) as HTML: fonts, escaped characters, and links to the pages in `known`."""
     closing = ""
 
     def token(found: re.Match[str]) -> str:
@@ -87,20 +87,20 @@ def _inline(line: str, known: set[str]) -> str:
 
 
 def linked(text: str) -> str:
-    """Returns a page of docs/ with its links to manual pages, and to pages of the root, as the site has them."""
-    return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in BESIDE else f"](man/{found[1]}.md", text)
+    """Return a page of docs/ with its links to manual pages and to pages of the root replaced by links of the site."""
+    return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in ROOT_PAGES else f"](man/{found[1]}.md", text)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that do not lie in docs/."""
-    from mkdocs.structure.files import File  # only where mkdocs is
+    """Add the pages outside docs/."""
+    from mkdocs.structure.files import File  # only mkdocs calls this
 
-    beside = {name: (ROOT / name).read_text().replace("](docs/", "](") for name in BESIDE}
-    for name, text in {**{f"man/{name}.md": text for name, text in manual().items()}, **beside}.items():
+    root_pages = {name: (ROOT / name).read_text().replace("](docs/", "](") for name in ROOT_PAGES}
+    for name, text in {**{f"man/{name}.md": text for name, text in manual().items()}, **root_pages}.items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(text: str, **_: Any) -> str:
-    """Has links lead to what the site has."""
+    """Replace links, see `linked`."""
     return linked(text)

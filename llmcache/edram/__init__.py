@@ -1,1 +1,1 @@
-"""Kelle on a modelled eDRAM accelerator: eviction and recomputation, adaptive refresh, and what both cost."""
+"""Kelle on a modelled eDRAM accelerator: eviction and recomputation, adaptive refresh, and the cost of both."""

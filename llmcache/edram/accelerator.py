@@ -1,11 +1,12 @@
-"""The accelerator model: latency and energy of configurations, by component. Everything it returns is modelled.
+"""The accelerator model: latency and energy of configurations, by component. All results are modelled.
 
-A roofline of bytes and cycles with constants from the paper (`constants`, `systems`) and no factor fitted to its results.
-Assumed, as the paper does not say: DRAM gives its whole bandwidth, loads overlap with computing, as much of the KV cache
-as fits stays on the chip for all steps, and all of the KV eDRAM is refreshed all the time, in groups of equal size.
+A roofline of bytes and cycles with constants from the paper (`constants`, `systems`); nothing is fitted to the paper's
+results. Assumptions that the paper does not state: DRAM delivers its full bandwidth, loads overlap with computing, the part
+of the KV cache that fits stays on the chip in all steps, and all of the KV eDRAM is refreshed all the time, in four groups
+of equal size.
 
-`evaluate` answers for many configurations at once; `compared` sets each beside the baseline, `Axes` makes the
-configurations of a sweep, `roofline_of` is figure 16a of one.
+`evaluate` models many configurations at once, `compared` relates them to a baseline, `Axes` makes the configurations of a
+sweep, and `roofline_of` computes figure 16a for one of them.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from llmcache.edram.systems import AcceleratorSystem, Configuration, GenerationW
 from llmcache.errors import UsageError
 
 LATENCIES = ("prefill_array", "prefill_dram", *RESOURCES)
-"""What time is spent waiting for: the prefill for the slower of array and DRAM, then each resource of the decode."""
+"""Components of the latency: the prefill, which waits for the slower of array and DRAM, then each resource of the decode."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The modelled cost of one configuration: seconds and joules by component, and what it needs of memory."""
+    """The modelled cost of one configuration: seconds and joules by component, and its memory."""
 
     latencies_s: dict[str, float]
     energies_j: dict[str, float]
@@ -56,28 +57,28 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """Time of prefill and decode (s)."""
+        """The time of prefill and decode (s)."""
         return sum(self.latencies_s.values())
 
     @property
     def energy_j(self) -> float:
-        """Energy of prefill and decode (J)."""
+        """The energy of prefill and decode (J)."""
         return sum(self.energies_j.values())
 
     @property
     def refresh_j(self) -> float:
-        """Energy of all refreshes (J)."""
+        """The energy of all refreshes (J)."""
         return sum(self.energies_j[name] for name in REFRESH)
 
     def by_kind(self) -> dict[str, float]:
-        """Returns the energy (J) by `energy.KINDS`."""
+        """Return the energy (J) by `energy.KINDS`."""
         return {kind: sum(self.energies_j[name] for name in names) for kind, names in KINDS.items()}
 
 
 def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> list[Outcome]:
-    """Returns the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
+    """Return the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
 
-    `groups`: into how many groups decode steps are gathered; None: each by itself.
+    `groups`: the number of groups of decode steps; None: each step is computed by itself.
     """
     columns = ConfigurationColumns(configurations)
     steps, prefill = steps_of(columns, groups), prefill_of(columns)
@@ -98,7 +99,7 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 
 
 def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
-    """Returns columns [n] by name as a mapping for each of n."""
+    """Return columns [n] by name as n mappings."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
@@ -112,15 +113,15 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> di
 
 
 def _total(steps: Steps, values: Doubles) -> Doubles:
-    """Returns the sum of `values` ([n, groups] or [n, 1] per step) over all decode steps, [n]."""
+    """Return the sum of `values` per step ([n, groups] or [n, 1]) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
 def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
-    """Returns the most that weights and KV cache need ([n]), inputs in place of `share` of the cached tokens.
+    """Return the largest memory of weights and KV cache ([n]), with `share` of the cached tokens stored as inputs.
 
-    That is after the last step, or at the end of the prefill: with eviction a layer's cache is reduced before the next layer
-    is computed (section 8.4.1), so that the whole context is there in one layer only.
+    The peak is after the last step or at the end of the prefill. With eviction, the cache of a layer is reduced before the
+    next layer is computed (section 8.4.1), so only one layer holds the whole context.
     """
     end = columns.context + columns.decode
     first, last = (np.where(columns.evict, np.minimum(n, columns.budget), n) for n in (columns.context, end))
@@ -134,7 +135,7 @@ def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> 
 
 @dataclass(frozen=True)
 class Compared:
-    """A configuration with its modelled cost, and the latency and energy of the baseline as multiples of its own."""
+    """A configuration with its modelled cost, and the latency and energy of the baseline relative to its own."""
 
     configuration: Configuration
     outcome: Outcome
@@ -143,19 +144,19 @@ class Compared:
 
     @property
     def refresh_share(self) -> float:
-        """Which share of the energy is refresh, 0..1."""
+        """The share of refresh in the energy, 0..1."""
         return self.outcome.refresh_j / self.outcome.energy_j
 
     @property
     def power_w(self) -> float:
-        """The mean power (W), DRAM included."""
+        """The mean power (W), including DRAM."""
         return self.outcome.energy_j / self.outcome.latency_s
 
 
 def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
-    """Returns each of `configurations` beside the same model and workload, with the same energies, on `baseline`.
+    """Return each of `configurations` compared with the same model, workload and energies on `baseline`.
 
-    All are evaluated at once, and a baseline that several share only once. ValueError if there are none.
+    All are evaluated at once, equal baselines only once. ValueError if there are none.
     """
 
     def shared(one: Configuration) -> tuple[object, ...]:
@@ -178,9 +179,9 @@ MOST = 1_000_000
 
 @dataclass(frozen=True)
 class Axes:
-    """What a sweep varies. An empty axis leaves what models, workloads and systems say.
+    """The axes of a sweep. An empty axis keeps the values of the models, workloads and systems.
 
-    `interval_factors` multiply all refresh intervals; the others are in tokens, sequences, bytes/s and bytes.
+    `interval_factors` multiply all refresh intervals; the other axes are in tokens, sequences, bytes/s and bytes.
     """
 
     models: Sequence[LlmShape]
@@ -199,7 +200,7 @@ class Axes:
         return math.prod(len(axis) or 1 for axis in vars(self).values())
 
     def configurations(self) -> list[Configuration]:
-        """Returns every combination, the last axis changing fastest; UsageError if there are more than a million."""
+        """Return every combination, the last axis varying fastest; UsageError if there are more than a million."""
         if len(self) > MOST:
             raise UsageError(
                 f"{len(self):,} configurations are more than the limit of {MOST:,}", "vary fewer options in one sweep"
@@ -214,7 +215,7 @@ class Axes:
         axes = {"context": self.contexts, "decode": self.decodes, "batch": self.batches, "budget": self.budgets}
         for workload in self.workloads:
             for changes in _changes(axes):
-                # A budget below the workload's window would leave nothing to choose: the window gives way.
+                # With a budget below the workload's window, the window shrinks, so that at least some tokens can be evicted.
                 window = min(workload.window, max(0, changes.get("budget", workload.budget) - workload.sinks))
                 try:
                     yield replace(workload, **changes, window=window)
@@ -231,7 +232,7 @@ class Axes:
 
 
 def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yields every combination of the axes that are varied, as keyword arguments."""
+    """Yield every combination of the nonempty axes as keyword arguments."""
     varied = {name: values for name, values in axes.items() if values}
     for combination in product(*varied.values()):
         yield dict(zip(varied, combination, strict=True))
@@ -239,9 +240,9 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """One decode step with its cache full: 8-bit operations of the model (not those of recomputing) and what bounds it.
+    """One decode step with a full cache: its 8-bit operations, without those of recomputation, and its bottleneck.
 
-    `intensity`: operations per byte over DRAM; `bound`: the resource of `latency.RESOURCES` that it waits for longest.
+    `intensity`: operations per byte over DRAM. `bound`: the resource of `latency.RESOURCES` with the longest wait.
     """
 
     name: str
@@ -253,7 +254,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Points under the roof of `peak_ops_per_s` and `dram_bytes_per_s`."""
+    """Points under a roof of `peak_ops_per_s` and `dram_bytes_per_s`."""
 
     peak_ops_per_s: float
     dram_bytes_per_s: float
@@ -261,14 +262,15 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """Operations per byte from which on the array is the roof."""
+        """The operations per byte from which on the array is the limit."""
         return self.peak_ops_per_s / self.dram_bytes_per_s
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Returns the roofline of `configuration`: nothing recomputed, the best share, and too much (the declared share).
+    """Return the roofline of `configuration` without recomputation, with the best share, and with too large a share (the
+    declared one).
 
-    What is recomputed has its real cost.
+    Recomputation has its first-principles cost.
     """
     policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
     columns = ConfigurationColumns([configuration.on(replace(configuration.system, policy=policy))])
@@ -281,7 +283,7 @@ def roofline_of(configuration: Configuration) -> Roofline:
 
 
 def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
-    """Returns the point, called `name`, at which `share` of the cached tokens (0..1) is recomputed in the `last` step."""
+    """Return the point with `share` of the cached tokens (0..1) recomputed in the `last` step."""
     step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights

@@ -1,12 +1,12 @@
-"""What eviction and lost bits do to a model's answers: the paper's experiments, on a model of one's own.
+"""The effect of eviction and lost bits on a model's answers: the paper's experiments with any model that `decoder` supports.
 
 Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Differs from the
-paper: another model and another task, so only directions can be compared. Table 4 is asked twice, as its uniform intervals
-have the power of 2DRP while its text speaks of equal failure rates: `iso-power` and `iso-failure` are different rates.
+paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, because its uniform
+intervals have the power of 2DRP while its text claims equal failure rates: `iso-power` and `iso-failure`.
 
-Answers are measured, on a real model; the losses are modelled. Every variant is asked the same, with the same seeds, and
-the draws of a bit are the same in all (they are nested in the rate), so differences between variants are paired: their
-standard error is over sequences.
+Answers are measured on a real model; losses are modelled. All variants get the same questions and seeds, and the random
+numbers of a bit are the same in all, so that bits lost at a low rate are also lost at a higher one. Differences between
+variants are therefore paired, with a standard error over sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmcache.units import format_duration
 
 @dataclass(frozen=True)
 class CacheVariant:
-    """One cache to compare: a name, what it keeps, and how its cells store and lose. Its seed is that of the sequence."""
+    """One cache to compare: its eviction settings, and how its cells store and lose bits. The seed is set per sequence."""
 
     name: str
     settings: AerpSettings
@@ -39,9 +39,9 @@ class CacheVariant:
 
 @dataclass(frozen=True)
 class VariantAnswers:
-    """Answers over one variant, [sequences, questions]: which are right, and the loss of the right one in nats.
+    """Answers with one variant [sequences, questions]: whether they are right, and the loss of the right answer in nats.
 
-    `stored_bytes` [sequences]: what lay in eDRAM at the end; `lost_bits` [sequences]: bits of it that read wrongly.
+    `stored_bytes` [sequences]: bytes in eDRAM at the end; `lost_bits` [sequences]: number of them that read wrongly.
     """
 
     right: Flags
@@ -52,35 +52,35 @@ class VariantAnswers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over sequences and its standard error (nan for a single sequence)."""
+    """A mean over sequences, and its standard error (nan for a single sequence)."""
 
     mean: float
     error: float
 
     @classmethod
     def of(cls, by_sequence: Doubles) -> Estimate:
-        """Returns the estimate from one number per sequence."""
+        """Return the estimate from one number per sequence."""
         count = len(by_sequence)
         error = float(by_sequence.std(ddof=1) / np.sqrt(count)) if count > 1 else float("nan")
         return cls(float(by_sequence.mean()), error)
 
 
 def accuracy(outcome: VariantAnswers) -> Estimate:
-    """Returns the share of right answers."""
+    """Return the share of right answers."""
     return Estimate.of(outcome.right.mean(axis=1))
 
 
 def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
-    """Returns by how much the loss of the right answers is higher than over `baseline`, in nats, paired by sequence."""
+    """Return the increase of the loss over `baseline`, in nats, paired by sequence."""
     return Estimate.of((outcome.loss - baseline.loss).mean(axis=1))
 
 
 def evaluate(
     decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
-    """Returns the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
+    """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
 
-    After each question the model is told the right answer. `tell` is called with a line for every sequence.
+    After each question the model gets the right answer. `tell` is called with a line of progress after each sequence.
     """
     shape = asked.asked.shape
     found = {
@@ -105,7 +105,7 @@ def evaluate(
 
 
 def _loss(logits: Doubles, answer: int) -> float:
-    """Cross entropy in nats."""
+    """Return the cross entropy in nats."""
     largest = logits.max()
     return float(np.log(np.exp(logits - largest).sum()) + largest - logits[answer])
 
@@ -120,7 +120,7 @@ SINKS, WINDOW = 4, 32
 
 @dataclass(frozen=True)
 class AccuracySetup:
-    """What all variants of a run share: the longest text, the format of vectors, the retention curve."""
+    """The common settings of all variants: the longest text, the format of vectors, the retention curve."""
 
     tokens: int
     format: Format
@@ -128,20 +128,20 @@ class AccuracySetup:
 
     @property
     def everything(self) -> AerpSettings:
-        """A budget that evicts nothing."""
+        """Settings with a budget that evicts nothing."""
         return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
-        """Returns what everything else is compared with: nothing evicted, nothing lost."""
+        """Return the variant without eviction and losses, with which the others are compared."""
         return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
 
     def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
-        """Returns a cache that evicts nothing and loses bits at `rates`."""
+        """Return a variant that evicts nothing and loses bits at `rates`."""
         return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
 
 
 def budgets(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns AEP at each budget N', and beside it the same budget spent on sinks and the last tokens alone (table 3)."""
+    """Return AEP at each budget N', and the same budget spent only on sinks and the last tokens (table 3)."""
     cells = CellSettings(setup.format)
     found = []
     for size in BUDGETS:
@@ -151,23 +151,23 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns one rate for all bits, as integers and as halves (figure 8a)."""
+    """Return one rate for all bits, in both formats, int16 and fp16 (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
 
 def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns losses in one half of bits, and in one group of tokens (figures 8c and 8b).
+    """Return losses in one half of the bits (figure 8c), and in one group of tokens (figure 8b).
 
-    A token that changes its group reads what its group of the moment loses: what is asked is the harm of reading wrong
-    values of such tokens, not what a refresh controller would leave behind.
+    A token that changes its group gets the losses of its current group, because the experiment measures the effect of wrong
+    values in such tokens, and not the state that a refresh controller would leave.
     """
     sides = {side: one_sided(side, SIDED_RATE) for side in ("msb", "lsb", "hst", "lst")}
     return [setup.losing(f"{side} {SIDED_RATE:g}", rates, sticky=False) for side, rates in sides.items()]
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
-    """Returns the columns of table 4: 2DRP, the uniform interval of equal power, the uniform rate of equal failures."""
+    """Return the columns of table 4: 2DRP, the uniform interval of equal power, and the uniform rate of equal failures."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
         name = f"{printed // 1000} us"
@@ -189,13 +189,13 @@ EXPERIMENTS: dict[str, Callable[[AccuracySetup], list[CacheVariant]]] = {
 
 
 def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
-    """Returns a variant for each text of `flips` (see `parse_flips`)."""
+    """Return a variant for each text in `flips` (see `parse_flips`)."""
     return [setup.losing(text, parse_flips(text, setup.curve)) for text in flips]
 
 
 @dataclass(frozen=True)
 class VariantAccuracy:
-    """One variant of an experiment: measured accuracy, harm against the baseline (nats, paired), and its modelled rates."""
+    """One variant of an experiment: measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
 
     experiment: str
     variant: str
@@ -208,7 +208,7 @@ class VariantAccuracy:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """What a run found. Accuracy is measured on this model and task; the losses of bits are modelled."""
+    """The results of a run. Accuracy is measured on this model and task; losses of bits are modelled."""
 
     sequences: int
     questions: int
@@ -218,7 +218,7 @@ class Accuracies:
     rows: tuple[VariantAccuracy, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data of `SCHEMA`."""
+        """Return plain data of `SCHEMA`."""
         rows = [asdict(row) for row in self.rows]
         for row in rows:
             row["harm_nats"] = row.pop("harm")
@@ -234,7 +234,7 @@ def run(
     variants: dict[str, list[CacheVariant]],
     tell: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
-    """Returns what the `variants` of each experiment and the baseline answer, all in one pass over the sequences."""
+    """Return the results of all `variants` and of the baseline, from one pass over the sequences."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, tell)
     base = found[BASELINE]
@@ -250,10 +250,10 @@ def run(
 def record_run(
     decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
-    """Returns what lies in eDRAM while `asked` is answered, all sequences at a time, a step per token.
+    """Return the rows in eDRAM while the questions are answered, all sequences at the same time, one step per token.
 
-    Rows are recorded in the groups that they are read in, all vectors of 16 bits. `step_ns`: of a step on the *modelled*
-    accelerator; None: whoever reads the run says.
+    Rows are recorded in the groups in which they are read; all vectors have 16 bits. `step_ns`: duration of a step on the
+    *modelled* accelerator; None: the reader of the run chooses it.
     """
     prompts = [decoder.prompt(ids)[0] for ids in asked.ids]
     caches = [decoder.cache(prompt, settings, replace(cells, seed=place)) for place, prompt in enumerate(prompts)]

@@ -1,12 +1,12 @@
-"""AERP: each key-value head keeps the tokens it attends to most, and popular tokens are kept as x and recomputed.
+"""AERP: each key-value head keeps the tokens with the most attention, and popular tokens are stored as x and recomputed.
 
-Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. `AerpLayer` is one attention layer of one sequence, in eDRAM that
-may lose bits: a prompt, then a token at a time. Its `Slots` say which tokens each head keeps and who must go when a slot is
-needed: all heads hold equally many, each its own, and a slot is used again by the token that pushes its token out, as the
-order of slots does not matter to attention (equations 1 and 2). Its `InputRows` hold x, the normed inputs of the layer, in
-place of keys and values: a row is shared by all heads that retain its token, and stays whole until the last of them
-drops it, so it may end up larger than what it stands for; it is never turned back. Evicted tokens are gone. Losses are
-modelled, not measured.
+Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. An `AerpLayer` is one attention layer of one sequence, in eDRAM
+that may lose bits; it takes a prompt and then single tokens. `Slots` decide which tokens each head keeps. All heads hold
+equally many, each its own, and a new token takes over the slot of the token that it evicts, because attention does not
+depend on the order of slots (equations 1 and 2). `InputRows` store x, the normed inputs of the layer, in place of keys and
+values. All heads that retain a token share its row, which remains until the last of them drops the token. It may therefore
+become larger than the keys and values that it replaces; it is not converted back. Evicted tokens are lost. Losses of bits
+are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ RECOMPUTE = ("none", "prefill", "decode")
 
 @dataclass(frozen=True)
 class AerpSettings:
-    """Settings of eviction and recomputation; the names of the paper in brackets.
+    """Settings of eviction and recomputation, with the names of the paper in brackets.
 
-    `budget` [N']: tokens that each key-value head keeps, of them the first `sinks` and the last `window` always; of the
-    others those with the largest sums of attention weights over all queries.
-    `recompute`: which tokens may be stored as x, the input of their projections: "none", those of the "prefill", or also
-    those of "decode".
+    `budget` [N']: tokens that each key-value head keeps. These are always the first `sinks` and the last `window` tokens,
+    and of the others those with the largest sums of attention weights over all queries. `recompute`: the tokens that may be
+    stored as x, the input of their projections: "none", those of the "prefill", or also those of "decode".
 
-    Differs from the paper: equation 3 as printed sums a row of weights, which is 1 for every token; column sums are meant
-    (section 4.1.1 has them for the prefill). A token within sinks or window is never stored as x, as all heads retain it
-    there and every x would seem to pay; in "decode" its x lies beside its keys and values until it leaves the window, and
-    those bytes are counted.
+    Differs from the paper: equation 3 as printed sums a row of weights, which is 1 for every token; column sums are meant,
+    as in section 4.1.1 for the prefill. Tokens within sinks or window are never replaced by x: all heads retain them, so
+    every x would seem to be smaller. In "decode", x is stored in addition to keys and values until the token leaves the
+    window, and these bytes are counted.
     """
 
     budget: int
@@ -57,15 +56,15 @@ class AerpSettings:
 
     @property
     def recent(self) -> int:
-        """The window, or what sinks leave of the budget; with all of it the policy is StreamingLLM."""
+        """The window, or the rest of the budget after the sinks if that is smaller; then the policy equals StreamingLLM."""
         return min(self.window, self.budget - self.sinks)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One attention layer: query heads [H], key-value heads, numbers of a head [d_h] and of the input x [C].
+    """One attention layer: query heads [H], key-value heads, and the sizes of a head [d_h] and of the input x [C].
 
-    `channels` 0: there is no x, nothing can be recomputed.
+    `channels` 0: there is no x, and nothing can be recomputed.
     """
 
     heads: int
@@ -81,10 +80,10 @@ class LayerShape:
             raise ValueError(f"heads: must be a multiple of the {self.kv_heads} key-value heads, not {self.heads}")
 
     def x_pays(self, retaining: int) -> bool:
-        """Whether x is smaller than keys and values of the `retaining` key-value heads: strictly, or nothing is saved.
+        """Return whether x is smaller than the keys and values of `retaining` key-value heads.
 
-        With MHA that is more than half of the heads; with GQA often never, as all keys and values of a token together
-        are not larger than x. Source: kelle.txt, section 4.1.2 (there for MHA, and "at least 50%" beside "> 50%").
+        With MHA, this needs more than half of the heads. With GQA it is often impossible, because all keys and values of a
+        token are no larger than x. Source: kelle.txt, section 4.1.2 (for MHA, with both "at least 50%" and "> 50%").
         """
         return 0 < self.channels < 2 * self.head_dim * retaining
 
@@ -94,7 +93,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Placed:
-    """What one new token did: `slots` [heads] it lies in (-1: it was dropped itself), `evicted` positions (-1: none)."""
+    """The effect of one new token: its `slots` [heads] (-1: not kept), and the `evicted` positions (-1: none)."""
 
     slots: Int64s
     evicted: Int64s
@@ -111,9 +110,9 @@ class Slots:
         self.newest = NONE
 
     def fill(self, sums: Doubles) -> Int64s:
-        """Takes a prompt with the column sums [kv_heads, n] of its tokens; returns the positions kept [kv_heads, count].
+        """Fill the slots from a prompt with column sums [kv_heads, n]; return the kept positions [kv_heads, count].
 
-        Sinks, the last tokens of the window, and of the rest those with the highest sums; of equal ones the newer.
+        Kept are sinks, window, and of the others those with the highest sums; of equal ones the newer.
         """
         if self.newest != NONE:
             raise ValueError("sums: the layer already has tokens, but a prompt must come first")
@@ -129,10 +128,10 @@ class Slots:
         return kept
 
     def add(self, gains: Doubles) -> Placed:
-        """Takes the next token: `gains` [kv_heads, count + 1] are added to the scores, its own last.
+        """Add the next token and `gains` [kv_heads, count + 1] to the scores; its own gain is the last.
 
-        If all slots are in use, the token of the lowest score behind the sinks and before the window goes; of equal ones
-        the oldest. There always is one: protected are at most `budget`, and one more is there.
+        If all slots are in use, evict the token with the lowest score between sinks and window; of equal ones the oldest.
+        There always is one, because at most `budget` tokens are protected.
         """
         heads = len(self.positions)
         self.newest += 1
@@ -158,25 +157,24 @@ class Slots:
         return slots, evicted
 
     def protected_at(self, newest: int, positions: Int64s | None = None) -> Flags:
-        """Which slots (or tokens at `positions`) are sinks or of the window if `newest` is the last token [kv_heads, n]."""
+        """Return which slots (or `positions`) are sinks or in the window if `newest` is the last token [kv_heads, n]."""
         at = self.positions if positions is None else positions
         kept: Flags = (at != NONE) & ((at > newest - self.settings.recent) | (at < self.settings.sinks))
         return kept
 
     @property
     def used(self) -> Flags:
-        """Which slots hold a token [kv_heads, budget]."""
+        """The slots that hold a token [kv_heads, budget]."""
         used: Flags = self.positions != NONE
         return used
 
 
 def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles]:
-    """Returns the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
+    """Return the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
 
-    `queries` [heads, dim], `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots count;
-    heads of one key-value head follow each other. Products are scaled by 1/sqrt(dim); sums are float64 in the order of
-    the slots, so equal slots give equal bits.
-    Source: kelle.txt, equations 1 and 2 (which omit the scale).
+    `queries` [heads, dim]; `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots are used.
+    The query heads of one key-value head are adjacent. Products are scaled by 1/sqrt(dim). Sums are float64 in the order of
+    the slots, so that equal slots give equal bits. Source: kelle.txt, equations 1 and 2 (which omit the scale).
     """
     heads, dim = queries.shape
     out, weights = np.empty((heads, values.shape[2]), np.float32), np.empty((heads, count))
@@ -185,13 +183,13 @@ def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[F
 
 
 _QUERIES = 256
-"""Queries of a prompt that are attended at a time: their products with all tokens are in memory."""
+"""Queries of a prompt per block; their products with all tokens are in memory."""
 
 
 def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles]:
-    """Returns causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
+    """Return causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
 
-    Fused kernels do not hand their weights out, which is why this one is here. Arguments as of `attend`, [n, heads, dim].
+    Arguments as for `attend`, [n, heads, dim]. Fused kernels cannot be used, because they do not return weights.
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]
@@ -237,17 +235,17 @@ def _attend(queries, keys, values, scale, out, weights):  # type: ignore[no-unty
 
 
 Recompute = Callable[[Floats, Int64s], tuple[Floats, Floats]]
-"""From x [n, channels] and positions [n] to keys and values [n, kv_heads, head_dim], float32."""
+"""A function from x [n, channels] and positions [n] to keys and values [n, kv_heads, head_dim], float32."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions as Llama and Qwen have them: number i of a head turns with number i + dim/2. `theta`: their base."""
+    """Rotary positions as in Llama and Qwen: number i of a head rotates with number i + dim/2. `theta`: the base."""
 
     theta: float = 10_000.0
 
     def turn(self, rows: Floats, positions: Int64s) -> Floats:
-        """Returns `rows` [n, heads, dim] turned by their `positions` [n]."""
+        """Return `rows` [n, heads, dim] rotated by their `positions` [n]."""
         half = rows.shape[2] // 2
         speeds = self.theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = positions[:, None] * speeds
@@ -258,7 +256,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Projections:
-    """W_K and W_V [channels, kv_heads * head_dim] of a layer, their biases, and its rotation. Callable as `Recompute`."""
+    """W_K and W_V [channels, kv_heads * head_dim] of a layer, their biases, and its rotation. A `Recompute` function."""
 
     key_weight: Floats
     value_weight: Floats
@@ -268,7 +266,7 @@ class Projections:
     value_bias: Floats | None = None
 
     def __call__(self, x: Floats, positions: Int64s) -> tuple[Floats, Floats]:
-        """Returns keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
+        """Return keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
         keys = _projected(x, self.key_weight, self.key_bias).reshape(len(x), self.kv_heads, -1)
         values = _projected(x, self.value_weight, self.value_bias).reshape(len(x), self.kv_heads, -1)
         return (keys if self.rope is None else self.rope.turn(keys, positions)), values
@@ -279,9 +277,9 @@ def _projected(x: Floats, weight: Floats, bias: Floats | None) -> Floats:
 
 
 class InputRows:
-    """x rows by index: `positions` of their tokens (-1: free), `retaining` heads, and the `keys` and `values` they give.
+    """x rows: `positions` of their tokens (-1: free), the number of `retaining` heads, and their `keys` and `values`.
 
-    `waiting`: beside its keys and values, until its token leaves the recent window (see `AerpSettings.recompute`).
+    `waiting`: rows stored in addition to keys and values, until the token leaves the window (see `AerpSettings`).
     """
 
     def __init__(self, shape: LayerShape, cells: CellSettings, recompute: Recompute | None) -> None:
@@ -295,17 +293,17 @@ class InputRows:
 
     @property
     def used(self) -> Flags:
-        """Which rows hold an x."""
+        """The rows that hold an x."""
         used: Flags = self.positions != NONE
         return used
 
     @property
     def lost_bits(self) -> int:
-        """Bits of the x rows that read wrongly by now, modelled."""
+        """The number of bits in x rows that read wrongly, modelled."""
         return self._cells.lost_bits(self.used)
 
     def put(self, positions: Int64s, rows: Floats, names: Names, retaining: Int64s, waiting: Flags) -> Int64s:
-        """Stores `rows` [n, channels] of the tokens at `positions` and returns their indices [n]."""
+        """Store `rows` [n, channels] of the tokens at `positions`; return their indices [n]."""
         free = np.nonzero(~self.used)[0]
         if len(free) < len(rows):
             self._grow(max(len(rows) - len(free), len(self.positions)))
@@ -331,15 +329,14 @@ class InputRows:
             self.keys[at], self.values[at] = self._recompute(self._cells.readings[at], self.positions[at])
 
     def release(self, indices: Int64s) -> None:
-        """One head each drops the tokens of `indices` (an index may occur several times); rows no head retains are freed."""
+        """Release one reference of a head per entry of `indices` (which may repeat); free rows that no head retains."""
         np.subtract.at(self.retaining, indices, 1)
         self.positions[indices[self.retaining[indices] <= 0]] = NONE
 
     def settle(self, hst: Flags) -> Int64s:
-        """Puts the rows in their groups for a step and returns those whose keys and values changed.
+        """Set the groups of the rows for a step; return the rows whose keys and values changed.
 
-        The array recomputes every row that stands in for keys and values at every step; here it is done where the result
-        can differ from the last.
+        The accelerator recomputes every row at every step. Here, only rows whose result can differ are recomputed.
         """
         (changed,) = self._cells.settle(hst, self.used)
         self._project(changed)
@@ -350,10 +347,10 @@ _KEY, _VALUE, _INPUT = range(3)
 
 
 class AerpLayer:
-    """Keys and values of a layer: at most `settings.budget` tokens per key-value head, some of them kept as x.
+    """Keys and values of a layer: at most `settings.budget` tokens per key-value head, some of them stored as x.
 
-    `cells`: how vectors are stored and what is lost; `layer` tells layers of one seed apart. `recompute` is needed if
-    `settings.recompute` is not "none". ValueError names an argument that does not fit.
+    `cells`: the format and the losses of vectors. `layer`: makes the losses of layers with one seed differ. `recompute` is
+    required unless `settings.recompute` is "none". ValueError names an argument that does not fit.
     """
 
     def __init__(
@@ -367,7 +364,7 @@ class AerpLayer:
         self.settings, self.shape, self.layer = settings, shape, layer
         self.cells = cells or CellSettings()
         self.slots = Slots(settings, shape.kv_heads)
-        # One place more than slots: the token being computed is attended before it is known whose slot it gets.
+        # One place more than slots, because the current token is attended to before its slot is known.
         places = (shape.kv_heads, settings.budget + 1)
         self.keys = Cells(places, shape.head_dim, self.cells)
         self.values = Cells(places, shape.head_dim, self.cells)
@@ -377,9 +374,9 @@ class AerpLayer:
         self.inputs = InputRows(shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
-        """Takes a prompt: `keys`, `values` [n, kv_heads, head_dim], its column `sums` [kv_heads, n], its `x` [n, channels].
+        """Store a prompt: `keys`, `values` [n, kv_heads, head_dim], column `sums` [kv_heads, n], and `x` [n, channels].
 
-        The prompt itself is attended densely, by the caller.
+        The caller computes the attention of the prompt.
         """
         wanted = (len(keys), self.shape.kv_heads, self.shape.head_dim)
         if keys.shape != wanted or values.shape != wanted:
@@ -392,10 +389,10 @@ class AerpLayer:
             self._store_inputs(inputs)
 
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
-        """Returns the attention outputs [heads, head_dim] of the next token, which attends to what is cached and itself.
+        """Return the attention outputs [heads, head_dim] of the next token, which attends to the cached tokens and itself.
 
-        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after their rotation; `x` [channels]. Its
-        weights then score the cached tokens, and if there is no room for it one token of each head goes.
+        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after rotation; `x` [channels]. Its weights are
+        added to the scores of the cached tokens. If the slots are full, each head evicts one token.
         """
         inputs = _given(x) if self.settings.recompute == "decode" else None
         count, group = self.slots.count, self.shape.heads // self.shape.kv_heads
@@ -422,7 +419,7 @@ class AerpLayer:
             cells.write((heads, slots), rows, name_rows(self.cells.seed, self.layer, kind, heads, positions))
 
     def _store_inputs(self, x: Floats) -> None:
-        """Stores x for the tokens of the prompt that pay, those of the highest scores first."""
+        """Store x for those tokens of the prompt for which it is smaller, in the order of their scores."""
         positions, scores, protected = self.slots.positions, self.slots.scores, self.slots.protected_at(self.slots.newest)
         retaining, total = np.zeros(len(x), np.int64), np.zeros(len(x))
         np.add.at(retaining, positions[self.slots.used], 1)
@@ -440,7 +437,7 @@ class AerpLayer:
         return self.inputs.put(positions, x, names, retaining, np.full(len(x), waiting))
 
     def _convert(self, indices: Int64s) -> None:
-        """Frees the keys and values of the tokens of these x rows: from now on they are recomputed."""
+        """Free the keys and values of the tokens of these x rows, which are recomputed from now on."""
         for index in indices:
             heads, slots = np.nonzero(self.slots.positions == self.inputs.positions[index])
             self.x_index[heads, slots] = index
@@ -453,7 +450,7 @@ class AerpLayer:
         self.values.readings[heads, slots] = self.inputs.values[indices, heads]
 
     def _await(self, x: Floats) -> None:
-        """Keeps the new token's x, and decides about the token that leaves the window."""
+        """Store x of the new token; convert or drop the x of the token that leaves the window."""
         newest, positions = self.slots.newest, self.slots.positions
         if newest >= self.settings.sinks:
             self._put(np.array([newest]), x[None], np.array([self.shape.kv_heads]), waiting=True)
@@ -465,7 +462,7 @@ class AerpLayer:
             self.inputs.positions[row] = NONE
 
     def _settle(self) -> None:
-        """Reads everything as the groups of this step have it."""
+        """Apply the losses of this step's groups to all readings."""
         if not self.cells.rates.any:
             return
         hst, in_kv = self.high_scores(), self.in_kv
@@ -475,10 +472,10 @@ class AerpLayer:
         self._read_back(*np.nonzero(np.isin(self.x_index, changed)))
 
     def high_scores(self) -> Flags:
-        """Which slots count as high-score tokens for the step to come [kv_heads, budget].
+        """Return which slots are high-score tokens in the next step [kv_heads, budget].
 
-        At least the median of the head's cached scores, or protected (sink or window): by score alone every new token would
-        be a low one. Differs from the paper: section 4.2 names no threshold.
+        Their score is at least the median of the head's scores, or they are protected (sink or window), because every new
+        token has a low score. Differs from the paper: section 4.2 names no threshold.
         """
         slots, count = self.slots, self.slots.count
         high: Flags = np.zeros(slots.positions.shape, np.bool_)
@@ -487,7 +484,7 @@ class AerpLayer:
         return high | slots.protected_at(slots.newest + 1)
 
     def x_high_scores(self, hst: Flags) -> Flags:
-        """Which x rows count as high-score tokens: at least half of the heads that retain it say so; waiting ones do."""
+        """Return which x rows are high-score tokens: by the vote of at least half of the retaining heads, or waiting."""
         index = self.x_index[:, :-1]
         votes = np.bincount(index[(index != NONE) & hst], minlength=len(self.inputs.positions))
         high: Flags = self.inputs.waiting | (2 * votes >= self.inputs.retaining)
@@ -495,18 +492,18 @@ class AerpLayer:
 
     @property
     def in_kv(self) -> Flags:
-        """Which slots hold keys and values of their own [kv_heads, budget]."""
+        """The slots that hold keys and values of their own [kv_heads, budget]."""
         own: Flags = self.slots.used & (self.x_index[:, :-1] == NONE)
         return own
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in eDRAM: keys, values and x rows of 16 bits (scales of int16 vectors lie elsewhere)."""
+        """Bytes in eDRAM: keys, values and x rows of 16 bits. Scales of int16 vectors are stored elsewhere."""
         return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * int(self.inputs.used.sum()))
 
     @property
     def lost_bits(self) -> int:
-        """Bits in eDRAM that read wrongly by now, modelled."""
+        """The number of bits in eDRAM that read wrongly, modelled."""
         return self.keys.lost_bits(self.in_kv) + self.values.lost_bits(self.in_kv) + self.inputs.lost_bits
 
 

@@ -1,6 +1,6 @@
-"""All that a command can name: models, workloads, systems and profiles; the paper's own, and the user's from a TOML file.
+"""Models, workloads, systems and profiles by name: those of the paper, and the user's from a TOML file.
 
-[profile.mine]              # any field of constants.Profile; `base` says what it begins with
+[profile.mine]              # any field of constants.Profile; the others are those of `base`
 base = "paper"
 refresh_pass_j = 3.65e-6
 [model.tiny]                # any field of systems.LlmShape
@@ -36,7 +36,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What there is, by name: the paper's own, where nothing else is said."""
+    """Models, workloads, systems and profiles by name, by default those of the paper."""
 
     models: Mapping[str, LlmShape] = field(default_factory=lambda: MODELS)
     workloads: Mapping[str, GenerationWorkload] = field(default_factory=lambda: WORKLOADS)
@@ -45,12 +45,12 @@ class Catalogue:
 
     @property
     def baseline(self) -> AcceleratorSystem:
-        """The system that others are compared with."""
+        """The system with which the others are compared."""
         return self.systems[BASELINE]
 
 
 def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
-    """Returns what is called `name`, in any case, of the `known` ones; UsageError names the option `--kind`."""
+    """Return the entry of `known` called `name`, in any case; UsageError naming the option `--kind`."""
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
@@ -58,21 +58,20 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Returns what `text` names, a list with commas or "all", each once; errors as `named`."""
+    """Return the distinct entries that `text` names, separated by commas, or "all"; errors as for `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
 
 DEFAULTS = {"profile": "paper", "model": "llama2-7b", "workload": "PG19", "system": "Kelle+eDRAM"}
-"""Kinds of tables, and what a new one of each begins with if it does not say."""
+"""Kinds of tables, and the default `base` of a new entry of each."""
 WANTED = {"bool": "true or false", "str": "a string", "int": "a whole number", "float": "a number"}
 
 
 def read_constants(path: str | Path | None) -> Catalogue:
-    """Returns the paper's catalogue with what the TOML file `path` (None: nothing) adds and changes.
+    """Return the paper's catalogue with the additions and changes of the TOML file `path`, if any.
 
-    UsageError, naming file and key, for keys that are not known and values that are not possible; DataError if the file is
-    no TOML.
+    UsageError, naming file and key, for unknown keys and invalid values; DataError if the file is not TOML.
     """
     known = {f"{kind}s": dict(getattr(Catalogue(), f"{kind}s")) for kind in DEFAULTS}
     for kind, tables in ({} if path is None else _document(Path(path))).items():
@@ -109,7 +108,7 @@ def _check_key(where: str, key: str, known: Iterable[str]) -> None:
 
 
 def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> Any:
-    """Returns `base` by the name `name` and with `changes`: of a system, each in the part that has it."""
+    """Return a copy of `base` with a new name and `changes`; the keys of a system belong to several of its parts."""
     if isinstance(base, AcceleratorSystem):
         parts = [base.hardware, base.policy, base.policy.intervals]
         hardware, policy, intervals = _changed(parts, changes, where)
@@ -120,7 +119,7 @@ def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> An
 
 
 def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[Any]:
-    """Returns `parts` with `changes`, each in the part that has a field of its name."""
+    """Return copies of `parts`, with each of `changes` in the part that has a field of that name."""
     kinds = [{one.name: str(one.type) for one in fields(part) if one.name != "name"} for part in parts]
     known = {name: kind for of_part in kinds for name, kind in of_part.items() if kind in WANTED}
     values = {}
@@ -130,12 +129,12 @@ def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[A
     try:
         made = [{key: value for key, value in values.items() if key in of_part} for of_part in kinds]
         return [replace(part, **own) for part, own in zip(parts, made, strict=True)]
-    except ValueError as error:  # the message of a part begins with the name of the field
+    except ValueError as error:  # the message begins with the name of the field
         raise UsageError(f"{where}.{error}") from error
 
 
 def _value(where: str, value: object, kind: str) -> Any:
-    """Returns `value` as `kind` (the name of a type); UsageError if it is none. A whole number may be written as 128e9."""
+    """Return `value` as the type called `kind`; UsageError if it is not of that type. 128e9 is a valid int."""
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "str" and isinstance(value, str):

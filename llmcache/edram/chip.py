@@ -1,11 +1,12 @@
-"""Parts of the chip by themselves, modelled: areas, the systolic evictor, lifetimes of activations in eDRAM.
+"""Models of parts of the chip: areas, the systolic evictor, lifetimes of activations in eDRAM.
 
-The evictor is a column of registers beside the array that finds the token to evict while scores are computed (kelle.txt,
-sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array gives the product of token i one cycle after row i - 1; in the
-same cycle register S_i adds it to the token's score, and in the next the chain M compares the sum with the least so far.
+The evictor is a column of registers next to the array, which finds the token to evict while scores are computed (kelle.txt,
+sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array delivers the product of token i one cycle after row i - 1. In the
+same cycle register S_i adds it to the token's score, and in the next one the chain M compares the sum with the smallest one
+before it.
 
-Lifetimes: section 6, equations 4 to 8, figure 12, in the baseline's order of work and the Kelle scheduler's. The equations
-are for MHA and add times up, whatever the sizes; what refreshing costs is by bytes (`energy`).
+Lifetimes: section 6, equations 4 to 8, figure 12, in the order of work of the baseline and of the Kelle scheduler. The
+equations are for MHA and add times regardless of sizes; the energy of refreshes is computed from bytes (`energy`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from llmcache.edram.systems import AcceleratorSystem, Configuration
 
 @dataclass(frozen=True)
 class Area:
-    """Square millimetres on the chip by part; DRAM lies beside it."""
+    """Square millimetres on the chip by part; DRAM is not on the chip."""
 
     array_mm2: float
     sram_mm2: float
@@ -31,14 +32,14 @@ class Area:
 
     @property
     def chip_mm2(self) -> float:
-        """All that is on the chip."""
+        """The area of the whole chip."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
 def area_of(system: AcceleratorSystem) -> Area:
-    """Returns the area of `system`.
+    """Return the area of `system`.
 
-    Table 1 is taken at its word, though its areas are below those of bare cells at 65 nm: compare, do not build.
+    The values of table 1 are below the area of bare cells at 65 nm, so results are good only for comparisons.
     """
     hardware = system.hardware
     on_chip = hardware.kv_capacity_bytes + hardware.activation_bytes
@@ -54,15 +55,15 @@ def area_of(system: AcceleratorSystem) -> Area:
 
 
 CHAIN_CYCLES = 1
-"""Cycles from the last product of a search to its result: what the evictor adds to the array's own time."""
+"""Cycles from the last product of a search to its result: the time that the evictor adds to that of the array."""
 
 
 @dataclass(frozen=True)
 class EvictorCost:
-    """What evicting costs in a decode step, modelled: with the evictor, and with a search after the scores are there.
+    """The modelled cost of evicting in a decode step, with the evictor and with a search after the scores are complete.
 
-    `stall_ns` and `joules` are the evictor's own; `search_ns` is a scan of the scores by one comparator, a score a cycle,
-    which also reads every score from its registers and writes it back (`search_bytes`).
+    `stall_ns` and `joules` belong to the evictor. `search_ns` is the scan of the scores by one comparator, one score per
+    cycle, which also reads every score from its registers and writes it back (`search_bytes`).
     """
 
     register_bytes: float
@@ -73,10 +74,10 @@ class EvictorCost:
 
 
 def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
-    """Returns the cost of evicting in a decode step of `configuration` that takes `step_ns` and whose cache is full.
+    """Return the cost of evicting in a decode step of `configuration` with a full cache that takes `step_ns`.
 
-    The evictor draws its power over the whole step. Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its
-    "5%" of energy and "7%" of latency depend on what is compared with and are not used.
+    The evictor draws its power during the whole step. Area and power are those of the paper (0.06 mm², 28 mW: section
+    8.1.4); its "5%" of energy and "7%" of latency depend on an unstated baseline and are not used.
     """
     shape, workload = configuration.model, configuration.workload
     searches = shape.kv_heads * shape.layers * workload.batch
@@ -96,7 +97,7 @@ Time = TypeVar("Time", float, Doubles)
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """How long X, Q, K and V lie in eDRAM between being computed and being used, ns, modelled."""
+    """The modelled time from computing X, Q, K and V to using them, during which they are in eDRAM, ns."""
 
     x_ns: float
     q_ns: float
@@ -110,10 +111,10 @@ class Lifetimes:
 
 
 def access_ns(configuration: Configuration) -> tuple[float, float]:
-    """Returns T_SRAM and T_eDRAM (ns) of an attention block of the last decode step: reading W_Q, and the keys of the batch.
+    """Return T_SRAM and T_eDRAM (ns) of an attention block in the last decode step: reading W_Q, and the keys of the batch.
 
     Source: equations 5 and 6. Differs from the paper: a matrix larger than the SRAM streams through it, no faster than DRAM
-    delivers; equation 6 has the bandwidth of SRAM for 16.8 MB in 2 MB.
+    delivers it; equation 6 uses the bandwidth of SRAM for 16.8 MB in a memory of 2 MB.
     """
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
     weight_bytes = shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes
@@ -123,19 +124,19 @@ def access_ns(configuration: Configuration) -> tuple[float, float]:
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
-    """Returns the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
+    """Return the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
     order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
     return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the lifetimes of X, Q, K and V in the baseline, in the unit of T_SRAM and T_eDRAM. Source: equation 7."""
+    """Return the lifetimes of X, Q, K and V in the baseline, in the unit of the arguments. Source: equation 7."""
     return 3 * sram, 2 * sram + edram, sram + edram, 2 * edram
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Returns the same if weights and cached keys are read at the same time (the Kelle scheduler). Source: equation 8.
+    """Return the same with weights and cached keys read at the same time (the Kelle scheduler). Source: equation 8.
 
-    Keys and values are used as they are computed: the paper takes their lifetimes to be nothing.
+    Keys and values are used as they are computed; the paper takes their lifetimes to be 0.
     """
     return 3 * sram, sram + edram, 0 * edram, 0 * edram

@@ -1,7 +1,7 @@
-"""The numbers of the Kelle paper, each with the section it comes from, and three profiles of energies to model with.
+"""The numbers of the Kelle paper with the sections that they come from, and three profiles of energies.
 
 Base units: bytes, nanoseconds, bytes/s, joules, watts, mm². Kelle: T. Xia and S. Q. Zhang, MICRO 2025,
-doi:10.1145/3725843.3756071. Nothing here is fitted to the paper's results.
+doi:10.1145/3725843.3756071. Nothing is fitted to the paper's results.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class RefreshIntervals:
 
     @classmethod
     def uniform(cls, interval_ns: float) -> RefreshIntervals:
-        """Returns one interval (ns) for all groups."""
+        """Return the same interval (ns) for all groups."""
         return cls(interval_ns, interval_ns, interval_ns, interval_ns)
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Returns the intervals (ns) in the order of `GROUPS`."""
+        """Return the intervals (ns) in the order of `GROUPS`."""
         return self.hst_msb_ns, self.hst_lsb_ns, self.lst_msb_ns, self.lst_lsb_ns
 
     @property
     def mean_ns(self) -> float:
-        """The harmonic mean (ns): the uniform interval with as many refreshes, where the groups are of one size.
+        """The harmonic mean (ns): the uniform interval with the same number of refreshes, for groups of equal size.
 
         The paper's "average retention time of 1.05 ms" (section 7.1) and all uniform intervals of table 4 are this mean.
         """
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
     def scaled(self, factor: float) -> RefreshIntervals:
-        """Returns all intervals times `factor`."""
+        """Return all intervals times `factor`."""
         return RefreshIntervals(*(factor * interval_ns for interval_ns in self.in_order()))
 
 
 RETENTION_NS = 45_000
-"""Retention time of a 3T cell at 105 °C: refreshed so often, it keeps its data (table 1; section 3.2)."""
+"""Retention time of a 3T cell at 105 °C: cells refreshed at this interval keep their data (table 1; section 3.2)."""
 KELLE_INTERVALS = RefreshIntervals(360_000, 5_400_000, 1_440_000, 7_200_000)  # 7.1
 TABLE4_INTERVALS: dict[int, RefreshIntervals] = {  # table 4: the printed uniform interval (ns) to its 2DRP intervals
     540_000: RefreshIntervals(180_000, 3_600_000, 720_000, 5_400_000),
@@ -64,15 +64,15 @@ TABLE4_INTERVALS: dict[int, RefreshIntervals] = {  # table 4: the printed unifor
 ORG_INTERVALS = RefreshIntervals.uniform(RETENTION_NS)  # 8.3.3: "Org"
 UNI_INTERVALS = RefreshIntervals.uniform(360_000)  # 8.3.3: "Uni", said to be as accurate as 2DRP
 FAILURE_RATE = 2e-3
-"""The "averaged retention failure rate" of the intervals of section 7.1; of all four groups, as read here."""
+"""The "averaged retention failure rate" of the intervals of section 7.1, read as the mean over the four groups."""
 
 
 @dataclass(frozen=True)
 class Macro:
-    """A 4 MB memory of table 1 (65 nm, 105 °C, from Destiny). The areas are too small for 65 nm: use ratios only.
+    """A 4 MB memory of table 1 (65 nm, 105 °C, from Destiny). The areas are too small for 65 nm: use only their ratios.
 
-    `refresh_j` has no denominator in the paper. It is read here as the energy of one pass over the whole array, which is
-    what its tool reports under that name.
+    `refresh_j` has no denominator in the paper. It is read as the energy of one pass over the whole array, because Destiny
+    reports that under this name.
     """
 
     capacity_bytes: int
@@ -88,10 +88,10 @@ EDRAM_4MB = Macro(4 * MIB, 3.2, 84.8e-12, 0.154, 1.14e-3)
 
 @dataclass(frozen=True)
 class Chip:
-    """The Kelle accelerator as section 8 describes it; further sections beside."""
+    """The Kelle accelerator as described in section 8; comments name other sections."""
 
     array_rows: int = 32  # RSA of 32 x 32 processing elements
-    baseline_rows: int = 24  # 8.1.1: of the SRAM system of the same area
+    baseline_rows: int = 24  # 8.1.1: of the SRAM system with the same area
     clock_hz: float = 1e9
     area_mm2: float = 9.5
     power_w: float = 6.52
@@ -132,7 +132,7 @@ AERP = Aerp()
 
 @dataclass(frozen=True)
 class Profile:
-    """Energies to model with. `access_j` of both memories is for `access_bytes` bytes: never mix two granularities.
+    """Energies of the model. `access_j` of both memories is for `access_bytes` bytes: never mix two granularities.
 
     Leakage and refresh are for `array_bytes`; a refresh pass refreshes the whole array once.
     """
@@ -163,25 +163,25 @@ class Profile:
 
     @property
     def sram_j_per_byte(self) -> float:
-        """Energy of reading or writing a byte of SRAM (J)."""
+        """The energy of reading or writing a byte of SRAM (J)."""
         return self.sram_access_j / self.access_bytes
 
     @property
     def edram_j_per_byte(self) -> float:
-        """Energy of reading or writing a byte of eDRAM (J)."""
+        """The energy of reading or writing a byte of eDRAM (J)."""
         return self.edram_access_j / self.access_bytes
 
     @property
     def refresh_j_per_byte(self) -> float:
-        """Energy of refreshing a byte of eDRAM once (J)."""
+        """The energy of refreshing a byte of eDRAM once (J)."""
         return self.refresh_pass_j / self.array_bytes
 
     def refresh_w(self, capacity_bytes: float, interval_ns: float) -> float:
-        """Returns the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
+        """Return the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
         return self.refresh_j_per_byte * capacity_bytes / (interval_ns * 1e-9)
 
 
-# 8: the RSA's share of the chip's power, over all its elements at the clock: 1.08 pJ a PE and cycle.
+# 8: the RSA's share of the chip's power, divided by elements and clock: 1.08 pJ per PE and cycle.
 _PE_CYCLE_J = CHIP.power_shares[0] * CHIP.power_w / (CHIP.array_rows**2 * CHIP.clock_hz)
 
 PAPER = Profile(
@@ -206,8 +206,8 @@ PUBLIC = Profile(
     refresh_pass_j=EDRAM_4MB.refresh_j,
     pe_cycle_j=_PE_CYCLE_J,
 )
-# The paper's reference [17] (Chun et al., IEEE JSSC 46(6), 2011): a 65 nm 3T array takes 91.3 µW/Mb in all when it is
-# refreshed every 1.25 ms. All of it counted as refresh: 3.65 µJ a pass over 4 MB, a 312th of table 1.
+# The paper's reference [17] (Chun et al., IEEE JSSC 46(6), 2011): a 65 nm 3T array refreshed every 1.25 ms takes 91.3 µW/Mb
+# in all. Counted entirely as refresh, this is 3.65 µJ per pass over 4 MB, 1/312 of the value of table 1.
 SILICON = replace(
     PUBLIC,
     name="silicon",

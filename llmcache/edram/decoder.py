@@ -1,8 +1,8 @@
-"""A decoder in numpy whose attention layers run under AERP: Llama, Mistral and Qwen2 of a size that fits a test.
+"""A decoder in numpy whose attention layers run under AERP, for Llama, Mistral and Qwen2 models of the size of a test.
 
-Configuration and weights are those of a model's directory: config.json, and one model.safetensors of float32, without
-scaled rotations. The prompt is computed densely, once, and handed to as many variants of the cache as are compared; the
-tokens after it are computed one by one over each. Needs neither torch nor transformers.
+It reads a model directory: config.json and one model.safetensors in float32, without scaled rotations. The prompt is
+computed once with dense attention and stored in all compared variants of the cache; the tokens after it are computed one by
+one for each. Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_HEADER = 1 << 26
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a decoder, as its config.json names them."""
+    """Sizes of a decoder, under the names of its config.json."""
 
     layers: int
     heads: int
@@ -40,16 +40,16 @@ class Config:
 
     @classmethod
     def parse(cls, data: Any) -> Config:
-        """Returns the sizes in the plain data of a config.json; DataError naming what is missing or not supported."""
+        """Return the sizes in the data of a config.json; DataError naming a missing or unsupported field."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        # Older files say "type" in place of "rope_type".
+        # Older files have "type" in place of "rope_type".
         plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
         if not plain:
             raise DataError(f"rope_parameters: only the default rope_type is supported, not {rope}", _HINT)
-        # A Mistral has a window unless it says that there is none, a Qwen2 where it says so.
+        # Mistral has a window by default, Qwen2 only if the file enables it.
         is_mistral = data["model_type"] == "mistral"
         if data.get("sliding_window", 4096) if is_mistral else data.get("use_sliding_window"):
             raise DataError("sliding_window: sliding windows are not supported", _HINT)
@@ -69,7 +69,7 @@ class Config:
 
 
 def parse_tensors(raw: bytes) -> dict[str, Floats]:
-    """Returns the tensors of a safetensors file of float32; DataError naming the one that does not fit."""
+    """Return the tensors of a float32 safetensors file; DataError naming an invalid one."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
         raise DataError(f"model.safetensors: a header of {length} bytes does not fit in a file of {len(raw)} bytes", _HINT)
@@ -111,8 +111,8 @@ def _number(data: dict[str, Any], name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """What one layer computed of a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums
-    of attention weights [kv_heads, n].
+    """The results of one layer for a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums of
+    attention weights [kv_heads, n].
     """
 
     x: Floats
@@ -122,11 +122,11 @@ class LayerPrompt:
 
 
 Prompt = tuple[LayerPrompt, ...]
-"""A prompt after its dense pass: of every layer what a cache needs."""
+"""A prompt after its dense pass: the data that caches need, by layer."""
 
 
 class Decoder:
-    """The weights of a model, by name as safetensors has them, and how tokens go through them."""
+    """The weights of a model, by their names in safetensors, and the computation of tokens."""
 
     def __init__(self, config: Config, tensors: dict[str, Floats]) -> None:
         self.config, self._tensors = config, tensors
@@ -136,7 +136,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Returns the model in `directory`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+        """Return the model in `directory`; UsageError if it cannot be read, DataError naming invalid content."""
         root = Path(directory)
         try:
             config = json.loads((root / "config.json").read_bytes())
@@ -184,7 +184,7 @@ class Decoder:
         return logits
 
     def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
-        """Returns the prompt `ids` [n] for caches to take, and the logits [n, vocabulary] of dense attention."""
+        """Return the prompt `ids` [n] as input for caches, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]
         for layer, project in enumerate(self.projections):
@@ -197,7 +197,7 @@ class Decoder:
         return tuple(layers), self._logits(hidden)
 
     def cache(self, prompt: Prompt, settings: AerpSettings, cells: CellSettings) -> list[AerpLayer]:
-        """Returns the layers of a cache that has taken `prompt`."""
+        """Return the layers of a cache that contains `prompt`."""
         layers = []
         for number, one in enumerate(prompt):
             layer = AerpLayer(settings, self.shape, self.projections[number], cells, number)
@@ -206,7 +206,7 @@ class Decoder:
         return layers
 
     def step(self, token: int, cache: list[AerpLayer]) -> Floats:
-        """Returns the logits [vocabulary] after `token`, the next of the text in `cache`."""
+        """Return the logits [vocabulary] after `token`, the next token of the text in `cache`."""
         position = np.array([cache[0].slots.newest + 1])
         hidden = self._tensor("model.embed_tokens.weight")[[token]]
         for number, layer in enumerate(cache):

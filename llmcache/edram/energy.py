@@ -1,4 +1,4 @@
-"""The energy of a configuration, modelled, by component (J): what each byte and cycle costs, and what time costs."""
+"""The modelled energy of a configuration by component (J): per byte, per cycle and per second."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "SFU": ("sfu",),
     "evictor": ("evictor",),
 }
-"""Components that pictures and tables show together; every component is in one of them."""
+"""Groups of components for pictures and tables; every component is in exactly one of them."""
 COMPONENTS = tuple(name for names in KINDS.values() for name in names)
-"""All there is: the energy of a configuration is the sum of these."""
+"""All components; the energy of a configuration is their sum."""
 
 
 def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Doubles, prefill: Prefill) -> dict[str, Doubles]:
-    """Returns the energy (J, [n]) of each of `COMPONENTS`: prefill and all decode steps, of `step_s` seconds each."""
+    """Return the energy (J, [n]) of each of `COMPONENTS` for prefill and all decode steps, which take `step_s` each."""
     latency_s = prefill.latency_s[:, 0] + (steps.count * step_s).sum(axis=1)
     found = dict.fromkeys(COMPONENTS, np.zeros(len(latency_s)))
     found |= _timely(c, latency_s[:, None])
@@ -48,7 +48,7 @@ def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Doubles
 
 
 def _timely(c: ConfigurationColumns, latency_s: Doubles) -> dict[str, Doubles]:
-    """Returns what is spent by the second, whatever is done; `latency_s` [n, 1]."""
+    """Return the energy that depends only on time; `latency_s` [n, 1]."""
     on_chip = c.kv_capacity_bytes + c.activation_bytes
     sram = c.weight_capacity_bytes + np.where(c.edram, 0, on_chip)
     edram = np.where(c.edram, on_chip, 0)
@@ -65,7 +65,7 @@ def _timely(c: ConfigurationColumns, latency_s: Doubles) -> dict[str, Doubles]:
 
 
 def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]:
-    """Returns what the prefill spends on bytes and cycles."""
+    """Return the energy of bytes and cycles in the prefill."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     accessed = 2 * prefill.activation_bytes + activation_accesses(c, c.batch * c.context)
     live = np.where(c.edram, c.refresh_j_per_byte * c.activation_bytes, 0) * 1e9 / c.activation_interval_ns
@@ -85,7 +85,7 @@ def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]
 
 
 def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, Doubles]:
-    """Returns what all decode steps spend on bytes and cycles. What comes from DRAM is written on the chip, then read."""
+    """Return the energy of bytes and cycles in all decode steps. Data from DRAM is written on the chip, then read."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     weights, kv_token_bytes = c.read_weights * CHIP.weight_bytes, c.layers * c.kv_layer_bytes
     resident = step.stored_bytes - step.off_chip_bytes
@@ -108,10 +108,10 @@ def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, D
 
 
 def _activation_refresh_j(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns the energy (J, [n, groups]) of refreshing X, Q, K and V of all layers in a step, by their lifetimes.
+    """Return the energy (J, [n, groups]) of refreshing X, Q, K and V of all layers in a step, by their lifetimes.
 
-    Weights come at the slower of SRAM and DRAM. Differs from the paper: its sums of equations 7 and 8 weigh all four alike;
-    here each counts by its bytes, and only for whole intervals.
+    Weights arrive at the slower rate of SRAM and DRAM. Differs from the paper: the sums of equations 7 and 8 weight all four
+    equally; here each counts by its bytes, and only for whole intervals.
     """
     width = c.heads * c.head_dim
     t_sram_s = c.channels * width * CHIP.weight_bytes / np.minimum(c.sram_bytes_per_s, c.dram_bytes_per_s)

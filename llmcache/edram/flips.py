@@ -1,16 +1,16 @@
-"""Bit flips of 2DRP: what is read from eDRAM whose four groups are refreshed at their intervals, decided by a seed.
+"""Bit flips of 2DRP: reads of eDRAM whose four groups are refreshed at their own intervals, determined by a seed.
 
-Format: 16-bit cells hold integers with one scale per vector, or halves. Differs from the paper: it says "16 bits" and never
-which. The choice decides the result: a lost exponent bit of a half wrecks the model at rates that integers hardly notice,
-so integers are the default.
+Format: 16-bit cells hold integers with one scale per vector, or fp16 numbers. Differs from the paper, which only says "16
+bits". The choice determines the result: a lost exponent bit of an fp16 number ruins the model at rates that hardly affect
+integers, so integers are the default.
 
-Draws: one uniform number per stored bit, a hash of where it lies, so no order of drawing matters. A bit is lost in a group
-if its number is below the group's rate. The same bit has the same number at every rate, so what is lost at a short
-interval is lost at every longer one (nested), and two runs with one seed differ by the rates alone.
+Random numbers: one uniform number per stored bit, a hash of its location, so that their order does not matter. A bit is lost
+in a group if its number is below the group's rate. The number does not depend on the rate, so bits lost at a short interval
+are also lost at every longer one, and two runs with one seed differ only by their rates.
 
-A loss is decided once, at the write, and stays until the next write: retention failures are weak cells, and refreshing a
-wrong bit keeps it wrong. By default a bit that was lost while its token had a low score stays lost when the token is
-promoted (`sticky`). Differs from the paper: section 4.2 does not say when bits are drawn.
+A loss is determined at the write and remains until the next write: retention failures are weak cells, and refreshing a wrong
+bit keeps it wrong. By default a bit that is lost while its token has a low score remains lost when the token is promoted
+(`sticky`). Differs from the paper: section 4.2 does not say when bits are drawn.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LARGEST_HALF = 65504.0
 
 
 def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
-    """Returns `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which lie where nothing is lost.
+    """Return `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which cannot be lost.
 
-    int16: the largest number of a vector becomes 32767; halves have no scales (1).
+    int16: the largest number of a vector becomes 32767. fp16: the scales are 1.
     """
     if how == "fp16":
         limited = np.clip(rows, -LARGEST_HALF, LARGEST_HALF)
@@ -46,9 +46,9 @@ def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
 
 
 def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
-    """Returns what is read of `bits`, float32 [..., dim].
+    """Return the numbers in `bits`, float32 [..., dim].
 
-    Halves whose flipped bits are no number: NaN reads as 0, infinities as the largest half.
+    fp16: NaN reads as 0, infinities as the largest finite number.
     """
     if how == "int16":
         return bits.view(np.int16).astype(np.float32) * scales
@@ -58,7 +58,7 @@ def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
 
 @dataclass(frozen=True)
 class FlipRates:
-    """P(a stored bit is lost) of the four groups: high- and low-score tokens, bits 15 to 8 and 7 to 0."""
+    """The probability that a stored bit is lost, for the four groups: high- and low-score tokens, bits 15-8 and 7-0."""
 
     hst_msb: float = 0.0
     hst_lsb: float = 0.0
@@ -72,26 +72,26 @@ class FlipRates:
 
     @classmethod
     def uniform(cls, rate: float) -> FlipRates:
-        """Returns one rate for all groups (figure 8a)."""
+        """Return one rate for all groups (figure 8a)."""
         return cls(rate, rate, rate, rate)
 
     @classmethod
     def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-        """Returns what groups refreshed at `intervals` lose, by `curve`."""
+        """Return the rates of groups refreshed at `intervals`, by `curve`."""
         return cls(*map(curve.failure, intervals.in_order()))
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Returns the rates in the order of `GROUPS`."""
+        """Return the rates in the order of `GROUPS`."""
         return self.hst_msb, self.hst_lsb, self.lst_msb, self.lst_lsb
 
     @property
     def mean(self) -> float:
-        """Mean over the groups: what is lost if they are of one size."""
+        """The mean over the groups: the rate of all bits if groups have equal sizes."""
         return sum(self.in_order()) / len(GROUPS)
 
     @property
     def any(self) -> bool:
-        """Whether anything can be lost."""
+        """Whether any bit can be lost."""
         return any(self.in_order())
 
 
@@ -99,16 +99,16 @@ NO_FLIPS = FlipRates()
 
 
 def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Returns the rates of the uniform interval that costs as many refreshes as `intervals`: their harmonic mean.
+    """Return the rates of the uniform interval with the same number of refreshes as `intervals`: their harmonic mean.
 
-    Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 says they have
-    "the same average failure rate"; by the curve here 2DRP then fails several times more bits. `iso_failure` has it.
+    Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 claims "the same
+    average failure rate", but with the curve used here 2DRP loses several times more bits. `iso_failure` has equal rates.
     """
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
 
 def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Returns the uniform rate that loses as many bits in the mean of the groups as `intervals`: section 7.2, literally."""
+    """Return the uniform rate that loses the same mean number of bits as `intervals`, as section 7.2 literally says."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
 
@@ -126,12 +126,12 @@ _ONE_SIDED = {
 
 
 def one_sided(side: str, rate: float) -> FlipRates:
-    """Returns `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
+    """Return `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
     return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
 
 
 def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
-    """Returns the rates meant by `text`; UsageError names what cannot be understood.
+    """Return the rates that `text` specifies; UsageError naming the part that is invalid.
 
     "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
     "interval=1050us" or the four intervals in the order of `GROUPS`.
@@ -166,7 +166,9 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def name_rows(*parts: int | Int64s) -> Names:
-    """Returns one 64-bit name per row from numbers that tell it apart (seed, layer, head, position...), broadcast."""
+    """Return one 64-bit name per row, hashed from the numbers that identify it (seed, layer, head, position...),
+    broadcast.
+    """
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
         for part in parts:
@@ -175,7 +177,7 @@ def name_rows(*parts: int | Int64s) -> Names:
 
 
 def _mixed(z: Names) -> Names:
-    """Splitmix64's finaliser: every bit of the result depends on every bit of `z`."""
+    """Return the finalizer of Splitmix64: every bit of the result depends on every bit of `z`."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Names = z ^ (z >> np.uint64(31))
@@ -186,7 +188,7 @@ _mixed_one = njit(nogil=True)(_mixed)
 
 
 def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
-    """Returns the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
+    """Return the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
     shape = (*names.shape, dim)
     hst, lst = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
     limits = np.array([round(rate * 2**32) for rate in rates.in_order()], np.uint64)
@@ -196,7 +198,7 @@ def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
 
 @njit(cache=True, nogil=True)
 def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
-    """Eight hashes a number: each is the draws of two bits, 32 binary digits fine."""
+    """Draw the losses: eight hashes per number, each of which gives the 32-bit random numbers of two bits."""
     for row in range(names.size):
         z = names[row]
         for column in range(hst.shape[1]):
@@ -222,7 +224,7 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """How vectors are stored and lost (`sticky`: see the module); of "exact" ones nothing is rounded, and nothing lost."""
+    """The format and the losses of vectors (`sticky`: see the module). The format "exact" rounds and loses nothing."""
 
     format: Format = "int16"
     rates: FlipRates = NO_FLIPS
@@ -236,7 +238,7 @@ class CellSettings:
 
 @dataclass
 class Cells:
-    """Rows [*places, dim] with their `readings`, float32, kept up to date by `write` and `settle`."""
+    """Rows [*places, dim]; `write` and `settle` keep their `readings`, float32, up to date."""
 
     places: tuple[int, ...]
     dim: int
@@ -247,12 +249,12 @@ class Cells:
         shape = (*self.places, self.dim)
         self.readings = np.zeros(shape, np.float32)
         if self.settings.rates.any:
-            self._groups = np.zeros(self.places, np.uint8)  # HST, LST or both since the write; 0: not settled yet
+            self._groups = np.zeros(self.places, np.uint8)  # groups since the write: HST, LST or both; 0: not settled yet
             self._bits, self._hst, self._lst = (np.zeros(shape, np.uint16) for _ in range(3))
             self._scales = np.zeros((*self.places, 1), np.float32)
 
     def write(self, at: Where, rows: Floats, names: Names) -> None:
-        """Stores `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seeds what they will lose."""
+        """Store `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seed their losses."""
         how = self.settings.format
         if how == "exact":
             self.readings[at] = rows
@@ -264,16 +266,17 @@ class Cells:
             self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
-        """Adds `more` places along the first axis."""
+        """Add `more` places along the first axis."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self.places = (self.places[0] + more, *self.places[1:])
 
     def settle(self, hst: Flags, used: Flags) -> Where:
-        """Puts the `used` rows in their groups for a step (`hst`) and returns which readings may differ.
+        """Set the groups of the `used` rows for a step (`hst`); return the places whose readings may have changed.
 
-        Both [*places], or fewer from the first place of each axis on: the rest is not in use. Only where bits can be lost.
+        Both arguments are [*places], or cover a prefix of each axis; other places are not in use. Does nothing if no bit can
+        be lost.
         """
         if not self.settings.rates.any:
             return np.nonzero(np.zeros(hst.shape, np.bool_))
@@ -287,11 +290,11 @@ class Cells:
         return changed
 
     def _lost(self, at: Where) -> Bits:
-        """Returns the bits that the rows at `at` have lost in the groups they have been in."""
+        """Return the bits that the rows at `at` have lost in all their groups since the write."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
         return lost.astype(np.uint16)
 
     def lost_bits(self, used: Flags) -> int:
-        """Returns how many bits of the `used` rows read wrongly."""
+        """Return the number of bits of the `used` rows that read wrongly."""
         return int(np.unpackbits(self._lost(np.nonzero(used)).view(np.uint8)).sum()) if self.settings.rates.any else 0

@@ -1,4 +1,4 @@
-"""Records what the KV manager's Kelle keeps, for `llmcache edram report`: of any store, or of a synthetic stream."""
+"""Records the rows that the KV manager's policy Kelle keeps, for `llmcache edram report`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llmcache.units import format_duration
 
 
 class KelleRecorder(RunRecorder):
-    """Notes what `policy` keeps from now on, all vectors of 16 bits whatever type its store has; `run` gives the run.
+    """Records the rows that `policy` keeps from now on, as vectors of 16 bits regardless of the store's type.
 
-    `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the run says).
+    `step_ns`: duration of a step on the *modelled* accelerator; None: the reader of the run chooses it.
     """
 
     def __init__(self, policy: Kelle, *, step_ns: float | None = None) -> None:
         shape = policy.store.shape
-        super().__init__(shape.head_dim + shape.value_dim)  # one half
+        super().__init__(shape.head_dim + shape.value_dim)  # one half of the bits
         self._policy, self._step_ns = policy, step_ns
         policy.record(self, step_ns)
 
     def run(self, title: str = "", **settings: Any) -> EdramRun:
-        """Returns the run, which ends here. ValueError if nothing was recorded."""
+        """End the recording and return the run. ValueError if nothing was recorded."""
         policy = self._policy
         policy.end_record()
         clock = "unknown" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} per step"
@@ -35,9 +35,9 @@ class KelleRecorder(RunRecorder):
 
 
 def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
-    """Returns what Kelle keeps in each step of the benchmark that is asked for; UsageError unless it is Kelle alone.
+    """Return the rows that Kelle keeps in each step of the benchmark in `options`; UsageError for other policies.
 
-    The run has no clock: how long a step takes on an accelerator with eDRAM, nothing here can measure.
+    The run has no clock, because the duration of a step on an accelerator with eDRAM cannot be measured here.
     """
     setup = setup_of(options)
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy)

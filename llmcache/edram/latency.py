@@ -1,19 +1,19 @@
-"""Prefill and decode step, modelled: the bytes that move, the work of the array, how long each resource is busy.
+"""Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
 
-Configurations are columns of arrays to compute with at once (`ConfigurationColumns`), their decode steps come in groups
-(`Steps`). What a step costs depends on how many tokens are cached at it. While the cache grows, consecutive steps form
-groups of one mean; once eviction keeps it at its budget all steps are one group. Costs are linear in the cached tokens and
-in the rows of array tiles that they fill, of which both the group has the exact means, save where one resource takes over
-from another as the slowest, or an activation lives one interval longer: there a group is as good as its mean (energies
+Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
+(`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
+with one mean; after eviction keeps it at its budget, all steps are one group. Costs are linear in the cached tokens and in
+the rows of array tiles that they fill, and a group has the exact means of both. The exceptions are groups in which another
+resource becomes the slowest, or an activation lives one interval longer; there the mean is an approximation (energies are
 within 1e-4).
 
-The array is weight-stationary with loading hidden: a tile of weights stays for as many cycles as the rows that pass
-through it, or as it takes to load the next, whichever is longer. Memories run at their printed bandwidth.
+The array is weight-stationary with hidden loading: a tile of weights stays for the cycles of the rows that pass through it,
+or of loading the next tile, whichever is longer. Memories have their printed bandwidth.
 
-As many cached tokens are stored as inputs and recomputed as the array can hide under DRAM traffic. Differs from the paper:
-it states that recomputing a KV vector takes 3.2 us and loading one 1.1 us (section 8.3.2), from which every fourth would be
-recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for the 16 KiB
-that they have. Both are offered: `first-principles` and `declared`.
+As many cached tokens are stored as inputs and recomputed as the array can hide behind DRAM traffic. Differs from the paper,
+which says that recomputing a KV vector takes 3.2 us and loading one takes 1.1 us (section 8.3.2), so that every fourth would
+be recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for their 16
+KiB. Both variants exist: `first-principles` and `declared`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from llmcache.edram.systems import Configuration
 
 
 class ConfigurationColumns:
-    """Numbers of many configurations as columns, [n, 1]; ValueError if there are none.
+    """Attributes of many configurations as columns [n, 1]; ValueError if there are none.
 
-    An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit: float64, or bool
-    where it is one. `refresh_hz` is [n, 4], in the order of `constants.GROUPS`; `matrices` is [n, 3 * kinds].
+    An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit, float64 or bool.
+    `refresh_hz` is [n, 4], in the order of `constants.GROUPS`; `matrices` is [n, 3 * kinds].
     """
 
     def __init__(self, configurations: Sequence[Configuration]) -> None:
@@ -47,7 +47,7 @@ class ConfigurationColumns:
         values = next((of_part for of_part in self._parts if hasattr(of_part[0], name)), None)
         if values is None:
             raise AttributeError(name)
-        known: dict[int, Any] = {id(value): value for value in values}  # a sweep has few different parts
+        known: dict[int, Any] = {id(value): value for value in values}  # a sweep has few distinct parts
         read = {key: getattr(value, name) for key, value in known.items()}
         found = np.array([read[id(value)] for value in values])
         column: Doubles = (found if found.dtype == bool else found.astype(np.float64)).reshape(len(values), -1)
@@ -56,15 +56,15 @@ class ConfigurationColumns:
 
 
 STEP_GROUPS = 64
-"""Groups that the growing part is divided into; a test compares with every step by itself."""
+"""Number of groups for the steps in which the cache grows; a test compares them with single steps."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Groups of decode steps, float64 [n, groups + 1] each; the last group is the steps at the budget.
+    """Groups of decode steps, float64 [n, groups + 1] each; the last group has the steps at the budget.
 
-    `cached`: mean tokens that a step attends to, its own included; `row_tiles`: mean tiles of `array_rows` tokens that
-    they fill, the last one partly; `count`: steps of the group, 0 for an empty one.
+    `cached`: mean number of tokens that a step attends to, including its own. `row_tiles`: mean number of tiles of
+    `array_rows` tokens that they fill, including a partial one. `count`: steps of the group, 0 if it is empty.
     """
 
     cached: Doubles
@@ -73,7 +73,7 @@ class Steps:
 
 
 def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
-    """Returns the decode steps of `columns` in `groups` groups and one more; None: as many as the longest has steps."""
+    """Return the decode steps of `columns` in `groups` groups and one more; None: one group per step of the longest."""
     end = columns.context + columns.decode
     kept = np.where(columns.evict, np.minimum(end, columns.budget), end)
     growing = np.clip(kept - columns.context, 0, columns.decode)
@@ -93,23 +93,23 @@ def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) ->
 
 
 def _tiles_up_to(tokens: Doubles, rows: Doubles) -> Doubles:
-    """Returns the sum of ceil(i / rows) over i = 1 .. tokens."""
+    """Return the sum of ceil(i / rows) over i = 1 .. tokens."""
     whole, rest = np.divmod(tokens, rows)
     return np.asarray(rows * whole * (whole + 1) / 2 + rest * (whole + 1))
 
 
 PASSES_16_BY_8 = 2
-"""8-bit MACs of a product of an activation and a weight (16 x 8 bit; section 5: a PE performs 8-bit MACs)."""
+"""8-bit MACs per product of an activation and a weight (16 x 8 bit; section 5: a PE performs 8-bit MACs)."""
 PASSES_16_BY_16 = 4
-"""8-bit MACs of a product of two activations, as in attention."""
+"""8-bit MACs per product of two activations, as in attention."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
+    """Numbers of tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
 
-    `load_cycles`: to bring one from SRAM; `row_cycles`: per row that passes through one; `fill_cycles`: of filling and
-    draining it, where that is not hidden.
+    `load_cycles`: to load one from SRAM. `row_cycles`: per row that passes through one. `fill_cycles`: to fill and drain
+    one, if that is not hidden.
     """
 
     kv: Doubles
@@ -121,7 +121,7 @@ class Tiles:
 
 
 def tiles_of(c: ConfigurationColumns) -> Tiles:
-    """Returns the tiles of the weight matrices."""
+    """Return the tiles of the weight matrices."""
     channels, hidden, query, key = (
         np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
     )
@@ -137,9 +137,9 @@ def tiles_of(c: ConfigurationColumns) -> Tiles:
 
 
 def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Doubles, extra_kv_rows: Doubles) -> Doubles:
-    """Returns the time (s) of all products with weights, for `rows` rows, of which `head_rows` need the head.
+    """Return the time (s) of all products with weights for `rows` rows, `head_rows` of which need the head.
 
-    `extra_kv_rows` pass through K and V only: tokens that are recomputed.
+    `extra_kv_rows`, the recomputed tokens, pass only through K and V.
     """
 
     def cycles(amount: Doubles) -> Doubles:
@@ -150,7 +150,7 @@ def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Do
 
 
 def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns the time (s) of the products with keys and values in one step, [n, groups]."""
+    """Return the time (s) of the products with keys and values in one step, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
     load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
@@ -159,10 +159,10 @@ def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: bytes and tokens, then the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
+    """One decode step: bytes, tokens, and the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
 
-    `recomputed`: tokens per layer, over the batch; `stored_bytes`: of the KV cache, of which `off_chip_bytes` are read
-    from DRAM and the rest lies in the KV memory; `new_bytes`: written to DRAM.
+    `recomputed`: tokens per layer, over the batch. `stored_bytes`: of the KV cache; `off_chip_bytes` of them are read from
+    DRAM, the others are in the KV memory. `new_bytes`: written to DRAM.
     """
 
     recomputed: Doubles
@@ -179,9 +179,9 @@ class Step:
 
 
 def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
-    """Returns what a step takes if `share` of the cached tokens (0..1, [n, groups]) is stored as inputs.
+    """Return a step with `share` of the cached tokens (0..1, [n, groups]) stored as inputs.
 
-    With the declared costs of section 8.3.2 such tokens move no bytes and take no time, as in the paper's own example.
+    With the declared costs of section 8.3.2, such tokens move no bytes and take no time, as in the paper's example.
     """
     tokens = c.batch * steps.cached
     kv_bytes = tokens * c.layers * c.kv_layer_bytes
@@ -206,21 +206,23 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns how long (s) finding the tokens to evict stalls a step whose cache is full; see `chip.EvictorCost`."""
+    """Return the time (s) by which the search for tokens to evict stalls a step with a full cache; see
+    `chip.EvictorCost`.
+    """
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
 
 
 RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction")
-"""What a step can wait for."""
+"""Resources that a step can wait for."""
 
 
 def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
-    """Returns how long (s) a step waits for each of `RESOURCES`, [n, groups]: it takes their sum.
+    """Return the time (s) that a step waits for each of `RESOURCES`, [n, groups]; the step takes their sum.
 
-    Without overlap weights and KV are two phases, each as long as its slowest resource; the Kelle scheduler makes them
-    one (section 6), in which DRAM and array each serve both.
+    Without overlap, weights and KV are two phases, each as long as its slowest resource. The Kelle scheduler merges them
+    (section 6); DRAM and array then serve both.
     """
     weights = _slowest(step.dram_weights_s, step.linear_s, step.sram_s)
     kv = _slowest(step.dram_kv_s, step.attention_s, step.kv_memory_s)
@@ -233,7 +235,7 @@ def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
 
 
 def _slowest(*times_s: Doubles) -> list[Doubles]:
-    """Returns each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
+    """Return each of `times_s` where it is the longest (the first of equals), 0 elsewhere."""
     shape = np.broadcast_shapes(*(time_s.shape for time_s in times_s))
     stacked = np.stack([np.broadcast_to(time_s, shape) for time_s in times_s])
     longest = stacked.argmax(axis=0)
@@ -242,7 +244,7 @@ def _slowest(*times_s: Doubles) -> list[Doubles]:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the prefill takes, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
+    """The cost of the prefill, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
 
     weight_bytes: Doubles
     activation_bytes: Doubles
@@ -254,7 +256,7 @@ class Prefill:
 
     @property
     def latency_s(self) -> Doubles:
-        """The longer of both."""
+        """The longer of both times."""
         return np.maximum(self.array_s, self.dram_s)
 
     @property
@@ -264,9 +266,9 @@ class Prefill:
 
 
 def prefill_of(c: ConfigurationColumns) -> Prefill:
-    """Returns the prefill of `c`. Only the last token of a sequence needs the head.
+    """Return the prefill of `c`. Only the last token of a sequence needs the head.
 
-    The inputs of a matrix are read once for each piece of it that the weight memory holds, its outputs written once.
+    The inputs of a matrix are read once for each part of it that fits into the weight memory; its outputs are written once.
     """
     rows = c.batch * c.context
     weight_bytes = c.read_weights * CHIP.weight_bytes
@@ -294,9 +296,9 @@ def _values_per_row(c: ConfigurationColumns) -> Doubles:
 
 
 def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
-    """Returns the bytes of activations that all layers read and write on the chip for `rows` rows, the head's not.
+    """Return the bytes of activations that all layers, without the head, read and write on the chip for `rows` rows.
 
-    Inputs are read once for each column of tiles.
+    Inputs are read once per column of tiles.
     """
     inputs, outputs, many = _matrices(c)
     values = (many * (inputs * np.ceil(outputs / c.array_rows) + outputs)).sum(axis=1, keepdims=True)
@@ -304,33 +306,35 @@ def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
 
 
 def _matrices(c: ConfigurationColumns) -> Doubles:
-    """Returns inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
+    """Return inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
     return np.moveaxis(c.matrices.reshape(len(c.layers), -1, 3), 2, 0)
 
 
 DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vector_ns)
-"""Of the tokens (0..1): loading the others then takes as long as recomputing these; 25.6 %, the claimed saving of 25 %."""
+"""The share of tokens with which recomputing these takes as long as loading the others: 25.6 %, the claimed saving of
+25 %.
+"""
 
 
 def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns which share of the cached tokens is recomputed, 0..1, [n, groups]."""
+    """Return the share of the cached tokens that is recomputed, 0..1, [n, groups]."""
     modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
     share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
     return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
 
 
 def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Returns the share with which a step is shortest, from the costs of array and DRAM.
+    """Return the share with which a step is shortest, from the costs of array and DRAM.
 
-    Tokens are recomputed until the array is as busy as DRAM, or DRAM no longer the slowest, or there are none left: sinks
-    and window are stored as KV (their scores are not known yet), and what lies on the chip needs no DRAM.
+    Tokens are recomputed until the array is as busy as DRAM, until DRAM is no longer the slowest, or until none are left.
+    Sinks and window are stored as KV, because their scores are not known yet, and tokens on the chip need no DRAM.
     """
     tokens = c.batch * steps.cached
     saved_bytes = c.layers * (c.kv_layer_bytes - c.x_layer_bytes)  # per token, all layers; at most 0 under GQA
     plain = step_of(c, steps, np.zeros_like(steps.cached))
     tiles, none = tiles_of(c), np.zeros_like(c.batch)
     per_row_s = tiles.kv * tiles.row_cycles / c.clock_hz
-    # The time of everything but K and V, which with a row of their own would take max(load, rows) a tile.
+    # The time without K and V, which with a row of their own would take max(load, rows) per tile.
     fixed_s = (
         linear_s(c, tiles, c.batch, c.batch, none)
         - tiles.kv * np.maximum(c.batch * tiles.row_cycles, tiles.load_cycles) / c.clock_hz
@@ -342,7 +346,7 @@ def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
         (dram_s - array_s - c.batch * per_row_s) / (per_row_s + saved_s),
         (np.maximum(plain.dram_weights_s, plain.sram_s) - fixed_s) / per_row_s - c.batch,
     )
-    free = tiles.load_cycles / tiles.row_cycles - c.batch  # rows that pass while the next tile loads anyway
+    free = tiles.load_cycles / tiles.row_cycles - c.batch  # rows that pass while the next tile is loaded anyway
     useful_s = np.where(
         c.overlap,
         dram_s - np.maximum(plain.sram_s, plain.kv_memory_s),

@@ -1,24 +1,25 @@
-"""Refresh accounting: which rows a run keeps in eDRAM, and what refreshing them costs by group. All of it is modelled.
+"""Refresh accounting: the rows that a run keeps in eDRAM, and the cost of refreshing them by group. All costs are modelled.
 
-A recorded run, `llmcache.edram-run/1`, says which rows lay in eDRAM during each step of a decode, on a modelled clock:
+A recorded run, `llmcache.edram-run/1`, lists the rows in eDRAM during each step of a decode, on a modelled clock:
 
-    {"schema": "llmcache.edram-run/1", "title": text, "clock": text (what is behind the durations; never wall time),
+    {"schema": "llmcache.edram-run/1", "title": text, "clock": text (the source of the durations; never wall time),
      "pair_bytes": n (one half, MSB or LSB, of a key and a value of one head), "x_bytes": n (one half of an x row; 0: none),
      "settings": {any}, "steps": {column: [a number per step]}, "lives": null or [{kind, begin, path, count}]}
 
-Columns of steps: duration_ns (null instead of the list: the reader of the file says how long a step takes) and, for kv
-(pairs of a key and a value of a head) and x: high_kv, low_kv, appended_kv, evicted_kv, promoted_kv, high_x and so on. A
-path is [[true for high, step at which that ends], ...]. Rows written by the prompt are there from step 0 on.
+Columns of steps: duration_ns (null instead of the list: the reader of the file chooses it) and, for kv (pairs of a key and a
+value of a head) and x: high_kv, low_kv, appended_kv, evicted_kv, promoted_kv, high_x and so on. A path is [[true for high,
+step at which that ends], ...]. Rows written by the prompt exist from step 0 on.
 
 A row of the account is one half (bits 15 to 8, or 7 to 0) of one key, value or x vector; its energy is its share of a pass
 over the array. Rules of counting (`RULES`):
-- ticks: one counter per group, as section 5.1 describes the controller; at every tick all living rows of the group are
-  refreshed. Source: kelle.txt, section 5.1.
-- expected: the same with the counters' phases unknown: living time over interval.
-- floor: every row has its own timer, started by its write; exact for a controller that knows when rows were written.
-- ceil: an upper bound of it, which charges every stretch in a group at least once.
-A row that is promoted to the high-score group is refreshed at once, as its age may exceed the shorter interval; a demoted
-one keeps its timer. Reading restores nothing: 3T cells are read without loss. Differs from the paper: it says none of this.
+- ticks: one counter per group, as section 5.1 describes the controller; each tick refreshes all rows of the group.
+- expected: the same with unknown phases of the counters: lifetime divided by interval.
+- floor: every row has its own timer, started by its write; exact for a controller that records the times of writes.
+- ceil: an upper bound of floor, which counts at least one refresh for each stretch in a group.
+
+A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a
+demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the
+paper, which states none of this.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ KINDS = ("kv", "x")
 
 @dataclass(frozen=True)
 class Life:
-    """`count` equal rows of a `kind` ("kv": a pair of key and value of one head; "x") that live from step `begin` on.
+    """`count` equal rows of a `kind` ("kv": a key and a value of one head; "x") that exist from step `begin` on.
 
-    `path`: (high score?, the step at which that ends) of each stretch; the last one ends with the row.
+    `path`: for each stretch, whether the score is high, and the step at which it ends; the row ends with the last one.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rows of one kind in one step: living with a high and a low score, new, gone, and raised from low to high."""
+    """Rows of one kind in one step: with high and low score, new, removed, and promoted from low to high."""
 
     high: int = 0
     low: int = 0
@@ -74,7 +75,7 @@ class Flow:
 
 @dataclass
 class Tracker:
-    """Follows the rows of one array of places (a layer's slots, or its x rows) from step to step."""
+    """Follows the rows in one array of places (a layer's slots, or its x rows) from step to step."""
 
     kind: str
     lives: Counter[Life]
@@ -83,7 +84,7 @@ class Tracker:
     _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
 
     def observe(self, step: int, ids: Int64s, high: Flags) -> Flow:
-        """Returns what `step` changed: `ids` tell the rows in the places apart (-1: free), `high` has their groups."""
+        """Return the changes in `step`. `ids` identify the rows in the places (-1: free); `high`: their groups."""
         ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
         grown = len(ids) - len(self._ids)
         if grown < 0:
@@ -110,7 +111,7 @@ class Tracker:
         self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
 
     def close(self, step: int) -> None:
-        """Ends all lives: the run ends before `step`."""
+        """End all lives before `step`."""
         for place in list(self._begins):
             self._end(place, step, bool(self._high[place]))
 
@@ -124,9 +125,9 @@ _LARGEST = 1 << 53
 
 @dataclass(frozen=True)
 class EdramRun:
-    """What a run kept in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] modelled, None if not said.
+    """The rows of a run in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] are modelled, None if unknown.
 
-    `pair_bytes`, `x_bytes`: of one half of the bits. `lives`: None if rows were not followed one by one.
+    `pair_bytes`, `x_bytes`: of one half of the bits. `lives`: None if single rows were not recorded.
     """
 
     pair_bytes: int
@@ -140,25 +141,25 @@ class EdramRun:
 
     @property
     def steps(self) -> int:
-        """How many steps were recorded."""
+        """The number of recorded steps."""
         return len(self.flows["kv"])
 
     def half_bytes(self, kind: str) -> int:
-        """Returns the bytes of one half (MSB or LSB) of a row of `kind`."""
+        """Return the bytes of one half (MSB or LSB) of a row of `kind`."""
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
     def column(self, kind: str, flow: str) -> Doubles:
-        """Returns one number of every step."""
+        """Return one number of `Flow` for every step."""
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
-        """Returns the run with every step taking `step_ns`, as `clock` explains."""
+        """Return the run with steps of `step_ns`; `clock` explains the duration."""
         if not 0 < step_ns < _LARGEST:
             raise UsageError(f"step_ns: must be more than 0, not {step_ns:g}")
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data of `SCHEMA`."""
+        """Return plain data of `SCHEMA`."""
         steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
         for kind in KINDS:
             steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
@@ -167,7 +168,7 @@ class EdramRun:
         return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Writes it to `path` as a whole; UsageError if that exists (and not `force`), EnvironmentProblem if it cannot."""
+        """Write the run to `path`; UsageError if it exists without `force`, EnvironmentProblem if it cannot be written."""
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
@@ -179,7 +180,7 @@ class EdramRun:
 
 
 def read_run(path: str | os.PathLike[str]) -> EdramRun:
-    """Returns the recorded run in the file `path`; UsageError if it cannot be read, DataError naming what is wrong in it."""
+    """Return the recorded run in the file `path`; UsageError if it cannot be read, DataError naming invalid content."""
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -190,7 +191,7 @@ def read_run(path: str | os.PathLike[str]) -> EdramRun:
 
 
 def parse_run(data: Any) -> EdramRun:
-    """Returns the run in plain `data` of `SCHEMA`; DataError naming the field that is missing or cannot be."""
+    """Return the run in `data` of `SCHEMA`; DataError naming a missing or invalid field."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise DataError(f"schema: must be '{SCHEMA}', not {found!r}", _HINT)
@@ -216,7 +217,7 @@ def parse_run(data: Any) -> EdramRun:
 
 
 def _check(run: EdramRun) -> None:
-    """DataError unless the rows of each step are those of the step before it, plus the new, less the gone."""
+    """Raise DataError unless the rows of each step are those of the step before, plus new ones, minus removed ones."""
     for kind in KINDS:
         before = 0
         for step, flow in enumerate(run.flows[kind]):
@@ -233,7 +234,7 @@ def _check(run: EdramRun) -> None:
 
 
 def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
-    """DataError unless as many rows live in each group of each step as its columns say."""
+    """Raise DataError unless the lives agree with the rows of each group in each step."""
     changes = np.zeros((2, run.steps + 1), np.int64)
     for life in lives:
         begin = life.begin
@@ -300,9 +301,9 @@ def _life(entry: Any, steps: int) -> Life:
 
 
 class RunRecorder:
-    """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, of an x row.
+    """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, and of an x row.
 
-    Rows are followed one by one: about 100 bytes for each that is ever written.
+    Rows are followed one by one, which takes about 100 bytes per row ever written.
     """
 
     def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
@@ -316,9 +317,9 @@ class RunRecorder:
         self._durations: list[float] = []
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Takes the rows of one array of places (a layer of a sequence) during the step that is under way, once a step.
+        """Record the rows in one array of places (a layer of a sequence) in the current step; call it once per step.
 
-        `ids`: what tells the rows in the places apart (their positions; -1: free), `high`: which are high-score tokens.
+        `ids` identify the rows in the places, for example their positions (-1: free); `high`: which are high-score tokens.
         """
         if kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not '{kind}'")
@@ -326,7 +327,7 @@ class RunRecorder:
         self._now[kind] += tracker.observe(len(self._flows[kind]), ids, high)
 
     def end_step(self, duration_ns: float | None = None) -> None:
-        """The step that was observed is over; it takes `duration_ns` on the modelled clock (None in all steps: not said)."""
+        """End the current step; it takes `duration_ns` on the modelled clock, None in all steps if unknown."""
         timed = len(self._durations) if duration_ns is None else len(self._flows["kv"]) - len(self._durations)
         if timed:
             raise ValueError("duration_ns: must be given for all steps or for none")
@@ -339,7 +340,7 @@ class RunRecorder:
         self._now = dict.fromkeys(KINDS, Flow())
 
     def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
-        """Returns the run. Nothing can be observed afterwards."""
+        """End the recording and return the run."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
         flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
@@ -354,9 +355,9 @@ _VECTORS = {"kv": 2, "x": 1}
 
 @dataclass(frozen=True)
 class GroupAccount:
-    """One group: its mean living rows, its refreshes of rows (of them `promotions` on the spot), bytes and joules, modelled.
+    """One group: mean number of rows, refreshes of rows (`promotions` of them immediate), bytes and joules, modelled.
 
-    `row_seconds`: living time of its rows, added up.
+    `row_seconds`: the sum of the lifetimes of its rows.
     """
 
     group: str
@@ -371,7 +372,7 @@ class GroupAccount:
 
 @dataclass(frozen=True)
 class RefreshAccount:
-    """Refreshes of a run by group (in the order of `GROUPS`), modelled. `joules` is summed step by step, not over groups."""
+    """Refreshes of a run by group (in the order of `GROUPS`), modelled. `joules` is summed over steps, not over groups."""
 
     rule: str
     clock: str
@@ -382,12 +383,14 @@ class RefreshAccount:
 
     @property
     def watts(self) -> float:
-        """Mean power of refreshing."""
+        """The mean power of refreshing."""
         return self.joules / self.seconds
 
     @property
     def mean_interval_ns(self) -> float:
-        """Living time of all rows over their refreshes; tends to the harmonic mean of the intervals for equal groups."""
+        """The lifetime of all rows divided by their refreshes; for equal groups it tends to the harmonic mean of the
+        intervals.
+        """
         refreshes = sum(group.refreshes for group in self.groups)
         return 1e9 * sum(group.row_seconds for group in self.groups) / refreshes if refreshes else float("inf")
 
@@ -400,12 +403,12 @@ def account(
     rule: str = "ticks",
     capacity_bytes: float | None = None,
 ) -> RefreshAccount:
-    """Returns what refreshing `run` costs at `intervals`, by one of `RULES`.
+    """Return the cost of refreshing `run` at `intervals`, by one of `RULES`.
 
-    `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: what the eDRAM holds; of
-    more, a share as large is pinned and the rest streams through, too briefly to be refreshed (None: all is pinned).
-    DataError if the run has no durations, or no lives where the rule needs them; UsageError for a rule that does not go with
-    a capacity.
+    `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: size of the eDRAM (None:
+    unlimited). If the rows are larger, a share of that size is pinned, and the rest streams through, too briefly to be
+    refreshed. DataError if the run has no durations, or no lives where the rule needs them; UsageError if the rule does not
+    support a capacity.
     """
     if rule not in RULES:
         raise UsageError(f"rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
@@ -439,9 +442,9 @@ def account(
 
 
 def _loads(run: EdramRun) -> Doubles:
-    """Returns rows and bytes that live, rows and bytes that are promoted, of each group in each step [4, groups, steps].
+    """Return the rows and bytes that exist, and those that are promoted, in each group and step [4, groups, steps].
 
-    Pairs (a key and a value) and x rows are added up; both halves of a vector are in groups of the same score.
+    Pairs (a key and a value) and x rows are added; both halves of a vector are in groups of the same score.
     """
     loads = np.zeros((2, 2, len(GROUPS), run.steps))
     for kind in KINDS:
@@ -454,7 +457,7 @@ def _loads(run: EdramRun) -> Doubles:
 
 
 def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
-    """Returns the share of the `living` bytes that is pinned in each step."""
+    """Return the share of the `living` bytes that is pinned in each step."""
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:
@@ -466,7 +469,7 @@ def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
 def _by_row(
     run: EdramRun, times: list[float], intervals: tuple[float, ...], joules_per_byte: float, rule: str
 ) -> tuple[Doubles, float]:
-    """Returns refreshes of rows, of them promotions, and refreshed bytes [3, groups]; and the joules of all, row by row."""
+    """Return refreshes, promotions and refreshed bytes [3, groups], and the joules of all rows."""
     if run.lives is None:
         raise DataError("lives: the run did not record single rows", "use the rule ticks or expected")
     counted, joules = np.zeros((3, len(GROUPS))), 0.0
@@ -479,7 +482,7 @@ def _by_row(
 
 
 def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Doubles, Doubles]:
-    """Returns the refreshes of one row of `life` in each group [4], and those of them that are promotions."""
+    """Return the refreshes of one row of `life` in each group [4], and the number of promotions among them."""
     counts, promotions = np.zeros(4), np.zeros(4)
     for half in (0, 1):
         last = begin = times[life.begin]

@@ -1,4 +1,4 @@
-"""What Kelle is compared on: language models, workloads, and five systems, each a policy on an accelerator.
+"""The systems that Kelle is compared with: language models, workloads, and five systems, each a policy on an accelerator.
 
 Source: kelle.txt, sections 7.1 (models, budgets, windows), 8 (contexts, decoded lengths) and 8.1.1 (systems).
 """
@@ -22,10 +22,10 @@ from llmcache.edram.constants import (
 
 @dataclass(frozen=True)
 class LlmShape:
-    """What a decoder-only transformer costs: layers, channels, heads, widths, vocabulary. Weights have one byte each.
+    """The sizes of a decoder-only transformer: layers, channels, heads, widths, vocabulary. Weights have one byte each.
 
-    `gated`: the feed-forward network has a gate beside up and down. `tied`: the head is the embedding table.
-    ValueError, naming the field, for what no model can be.
+    `gated`: the feed-forward network has a gate in addition to up and down. `tied`: the head is the embedding table.
+    ValueError naming the field for impossible values.
     """
 
     name: str
@@ -48,24 +48,24 @@ class LlmShape:
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """The kinds of weight matrices of a layer: (inputs, outputs, how many)."""
+        """The kinds of weight matrices of a layer: (inputs, outputs, number)."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = (self.channels, query, 1), (self.channels, key, 2), (query, self.channels, 1)
         return (*attention, (self.channels, self.hidden, 2 if self.gated else 1), (self.hidden, self.channels, 1))
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer."""
+        """Number of weights of a layer."""
         return sum(inputs * outputs * many for inputs, outputs, many in self.matrices)
 
     @property
     def read_weights(self) -> int:
-        """Weights that every token reads: all layers and the head; of the embedding it needs one row, not counted."""
+        """Number of weights that every token reads: all layers and the head. The row of the embedding is not counted."""
         return self.layers * self.layer_weights + self.channels * self.vocabulary
 
     @property
     def stored_weights(self) -> int:
-        """Weights that memory holds: also the embedding table, where it is not the head."""
+        """Number of weights in memory, including the embedding table unless it is the head."""
         return self.read_weights + (0 if self.tied else self.channels * self.vocabulary)
 
     @property
@@ -80,7 +80,7 @@ class LlmShape:
 
     @property
     def x_layer_bytes(self) -> int:
-        """Bytes of a token's input to one layer, which can stand for its keys and values (section 4.1.2)."""
+        """Bytes of a token's input to one layer, which can replace its keys and values (section 4.1.2)."""
         return self.channels * CHIP.value_bytes
 
 
@@ -103,7 +103,7 @@ MODELS: dict[str, LlmShape] = {
 class GenerationWorkload:
     """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict.
 
-    Tokens throughout. ValueError, naming the field, for what cannot be.
+    All sizes are in tokens. ValueError naming the field for impossible values.
     """
 
     name: str
@@ -123,9 +123,9 @@ class GenerationWorkload:
 
     @property
     def eviction_bound(self) -> float:
-        """How much less any cost that is linear in cached tokens can become by eviction: mean(n) / mean(min(n, N')).
+        """The largest factor by which eviction can reduce a cost linear in cached tokens: mean(n) / mean(min(n, N')).
 
-        n: the cached tokens of each decode step, the new one included.
+        n: the cached tokens of each decode step, including the new one.
         """
         first, last = self.context + 1, self.context + self.decode
         whole = (first + last) * self.decode / 2
@@ -144,20 +144,20 @@ WORKLOADS: dict[str, GenerationWorkload] = {
         GenerationWorkload("PG19", 512, 8192, 2048, 1024),
     )
 }
-"""Lambada, TriviaQA, Qasper and PG19 as the paper runs them."""
+"""Lambada, TriviaQA, Qasper and PG19 as in the paper."""
 
 
 RECOMPUTE_MODES = ("none", "first-principles", "declared")
-"""`declared`: with the times that section 8.3.2 states, which its own array and bandwidth do not give."""
+"""`declared` uses the times stated in section 8.3.2, which do not follow from the paper's own array and bandwidth."""
 
 
 @dataclass(frozen=True)
 class AcceleratorHardware:
-    """An accelerator: array, memories and what connects them. ValueError, naming the field, for impossible values.
+    """An accelerator: array, memories and their connections. ValueError naming the field for impossible values.
 
-    `edram`: KV cache and activations lie in eDRAM, else all of the chip is SRAM. `overlap`: weights and KV are
-    loaded at the same time (the Kelle scheduler, section 6). Without `systolic_evictor` (section 5.3) the token to evict is
-    searched for after the scores are known.
+    `edram`: KV cache and activations are in eDRAM, otherwise the whole chip has SRAM. `overlap`: weights and KV are loaded
+    at the same time (the Kelle scheduler, section 6). Without `systolic_evictor` (section 5.3), the search for the token to
+    evict begins after the scores are complete.
     """
 
     name: str
@@ -172,10 +172,10 @@ class AcceleratorHardware:
     dram_bytes_per_s: float = CHIP.dram_bytes_per_s
     dram_capacity_bytes: float = CHIP.dram_bytes
     clock_hz: float = CHIP.clock_hz
-    # A PE does two 8-bit MACs a cycle: only so 32 x 32 of them at 1 GHz come near the printed 4.13 TOPS (4.10).
+    # A PE does two 8-bit MACs per cycle: only then do 32 x 32 of them at 1 GHz (4.10 TOPS) agree with the printed 4.13 TOPS.
     macs_per_pe: float = 2
     systolic_evictor: bool = True
-    # Whether a tile of weights is filled and drained before the next is loaded, as SCALE-Sim has it, or meanwhile.
+    # Whether a tile of weights is filled and drained before the next is loaded, as in SCALE-Sim, or at the same time.
     exposed_fill: bool = False
 
     def __post_init__(self) -> None:
@@ -189,16 +189,17 @@ class AcceleratorHardware:
 
     @property
     def int8_ops_per_s(self) -> float:
-        """Peak operations of 8 bits per second; a MAC is two."""
+        """Peak number of 8-bit operations per second; a MAC is two."""
         return 2 * self.array_rows**2 * self.clock_hz * self.macs_per_pe
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What is done with the KV cache. `recompute_share`: of the cached tokens, in place of what the mode gives.
+    """The treatment of the KV cache: eviction, recomputation and refresh.
 
-    `intervals`: of the KV eDRAM; `activation_interval_ns`: of the activation eDRAM; `hst_share`: of the cached tokens that
-    are high-score ones (0..1; the median divides them in halves).
+    `recompute_share`: share of the cached tokens that replaces the value of the mode. `intervals`: of the KV eDRAM.
+    `activation_interval_ns`: of the activation eDRAM. `hst_share`: share of the cached tokens with a high score (0..1; the
+    median gives 0.5).
     """
 
     name: str
@@ -226,7 +227,7 @@ class RetentionPolicy:
 
     @property
     def declared(self) -> bool:
-        """Whether recomputation costs what section 8.3.2 states."""
+        """Whether recomputation has the cost stated in section 8.3.2."""
         return self.recompute == "declared"
 
     @property
@@ -248,13 +249,14 @@ class AcceleratorSystem:
     policy: RetentionPolicy
 
     def with_recompute(self, mode: str) -> AcceleratorSystem:
-        """Returns the system with another mode of recomputation, if it recomputes at all."""
+        """Return the system with another mode of recomputation; a system that does not recompute is returned unchanged."""
         if self.policy.recompute == "none":
             return self
         return replace(self, policy=replace(self.policy, recompute=mode))
 
 
-# 8.1.1: 24 x 24 PEs and 4 MB of SRAM; how they are divided is not said: half for weights, as in Kelle, half for KV.
+# 8.1.1: 24 x 24 PEs and 4 MB of SRAM. Their division is not stated; assumed are 2 MB for weights, as in Kelle, and 2 MB for
+# KV.
 SRAM_HARDWARE = AcceleratorHardware(
     name="SRAM",
     array_rows=CHIP.baseline_rows,
@@ -283,13 +285,13 @@ SYSTEMS: dict[str, AcceleratorSystem] = {
         AcceleratorSystem("Kelle+eDRAM", KELLE_HARDWARE, KELLE),
     )
 }
-"""The systems of section 8.1.1; Original+SRAM is what the others are compared with."""
+"""The systems of section 8.1.1; the others are compared with Original+SRAM."""
 BASELINE = "Original+SRAM"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One thing to model: a language model with a workload on a system, with the energies of a profile."""
+    """A language model with a workload on a system, with the energies of a profile."""
 
     model: LlmShape
     workload: GenerationWorkload
@@ -303,15 +305,15 @@ class Configuration:
 
     @property
     def policy(self) -> RetentionPolicy:
-        """What is done with the KV cache."""
+        """The treatment of the KV cache."""
         return self.system.policy
 
     @property
     def last_cached(self) -> int:
-        """Tokens that the last decode step attends to, its own included."""
+        """The number of tokens that the last decode step attends to, including its own."""
         end = self.workload.context + self.workload.decode
         return min(end, self.workload.budget) if self.policy.evict else end
 
     def on(self, system: AcceleratorSystem) -> Configuration:
-        """Returns the same on another system."""
+        """Return the same on another system."""
         return replace(self, system=system)

@@ -1,6 +1,6 @@
-"""What the stories are told with: commands as a user types them, and llama.cpp decoding over a mount in a small group.
+"""Helpers of the stories: commands as a user types them, and llama.cpp decoding over a mount in a small cgroup.
 
-Every command and what it printed goes to stdout: pytest shows it where a story fails, and `-s` shows all of it.
+Every command and its output goes to stdout: pytest prints it for a failed story, and `-s` prints all of it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ PATIENCE_S = 240.0
 
 
 def llmcache(*words: object, group: Cgroup | None = None, code: int = 0) -> str:
-    """What `llmcache WORDS` prints on stdout, run in `group` where one is given; it must end with `code`."""
+    """Run `llmcache WORDS`, in `group` if given, and return its stdout; it must exit with `code`."""
     result = run(*map(str, words), wrap=list if group is None else group.wrap, timeout=PATIENCE_S)
-    told = f"$ llmcache {shlex.join(map(str, words))}\n{result.stdout}{result.stderr}"
-    print(told, flush=True)
-    assert result.returncode == code, f"{result.returncode}: {told}"
+    transcript = f"$ llmcache {shlex.join(map(str, words))}\n{result.stdout}{result.stderr}"
+    print(transcript, flush=True)
+    assert result.returncode == code, f"{result.returncode}: {transcript}"
     return str(result.stdout)
 
 
-def said(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
-    """What a command says in JSON."""
+def run_json(*words: object, group: Cgroup | None = None, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(llmcache(*words, "--json", group=group, code=code)))
 
 
 @functools.cache
-def first_served() -> tuple[str, ...]:
-    """What goes before a command that other work on the machine shall not disturb; nothing where that is not allowed.
+def realtime_prefix() -> tuple[str, ...]:
+    """Return a command prefix that gives real-time priority; empty if that is not allowed.
 
-    A time that storage decides is the same on a busy machine if whoever waits for storage runs at once when it answers.
+    If storage limits a process, its duration is the same on a busy machine only if it runs as soon as storage answers.
     """
     words = ("chrt", "--rr", "1")
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -54,43 +53,45 @@ def first_served() -> tuple[str, ...]:
 
 
 class Decoding:
-    """llama.cpp, one token after the other until it is killed; its lines go to a file."""
+    """A llama.cpp process that decodes tokens until it is killed, with its output in a file."""
 
     def __init__(self, process: subprocess.Popen[bytes], lines: Path) -> None:
         self.pid = process.pid
         self._process, self._lines = process, lines
 
     def tokens(self) -> list[dict[str, Any]]:
-        """What it said of each token so far: `seconds`, and `crc` of the logits."""
+        """Return the events of the tokens decoded until now, with `seconds` and the `crc` of the logits."""
         whole = self._lines.read_text().rpartition("\n")[0].splitlines()
         return [event for event in map(json.loads, whole) if event["event"] == "step"]
 
     def median_s(self, begin: int, end: int | None = None) -> float:
-        """Median seconds of the tokens from number `begin` on."""
         seconds = [token["seconds"] for token in self.tokens()[begin:end]]
         print(f"seconds per token: {' '.join(f'{each:.3f}' for each in seconds)}", flush=True)
         return float(statistics.median(seconds))
 
     def next_seconds(self, count: int, skip: int) -> float:
-        """Median seconds of the `count` tokens that come after the next `skip`."""
+        """Return the median seconds of `count` tokens after skipping `skip`."""
         begin = len(self.tokens()) + skip
         self.wait_for(begin + count)
         return self.median_s(begin, begin + count)
 
     def wait_for(self, count: int) -> None:
-        """Return when it has decoded `count` tokens in all."""
+        """Return when `count` tokens have been decoded in total."""
 
-        def there() -> bool:
+        def decoded() -> bool:
             assert self._process.poll() is None, f"llama.cpp ended with {self._process.returncode}"
             return len(self.tokens()) >= count
 
-        wait_for(there, f"{count} tokens", PATIENCE_S)
+        wait_for(decoded, f"{count} tokens", PATIENCE_S)
 
 
 @contextmanager
 def decoding(model: Path, group: Cgroup, compute_s: float, lines: Path) -> Iterator[Decoding]:
-    """Yield llama.cpp decoding in `group`, on a processor that takes `compute_s` per token (emulated)."""
-    command: Sequence[str] = [*first_served(), *client("llama_tokens", model, 250, "--threads", 1, "--compute", compute_s)]
+    """Yield llama.cpp decoding in `group`; the emulated processor takes `compute_s` per token."""
+    command: Sequence[str] = [
+        *realtime_prefix(),
+        *client("llama_tokens", model, 250, "--threads", 1, "--compute", compute_s),
+    ]
     with lines.open("wb") as sink:
         process = subprocess.Popen(group.wrap(command), stdin=subprocess.DEVNULL, stdout=sink, start_new_session=True)
     try:
@@ -102,7 +103,7 @@ def decoding(model: Path, group: Cgroup, compute_s: float, lines: Path) -> Itera
 
 @contextmanager
 def mounted(source: Path, point: Path, *options: object) -> Iterator[Path]:
-    """Yield a mount made and ended by the commands, in the background; one that a failure leaves is ended by force."""
+    """Yield a background mount, made and ended by the commands; after a failure, it is unmounted by force."""
     point.mkdir(exist_ok=True)
     llmcache("mount", source, point, *options)
     try:

@@ -1,4 +1,4 @@
-"""llama.cpp goes on from prompts on disk as if it had evaluated them, and evaluates what is not, or not rightly, there."""
+"""llama.cpp continues restored prompts as if it had evaluated them, and evaluates missing or damaged prompts."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened() -> Iterator[Open]:
-    """Opens models, with one thread and without a word, and closes them."""
+def open_model() -> Iterator[Open]:
+    """Return a function that opens models with one thread; close them at the end."""
     import llama_cpp
 
     models = []
@@ -78,10 +78,16 @@ def stored(directory: Path, **settings: Any) -> PrefixCache:
     return PrefixCache(directory, **{"floor": 0, **settings})
 
 
+@pytest.fixture(autouse=True)
+def identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files are remembered in a cache directory of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PrefixCache]:
-    with stored(tmp_path / "kv") as made:
-        yield made
+    with stored(tmp_path / "kv") as prefix_cache:
+        yield prefix_cache
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -89,7 +95,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def answer(model: Any, tokens: list[int] | str, length: int = 16) -> str:
-    """The greedy continuation, stored when this returns."""
+    """Return the greedy continuation; its blocks are stored when this returns."""
     text = model.create_completion(tokens, max_tokens=length, temperature=0)["choices"][0]["text"]
     if model.cache is not None:
         assert model.cache.flush(60)
@@ -97,9 +103,9 @@ def answer(model: Any, tokens: list[int] | str, length: int = 16) -> str:
 
 
 def reused(model: Any, wrote: list[int], tokens: list[int], common: int, length: int = 16) -> str:
-    """The greedy continuation of `tokens` by `model`, which has evaluated `wrote` and keeps the first `common` tokens of it.
+    """Return the greedy continuation of `tokens` by a model that has evaluated `wrote` and keeps its first `common` tokens.
 
-    What llama.cpp computes of a token depends on how many are evaluated with it: this is what goes on from the same state.
+    The logits of a token depend on how many tokens llama.cpp evaluates at once, so this starts from the same state.
     """
     if model.input_ids[: len(wrote)].tolist() != wrote:
         model.reset()
@@ -123,35 +129,52 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("settings", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_a_restored_prompt_goes_on_as_an_evaluated_one(
-    tiny: Path, opened: Open, cache: PrefixCache, settings: dict[str, Any]
+def test_a_restored_prompt_continues_like_an_evaluated_one(
+    tiny: Path, open_model: Open, cache: PrefixCache, settings: dict[str, Any]
 ) -> None:
     tokens = prompt(600)
-    live = opened(tiny, cache, **settings)
-    assert answer(live, tokens, 64) == answer(opened(tiny, **settings), tokens, 64)
-    assert cache.counters.stored_blocks == 3 and cache.counters.hits == 0
-    restored = opened(tiny, cache, **settings)
-    assert answer(restored, tokens, 64) == reused(opened(tiny, **settings), tokens, tokens, 600, 64)
+    live = open_model(tiny, cache, **settings)
+    assert answer(live, tokens, 64) == answer(open_model(tiny, **settings), tokens, 64)
+    assert cache.counters.stored_blocks == 4 and cache.counters.hits == 0, "the last one again, with the answer"
+    assert len(cache.store.entries()) == 3
+    restored = open_model(tiny, cache, **settings)
+    assert answer(restored, tokens, 64) == reused(open_model(tiny, **settings), tokens, tokens, 600, 64)
     assert (cache.counters.hits, cache.counters.restored_tokens) == (1, 600)
-    again = opened(tiny, cache, **settings)
-    for model in (live, again):  # one has the prompt and evaluates the last token anew, the other restores it before
+    again = open_model(tiny, cache, **settings)
+    for model in (live, again):  # one model has the prompt and evaluates its last token again, the other restores it first
         answer(model, tokens, 1)
     assert cache.counters.hits == 2
     assert logits(live) == logits(again)
 
 
+def test_a_restored_prompt_has_the_same_answer_as_the_first_time(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    """Also a conversation, whose later turns go on from answers; one turn is stored with its answer only."""
+    live, tokens = open_model(tiny, cache), prompt(600)
+    for turn, more in enumerate((100, 20, 300)):
+        answer(live, tokens, 1)
+        first = logits(live)
+        text = answer(live, tokens, 24)
+        restored = open_model(tiny, cache)
+        answer(restored, tokens, 1)
+        assert cache.counters.hits == 1 + 2 * turn and logits(restored) == first
+        assert answer(open_model(tiny, cache), tokens, 24) == text
+        tokens = live.input_ids[: live.n_tokens].tolist() + prompt(more, seed=turn + 1)
+
+
 @pytest.mark.parametrize("common", [513, 300, 17])
-def test_a_prompt_that_differs_restores_what_is_common(tiny: Path, opened: Open, cache: PrefixCache, common: int) -> None:
-    answer(opened(tiny, cache), prompt(600), 1)
+def test_a_different_prompt_restores_the_common_prefix(
+    tiny: Path, open_model: Open, cache: PrefixCache, common: int
+) -> None:
+    answer(open_model(tiny, cache), prompt(600), 1)
     other = prompt(600)[:common] + prompt(50, seed=1)
-    restored = common if common != 513 else 512  # 16 tokens of a block at least
-    assert answer(opened(tiny, cache), other, 64) == reused(opened(tiny), prompt(600), other, restored, 64)
+    restored = common if common != 513 else 512  # at least 16 tokens of a block
+    assert answer(open_model(tiny, cache), other, 64) == reused(open_model(tiny), prompt(600), other, restored, 64)
     assert cache.counters.restored_tokens == restored
-    assert cache.restore(opened(tiny, n_ctx=512), prompt(600)) == 512, "what fits into the context"
+    assert cache.restore(open_model(tiny, n_ctx=512), prompt(600)) == 512, "as much as fits into the context"
 
 
-def test_what_the_model_still_has_is_not_restored(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    model = opened(tiny, cache)
+def test_tokens_that_the_model_still_has_are_not_restored(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    model = open_model(tiny, cache)
     answer(model, prompt(600), 1)
     answer(model, prompt(600) + prompt(10, seed=1), 1)
     assert (cache.counters.lookups, cache.counters.hits) == (2, 0)
@@ -160,89 +183,87 @@ def test_what_the_model_still_has_is_not_restored(tiny: Path, opened: Open, cach
     assert cache.counters.hits == 1
 
 
-def test_prompts_share_their_blocks(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    model = opened(tiny, cache)
+def test_prompts_share_their_blocks(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    model = open_model(tiny, cache)
     for seed in range(1, 5):
         answer(model, prompt(512) + prompt(100, seed=seed), 4)
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv", "kv", *["part"] * 4]
     for seed in range(1, 5):
-        answer(opened(tiny, cache), prompt(512) + prompt(100, seed=seed), 1)
+        answer(open_model(tiny, cache), prompt(512) + prompt(100, seed=seed), 1)
         assert cache.counters.restored_tokens == 612 * seed
     for seed in range(1, 5):
         answer(model, prompt(512) + prompt(256, seed=seed), 4)
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
-def test_of_a_prompt_larger_than_the_limit_the_beginning_is_restored(tiny: Path, opened: Open, tmp_path: Path) -> None:
+def test_the_beginning_of_a_prompt_larger_than_the_limit_is_restored(tiny: Path, open_model: Open, tmp_path: Path) -> None:
     with stored(tmp_path / "all") as whole:
-        answer(opened(tiny, whole), prompt(900))
+        answer(open_model(tiny, whole), prompt(900))
         sizes = {entry.key.index: entry.size_bytes for entry in whole.store.entries()}
     with stored(tmp_path / "few", limit=int(2.5 * sizes[0])) as few:
-        answer(opened(tiny, few), prompt(900))
-        answer(opened(tiny, few), prompt(900))
+        answer(open_model(tiny, few), prompt(900))
+        answer(open_model(tiny, few), prompt(900))
         assert few.counters.restored_tokens >= 256
 
 
-def test_another_model_of_the_same_name_and_other_settings_have_other_blocks(
-    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache
+def test_other_models_and_other_settings_have_other_blocks(
+    tiny: Path, tmp_path: Path, open_model: Open, cache: PrefixCache
 ) -> None:
     other = make_model(tmp_path / "other" / tiny.name, "--seed", "1")
     assert other.stat().st_size == tiny.stat().st_size
-    plain = answer(opened(other), prompt(300), 16)
-    answer(opened(tiny, cache), prompt(300), 16)
-    assert answer(opened(other, cache), prompt(300), 16) == plain
+    plain = answer(open_model(other), prompt(300), 16)
+    answer(open_model(tiny, cache), prompt(300), 16)
+    assert answer(open_model(other, cache), prompt(300), 16) == plain
     assert cache.counters.hits == 0 and len(cache.store.models()) == 2
     for settings in ({"rope_freq_base": 5e4}, {"rope_freq_scale": 0.5}, {"flash_attn": True}, {"type_k": Q8_0}):
-        plain = answer(opened(tiny, **settings), prompt(300))
-        assert answer(opened(tiny, cache, **settings), prompt(300)) == plain
+        plain = answer(open_model(tiny, **settings), prompt(300))
+        assert answer(open_model(tiny, cache, **settings), prompt(300)) == plain
         assert cache.counters.hits == 0, settings
     copy = tmp_path / "copied.gguf"
     copy.write_bytes(tiny.read_bytes())
-    answer(opened(copy, cache), prompt(300), 16)
+    answer(open_model(copy, cache), prompt(300), 16)
     assert cache.counters.hits == 1, "a copy is the same model"
 
 
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_damaged_block_ends_what_is_restored(
-    tiny: Path, opened: Open, cache: PrefixCache, index: int, caplog: pytest.LogCaptureFixture
+def test_restoring_stops_at_a_damaged_block(
+    tiny: Path, open_model: Open, cache: PrefixCache, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = answer(opened(tiny), prompt(600))
-    answer(opened(tiny, cache), prompt(600), 1)
+    plain = answer(open_model(tiny), prompt(600))
+    answer(open_model(tiny, cache), prompt(600), 1)
     (entry,) = (entry for entry in cache.store.entries() if entry.key.index == index)
     with open(cache.store.directory / entry.key.file, "r+b") as stream:
         stream.seek(-1000, os.SEEK_END)
         stream.write(b"wrong")
-    assert answer(opened(tiny, cache), prompt(600)) == plain
+    assert answer(open_model(tiny, cache), prompt(600)) == plain
     assert cache.counters.restored_tokens == 256 * index
     assert len(caplog.messages) == 1 and "removed" in caplog.text
-    assert answer(opened(tiny, cache), prompt(600)) == reused(opened(tiny), prompt(600), prompt(600), 600)
-    assert cache.counters.restored_tokens == 256 * index + 600, "it was stored again"
+    assert answer(open_model(tiny, cache), prompt(600)) == reused(open_model(tiny), prompt(600), prompt(600), 600)
+    assert cache.counters.restored_tokens == 256 * index + 600, "the block was stored again"
 
 
-def test_a_state_that_llama_cpp_does_not_take_is_dropped(
-    tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+def test_a_state_rejected_by_llama_cpp_is_dropped(
+    tiny: Path, open_model: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = answer(opened(tiny), prompt(600))
-    answer(opened(tiny, cache), prompt(600), 1)
+    plain = answer(open_model(tiny), prompt(600))
+    answer(open_model(tiny, cache), prompt(600), 1)
     for entry in cache.store.entries():
         block = cache.store.read(entry.key)
         assert block and block.layout
-        told: Any = block.layout.to_json()
-        told[0][1][0] = (Q8_0, *told[0][1][0][1:])  # type of the first keys
-        cache.store.write(entry.key, Block(block.payload, block.tokens, StateLayout.from_json(told)))
-    assert answer(opened(tiny, cache), prompt(600)) == plain
+        layout: Any = block.layout.to_json()
+        layout[0][1][0] = (Q8_0, *layout[0][1][0][1:])  # type of the first keys
+        cache.store.write(entry.key, Block(block.payload, block.tokens, StateLayout.from_json(layout)))
+    assert answer(open_model(tiny, cache), prompt(600)) == plain
     assert cache.counters.hits == 0 and "rejected" in caplog.text
-    answer(opened(tiny, cache), prompt(600))
+    answer(open_model(tiny, cache), prompt(600))
     assert cache.counters.hits == 1
 
 
-def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
-    tiny: Path, opened: Open, cache: PrefixCache
-) -> None:
-    """Right checksums, as another build of the library or a hostile server writes them."""
-    plain = reused(opened(tiny), prompt(600), prompt(600), 600)
+def test_blocks_of_another_layout_or_other_tokens_are_replaced(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    """The blocks have valid checksums, as from another build of the library or a hostile server."""
+    plain = reused(open_model(tiny), prompt(600), prompt(600), 600)
 
-    answer(opened(tiny, cache), prompt(600), 1)
+    answer(open_model(tiny, cache), prompt(600), 1)
     for change, index in itertools.product(("layout", "tokens", "no layout"), range(3)):
         for key in [entry.key for entry in cache.store.entries() if entry.key.index == index]:
             block = cache.store.read(key)
@@ -254,74 +275,80 @@ def test_blocks_of_another_layout_or_other_tokens_are_not_used_and_stored_anew(
                 "no layout": replace(block, layout=None),
             }
             cache.store.write(key, changed[change])
-        answer(opened(tiny, cache), prompt(600), 1)
+        answer(open_model(tiny, cache), prompt(600), 1)
         before = cache.counters.restored_tokens
-        assert answer(opened(tiny, cache), prompt(600)) == plain
+        assert answer(open_model(tiny, cache), prompt(600)) == plain
         assert cache.counters.restored_tokens - before == 600, (change, index)
 
 
-def test_a_link_to_a_block_behind_other_tokens_is_not_followed(tiny: Path, opened: Open, cache: PrefixCache) -> None:
+def test_a_link_to_a_block_after_other_tokens_is_not_followed(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
     one, two = prompt(256) + prompt(100, seed=2), prompt(256, seed=1) + prompt(100, seed=2)
-    plain = reused(opened(tiny), one, one, 256)
+    plain = reused(open_model(tiny), one, one, 256)
     for tokens in (one, two):
-        answer(opened(tiny, cache), tokens, 1)
+        answer(open_model(tiny, cache), tokens, 1)
     first, second = (entry.key for entry in cache.store.entries() if entry.key.kind == "part")
     for path in (cache.store.directory / first.model).glob("*.next"):
         target = os.path.basename((first if path.readlink().name == os.path.basename(second.file) else second).file)
         path.unlink()
         path.symlink_to(target)
-    assert answer(opened(tiny, cache), one) == plain
+    assert answer(open_model(tiny, cache), one) == plain
     assert cache.counters.restored_tokens == 256
 
 
-@pytest.mark.parametrize(("gone", "told"), [(False, "replaced"), (True, "cannot be read")])
-def test_a_model_whose_file_was_replaced_or_is_gone_answers_and_nothing_of_it_is_stored(
-    tiny: Path, tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture, gone: bool, told: str
+@pytest.mark.parametrize(("deleted", "message"), [(False, "replaced"), (True, "cannot be read")])
+def test_prompts_of_a_replaced_or_deleted_model_are_not_stored(
+    tiny: Path,
+    tmp_path: Path,
+    open_model: Open,
+    cache: PrefixCache,
+    caplog: pytest.LogCaptureFixture,
+    deleted: bool,
+    message: str,
 ) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(tiny.read_bytes())
-    model = opened(path, cache)
-    if gone:
+    model = open_model(path, cache)
+    if deleted:
         path.unlink()
     else:
         make_model(tmp_path / "other.gguf", "--seed", "1").replace(path)
-    assert answer(model, prompt(300)) == answer(opened(tiny), prompt(300))
-    assert len(caplog.messages) == 1 and told in caplog.text and not cache.store.entries()
+    assert answer(model, prompt(300)) == answer(open_model(tiny), prompt(300))
+    assert len(caplog.messages) == 1 and message in caplog.text and not cache.store.entries()
 
 
 def test_states_that_cannot_be_cut_are_stored_whole(
-    tiny: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Path, open_model: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def read_state(*_: object) -> None:
         raise Uncut("of another library")
 
     monkeypatch.setattr("llmcache.kv.llama.cache.read_state", read_state)
-    plain = answer(opened(tiny), prompt(600))
-    model = opened(tiny, cache)
+    plain = answer(open_model(tiny), prompt(600))
+    model = open_model(tiny, cache)
     assert answer(model, prompt(600)) == plain
     assert "stored whole, at block boundaries: of another library" in caplog.text and not cache.store.entries()
     answer(model, prompt(300, seed=1))
-    assert answer(model, prompt(900)) == answer(opened(tiny), prompt(900))
+    assert answer(model, prompt(900)) == answer(open_model(tiny), prompt(900))
     kinds = sorted((entry.key.kind, entry.key.index) for entry in cache.store.entries())
     assert kinds == [("state", 0), ("state", 0), ("state", 1), ("state", 2)], (
-        "1 of the second, 1, 2 and the last of the third"
+        "one state of the second prompt, three of the third"
     )
 
 
 def make_recurrent(path: Path) -> Path:
-    """The smallest Mamba that llama.cpp loads, of random weights."""
+    """Write the smallest Mamba model that llama.cpp loads, with random weights."""
     import gguf
 
     width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
     writer, drawn = gguf.GGUFWriter(path, "mamba"), np.random.default_rng(0)
-    told = {
+    metadata = {
         "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
         "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
         "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
         "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
         "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
     }  # fmt: skip
-    for name, value in told.items():
+    for name, value in metadata.items():
         getattr(writer, f"add_{name}")(value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
     mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
@@ -341,36 +368,36 @@ def make_recurrent(path: Path) -> Path:
 
 
 def test_recurrent_states_are_stored_whole(
-    tmp_path: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, open_model: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_recurrent(tmp_path / "recurrent.gguf")
-    model, other = opened(path, cache), prompt(512, seed=1) + prompt(600)[512:]
+    model, other = open_model(path, cache), prompt(512, seed=1) + prompt(600)[512:]
     answer(model, prompt(600), 1)
     evaluated = logits(model)
     answer(model, other, 1)
-    assert logits(model) != evaluated, "what is before matters"
+    assert logits(model) != evaluated, "the beginning of the prompt matters"
     assert [entry.key.kind for entry in cache.store.entries()] == ["state"] * 4
     for tokens, hits in ((prompt(600), 1), (prompt(530), 2)):
-        restored = opened(path, cache)
+        restored = open_model(path, cache)
         answer(restored, tokens, 1)
         assert (cache.counters.hits, cache.counters.restored_tokens) == (hits, 512 * hits)
         assert (logits(restored) == evaluated) is (tokens == prompt(600))
     assert caplog.messages == ["recurrent.gguf: states are stored whole, at block boundaries"] * 3
 
 
-def test_what_llama_evaluates_anew_is_not_stored(
-    tmp_path: Path, opened: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_prompts_that_llama_always_evaluates_again_are_not_stored(
+    tmp_path: Path, open_model: Open, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A library that asks for what is behind of all sequences, not of the first, has all of it evaluated."""
+    """A library that removes the tail from all sequences, not only the first, must evaluate all of it again."""
     import llama_cpp
 
     def remove(context: Any, _: int, start: int, end: int) -> Any:
         return llama_cpp.llama_memory_seq_rm(context.memory, -1, start, end)
 
     path = make_recurrent(tmp_path / "recurrent.gguf")
-    plain = answer(opened(path), prompt(600))
+    plain = answer(open_model(path), prompt(600))
     monkeypatch.setattr("llama_cpp._internals.LlamaContext.kv_cache_seq_rm", remove)
-    model = opened(path, cache)
+    model = open_model(path, cache)
     for _ in range(2):
         assert answer(model, prompt(600)) == plain
         model.reset()
@@ -378,32 +405,32 @@ def test_what_llama_evaluates_anew_is_not_stored(
     assert not cache.store.entries()
 
 
-def test_embeddings_are_refused(tiny: Path, opened: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
-    model = opened(tiny, cache, embedding=True)
+def test_embeddings_are_refused(tiny: Path, open_model: Open, cache: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
+    model = open_model(tiny, cache, embedding=True)
     assert cache.restore(model, prompt(300)) == 0
     cache.keep(model, model.save_state())
     assert len(caplog.messages) == 1 and "embeddings" in caplog.text
     assert cache.flush(10) and not cache.store.entries()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # llama-cpp-python takes logarithms of rows that it does not tell of
-def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    def told(model: Any, echo: bool) -> list[float]:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # llama-cpp-python takes the logarithm of rows that it does not report
+def test_probabilities_are_those_of_evaluated_tokens(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    def probabilities(model: Any, echo: bool) -> list[float]:
         settings = {"max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": echo}
         answered = model.create_completion(TEXT[:400], **settings)["choices"][0]["logprobs"]["token_logprobs"]
         return [probability for probability in answered if probability is not None]
 
-    answer(opened(tiny, cache), TEXT[:400], 1)
-    plain, model = opened(tiny, logits_all=True), opened(tiny, cache, logits_all=True)
-    assert told(model, echo=False) == pytest.approx(told(plain, echo=False), abs=1e-4)
+    answer(open_model(tiny, cache), TEXT[:400], 1)
+    plain, model = open_model(tiny, logits_all=True), open_model(tiny, cache, logits_all=True)
+    assert probabilities(model, echo=False) == pytest.approx(probabilities(plain, echo=False), abs=1e-4)
     assert cache.counters.hits == 1
-    echoed = told(model, echo=True)
-    assert echoed == pytest.approx(told(plain, echo=True), abs=1e-4)
+    echoed = probabilities(model, echo=True)
+    assert echoed == pytest.approx(probabilities(plain, echo=True), abs=1e-4)
     assert cache.counters.hits == 1 and len(echoed) > 160
 
 
-def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened: Open, cache: PrefixCache) -> None:
-    model = opened(tiny, cache)
+def test_a_state_saved_by_a_user_equals_that_of_llama(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    model = open_model(tiny, cache)
     answer(model, prompt(300), 8)
     own, ours = type(model).save_state(model), model.save_state()
     assert ours.llama_state == own.llama_state and ours.scores.shape == own.scores.shape
@@ -413,16 +440,17 @@ def test_a_state_that_a_user_saves_is_what_llama_itself_saves(tiny: Path, opened
         assert other.flush(10) and other.counters.stored_blocks == 2
 
 
-def test_what_cannot_be_written_is_dropped_with_a_line(
-    tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_blocks_that_cannot_be_written_are_dropped_with_a_message(
+    tiny: Path, open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with stored(tmp_path / "kv", limit="200k") as cache:
-        plain = answer(opened(tiny), prompt(600))
-        assert answer(opened(tiny, cache), prompt(600)) == plain
-        assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 1
+        plain = answer(open_model(tiny), prompt(600))
+        assert answer(open_model(tiny, cache), prompt(600)) == plain
+        assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 2
+        assert "no room" in caplog.messages[0] and "limit" in caplog.messages[1], "one line for all of them"
     with stored(tmp_path / "kv", queue=1) as cache:
-        model = opened(tiny, cache)
-        assert answer(model, prompt(600, seed=1)), "one may wait, whatever its size"
+        model = open_model(tiny, cache)
+        assert answer(model, prompt(600, seed=1)), "one block may wait, whatever its size"
         assert cache.counters.stored_blocks > 0
     caplog.clear()
     assert answer(model, prompt(600, seed=2))
@@ -446,10 +474,10 @@ while True:
 """
 
 
-def test_after_a_kill_everything_restored_is_right(
-    tiny: Path, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_restored_prompts_are_right_after_a_kill(
+    tiny: Path, open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = opened(tiny)
+    plain = open_model(tiny)
     with stored(tmp_path / "kv") as cache:
         for turn in range(2):
             command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
@@ -463,13 +491,13 @@ def test_after_a_kill_everything_restored_is_right(
                 process.send_signal(signal.SIGKILL)
                 process.wait()
             tokens = prompt(512) + prompt(256, seed=turn * 100)
-            assert answer(opened(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
+            assert answer(open_model(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
         assert cache.counters.hits == 2 and not caplog.messages
     BlockStore(tmp_path / "kv", 10**9)
     assert not list((tmp_path / "kv").rglob("new-*"))
 
 
-def test_what_waits_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:
+def test_the_queue_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:
     code = CHILD.replace("while True:", "for _ in range(1):")
     subprocess.run([sys.executable, "-c", code, str(tiny), str(tmp_path / "kv"), "0"], cwd=ROOT, check=True, timeout=120)
     assert sorted(entry.key.kind for entry in BlockStore(tmp_path / "kv", None).entries()) == ["kv"] * 3
@@ -480,17 +508,17 @@ TEXT = "".join(f"Item {i}: the value of register {i * 7919 % 1000} is {i * i % 9
 
 @pytest.mark.gemma
 @pytest.mark.parametrize("full", [True, False], ids=["full-size", "window"])
-def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
-    opened: Open, cache: PrefixCache, full: bool, caplog: pytest.LogCaptureFixture
+def test_sliding_windows_are_stored_whole_unless_they_keep_all(
+    open_model: Open, cache: PrefixCache, full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"swa_full": full, "n_batch": 64, "n_ubatch": 64}
-    model = opened(GEMMA, cache, **settings)
+    model = open_model(GEMMA, cache, **settings)
     tokens = (model.tokenize(TEXT.encode()) * 2)[:560]  # more than a window
     plain = answer(model, tokens, 8)
     if full:
         model.set_cache(None)
         plain = reused(model, tokens, tokens, 560, 8)
-    assert answer(opened(GEMMA, cache, **settings), tokens, 8) == plain
+    assert answer(open_model(GEMMA, cache, **settings), tokens, 8) == plain
     assert cache.counters.restored_tokens == (560 if full else 512)
     assert {entry.key.kind for entry in cache.store.entries()} == ({"kv", "part"} if full else {"state"})
     assert ("stored whole" in caplog.text) is not full
@@ -498,12 +526,13 @@ def test_sliding_windows_are_cut_where_they_keep_all_and_else_stored_whole(
 
 @pytest.fixture
 def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
-    """Starts `llmcache serve-llama`, and returns it with its address once it answers."""
+    """Return a function that starts `llmcache serve-llama` and returns its process and address once it answers."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start() -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
-        words = f"--floor 0 -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1 --host 127.0.0.1 --port {port}".split()
+        words = f"--floor 0 --queue 100M -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1".split()
+        words += ["--host", "127.0.0.1", "--port", str(port)]
         command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path / "kv"), *words]
         with open(tmp_path / "log", "ab") as log:
             running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
@@ -531,12 +560,12 @@ def metrics(address: str) -> dict[str, float]:
 
 
 @pytest.mark.server
-def test_a_server_that_was_killed_goes_on_from_the_disk(
+def test_a_killed_server_restores_from_the_disk(
     served: Callable[[], tuple[subprocess.Popen[bytes], str]],
 ) -> None:
     def ask(address: str) -> str:
-        told = json.dumps({"prompt": TEXT[:500], "max_tokens": 8, "temperature": 0}).encode()
-        request = urllib.request.Request(f"{address}/v1/completions", told, {"Content-Type": "application/json"})
+        body = json.dumps({"prompt": TEXT[:500], "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             return str(json.load(response)["choices"][0]["text"])
 
@@ -549,23 +578,23 @@ def test_a_server_that_was_killed_goes_on_from_the_disk(
     process.wait()
     process, address = served()
     assert ask(address) == first
-    told = metrics(address)
-    assert told["llmcache_prefix_hits_total"] == 1 and told["llmcache_prefix_restored_tokens_total"] > 256
-    assert told["llmcache_prefix_restored_bytes_total"] > 0 and told["llmcache_prefix_restore_seconds_total"] > 0
-    assert told["llmcache_prefix_saved_seconds_total"] > 0
+    values = metrics(address)
+    assert values["llmcache_prefix_hits_total"] == 1 and values["llmcache_prefix_restored_tokens_total"] > 256
+    assert values["llmcache_prefix_restored_bytes_total"] > 0 and values["llmcache_prefix_restore_seconds_total"] > 0
+    assert values["llmcache_prefix_saved_seconds_total"] > 0
     process.terminate()
-    assert process.wait(60) == 0, "it ends in order, and writes what waits"
+    assert process.wait(60) == 0, "it exits in order after writing the queue"
 
 
 @pytest.mark.server
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--model", "x", "--cache", "true"), "--cache"),
         ((), "--model FILE"),
     ],
 )
-def test_what_the_server_cannot_do_is_refused(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+def test_unsupported_options_of_the_server_are_refused(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path), "--", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 2 and told in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""`llmcache run` and the stock llama.cpp server with its default flags, in less memory than its model has."""
+"""`llmcache run` with the stock llama.cpp server and its default flags, in less memory than the model needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The events of the client among the lines of a program's output."""
+    """Return the events of the client among the lines of a program's output."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
@@ -37,30 +37,30 @@ def checksums(text: str) -> list[int]:
 
 
 @pytest.mark.stock
-def test_the_server_answers_alike_and_its_tokens_and_copies_are_reported(model: Path) -> None:
-    """The pauses are there because copies are looked for every 10 s."""
+def test_the_server_gives_the_same_answers_and_its_copies_are_reported(model: Path) -> None:
+    """The pauses give `run` time to look for copies, which it does every 10 s."""
     command = [*answers(TURNS, 60, ANSWER)("", model), "--pause", "0.8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as plain:
         done = llmcache("run", "--json", "--memory", "320Mi", "--", *command, timeout=240)
         expected, _ = plain.communicate(timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert checksums(done.stdout) == checksums(expected) and len(checksums(done.stdout)) == TURNS * ANSWER
-    said, summary = done.stderr.splitlines()[:-1], json.loads(done.stderr.splitlines()[-1])
-    assert any("steering q4_k_m.gguf (" in line for line in said), said
-    copied = next(line for line in said if "has copied" in line)
+    lines, summary = done.stderr.splitlines()[:-1], json.loads(done.stderr.splitlines()[-1])
+    assert any("steering q4_k_m.gguf (" in line for line in lines), lines
+    copied = next(line for line in lines if "has copied" in line)
     assert "by repacking" in copied and "--no-repack" in copied
     assert summary["schema"] == "llmcache.run/1" and summary["files"] == [str(model)]
     (steered,) = summary["steered"]
     assert steered["mode"] == "inplace"
     tokens = summary["tokens"]
     assert tokens["can_see_tokens"], tokens
-    # With a pause there is a request for each token, whose prompt is the last token: a pass of one row, as other tokens.
+    # After a pause, the prompt of each request is the last token: a pass of one row, like that of any other token.
     assert tokens["tokens"] + tokens["prefill_passes"] >= TURNS * ANSWER - 2
 
 
 @pytest.mark.stock
-def test_a_command_that_the_oom_killer_ends(model: Path) -> None:
-    """The copy of the server, which reads no LLAMA_ARG_NO_REPACK, does not fit: without llmcache it is killed as well."""
+def test_a_command_killed_for_memory_is_reported(model: Path) -> None:
+    """The server copies its weights because it ignores LLAMA_ARG_NO_REPACK, and does not fit, with or without llmcache."""
     done = llmcache("run", "--memory", "72Mi", "--", *answers(1, 4, 2)("", model), timeout=240)
     assert done.returncode == -9, done.stderr[-2000:]
     assert "setting LLAMA_ARG_NO_REPACK=1" in done.stderr
@@ -78,8 +78,8 @@ print(*model.generate(torch.arange(8)[None] + 3, max_new_tokens=8, do_sample=Fal
 
 
 @pytest.mark.transformers
-def test_transformers_in_a_hub_cache_is_steered_under_the_name_of_the_model(tmp_path: Path) -> None:
-    """Shards that are links to blobs, as `huggingface-cli download` leaves them."""
+def test_a_model_in_a_hugging_face_cache_is_steered_by_its_name(tmp_path: Path) -> None:
+    """The shards are links to blobs, as `huggingface-cli download` creates them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""`llmcache trace -- CMD`: what a program reads of a file is exactly what the trace has, whatever the order."""
+"""`llmcache trace -- CMD` records exactly the blocks that a program reads from a file, in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZE = 32 * MIB
 BLOCKS = SIZE // BLOCK_BYTES
 MAP_LOCKED = 0x2000
 
-# Reads blocks given on stdin: a line is a thread, all threads at once.
+# Reads blocks given on stdin: one line per thread, all threads concurrently.
 READ_BLOCKS = """
 import os, sys, threading
 fd = os.open(sys.argv[1], os.O_RDONLY)
@@ -43,7 +43,7 @@ for thread in threads: thread.join()
 
 @pytest.fixture(scope="module")
 def file() -> Iterator[Path]:
-    """Random bytes on a disk: tmpfs has no page cache to see."""
+    """A file of random bytes on a disk: a tmpfs has no page cache to observe."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp")) as directory:
         path = Path(directory) / "data.bin"
         path.write_bytes(os.urandom(SIZE))
@@ -52,7 +52,7 @@ def file() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def prepared(file: Path, cached: bool) -> Iterator[None]:
-    """All of a file is in the page cache, and stays: some kernels (DAMON) take pages back at any time. Or nothing is."""
+    """Lock all of the file in the page cache, because some kernels (DAMON) reclaim pages at any time; or drop all of it."""
     if not cached:
         drop(file)
         yield
@@ -62,7 +62,7 @@ def prepared(file: Path, cached: bool) -> Iterator[None]:
 
 
 def traced(file: Path, out: Path, stdin: str) -> Trace:
-    """Records a program that reads blocks; returns the trace of the file alone."""
+    """Record a program that reads blocks, and return the trace of the file alone."""
     program = [sys.executable, "-c", READ_BLOCKS, str(file)]
     options = ["-o", str(out), "--path", file.name, "--no-writes"]
     command = [sys.executable, "-m", "llmcache", "trace", *options, "--", *program]
@@ -76,7 +76,6 @@ def traced(file: Path, out: Path, stdin: str) -> Trace:
 
 
 def accessed(trace: Trace) -> list[int]:
-    """Every block of every row."""
     return [
         block for row in zip(trace.first.tolist(), trace.count.tolist(), strict=True) for block in range(row[0], sum(row))
     ]
@@ -93,15 +92,15 @@ def patterns() -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("name", patterns())
-def test_other_orders_give_exactly_theirs(file: Path, tmp_path: Path, name: str, cached: bool) -> None:
-    wanted = patterns()[name]
-    lines = "\n".join(" ".join(map(str, blocks)) for blocks in wanted)
+def test_the_trace_has_exactly_the_blocks_that_were_read(file: Path, tmp_path: Path, name: str, cached: bool) -> None:
+    blocks_by_thread = patterns()[name]
+    lines = "\n".join(" ".join(map(str, blocks)) for blocks in blocks_by_thread)
     with prepared(file, cached):
         trace = traced(file, tmp_path / "t.parquet", lines)
-    everything = sorted(block for blocks in wanted for block in blocks)
-    assert sorted(accessed(trace)) == everything
-    if len(wanted) == 1:
-        assert accessed(trace) == wanted[0], "one thread's order is the trace's order"
-    missed, once = int(trace.count[trace.miss == MISS].sum()), len(np.unique(everything))
+    expected = sorted(block for blocks in blocks_by_thread for block in blocks)
+    assert sorted(accessed(trace)) == expected
+    if len(blocks_by_thread) == 1:
+        assert accessed(trace) == blocks_by_thread[0], "the trace keeps the order of a single thread"
+    missed, distinct = int(trace.count[trace.miss == MISS].sum()), len(np.unique(expected))
     evicted = int(trace.provenance.extra.get("evicted_blocks", 0))
-    assert missed == 0 if cached else once <= missed <= once + evicted
+    assert missed == 0 if cached else distinct <= missed <= distinct + evicted

@@ -1,4 +1,4 @@
-"""The stock llama.cpp server over a capped page cache: the trace has the loop of the model's header, at the tokens' pace."""
+"""The stock llama.cpp server with a limited page cache: the trace has the model's loop, with the period of the tokens."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 import pytest
 
 from llmcache.cache.classify import SAME_PASSES
-from tests.mount.live import said
+from tests.mount.live import run_json
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 from tools.make_model import main as make_model
 
 pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.stock, pytest.mark.cgroup]
 
-KEPT = 0.25  # of the loop; much more, and part of it stays mapped, where no fault shows that it is read
+CACHED_SHARE = 0.25  # cached share of the loop; with much more, a part stays mapped, where reads cause no faults
 TOKENS = 8
-PAUSE_S = 0.5  # between tokens: other load on the disk then does not move the time of a token by much
+PAUSE_S = 0.5  # between tokens, so that other load on the disk changes the time of a token little
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recording, its classes, and what the client said."""
+    """A recording, its classes, and the loop of the model."""
 
-    made: Recording
+    recording: Recording
     classes: dict[str, Any]
     loop_bytes: int
 
     @property
     def loops(self) -> list[dict[str, Any]]:
-        """What was read once a token, the largest part first.
+        """Return the loops read once per token, the largest first.
 
-        It is one loop, unless the kernel keeps a part mapped for some tokens: that part is walked over less often then.
+        There is one loop, unless the kernel keeps a part mapped for some tokens; that part is then read less often.
         """
         loops = [row for row in self.classes["rows"] if row["class"] == "LOOP" and row["op"] == "read"]
         return sorted((row for row in loops if row["passes"] >= 0.75 * TOKENS), key=lambda row: -int(row["accesses"]))
@@ -49,28 +49,28 @@ def run() -> Iterator[Run]:
         loop = loop_bytes(model)
         words = ("--turns", 1, "--prompt", 4, "--answer", TOKENS, "--pause", PAUSE_S)
         command = client("server_tokens", model, *words)
-        cap = cap_bytes(model, command, int(KEPT * loop))
-        made = record(model, command, Path(directory) / "trace.parquet", cap)
-        yield Run(made, said("classify", made.trace), loop)
+        cap = cap_bytes(model, command, int(CACHED_SHARE * loop))
+        recording = record(model, command, Path(directory) / "trace.parquet", cap)
+        yield Run(recording, run_json("classify", recording.trace), loop)
 
 
 def test_the_loop_has_the_size_of_the_tensors(run: Run) -> None:
     assert run.classes["lost_events"] == 0
     assert run.classes["totals"]["loop_bytes"] == pytest.approx(run.loop_bytes, rel=0.02)
     main, *parts = run.loops
-    kept = sum(part["bytes"] for part in parts if part["passes"] < (1 - SAME_PASSES) * main["passes"])
-    assert main["bytes"] + kept > 0.75 * run.loop_bytes, "what is walked over equally often is one loop"
+    mapped_bytes = sum(part["bytes"] for part in parts if part["passes"] < (1 - SAME_PASSES) * main["passes"])
+    assert main["bytes"] + mapped_bytes > 0.75 * run.loop_bytes, "parts read equally often are one loop"
     assert main["passes"] >= TOKENS
 
 
 def test_the_period_is_the_time_of_a_token(run: Run) -> None:
-    steps = [after - before for before, after in pairwise(run.made.starts)]
+    steps = [after - before for before, after in pairwise(run.recording.starts)]
     assert min(steps) > PAUSE_S
-    # on a quiet machine all tokens but the first take the same time, on a busy one which are the last ones matters
+    # on a quiet machine, all tokens but the first take the same time; on a busy one, the last ones may differ
     assert 0.95 * min(steps[1:]) <= run.loops[0]["period_s"] <= 1.05 * max(steps[1:])
 
 
-def test_layers_come_in_their_order_and_from_storage(run: Run) -> None:
+def test_layers_are_read_in_order_and_from_storage(run: Run) -> None:
     layers = run.classes["layers"]
     numbered = [layer for layer in layers if layer["layer"].startswith("blk.")]
     assert [layer["layer"] for layer in numbered] == [f"blk.{number}" for number in range(len(numbered))]

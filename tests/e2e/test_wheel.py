@@ -1,4 +1,4 @@
-"""The wheel as a user has it: installed as pipx does, without the source tree, every command runs to a real result."""
+"""The wheel, installed as pipx does and without the source tree: every command gives a real result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FILES = (
 PARTS = ("bpf", "docs", "llmcache", "requirements", "tools", "traces", *FILES)
 IN_SOURCES = {"bpf/iotrace.bpf.c", "docs/index.md", "docs/tokens.svg", "tools/test", "tools/_setup.sh", *FILES}
 PATIENCE_S = 300
-# What a user types, in chains: each goes on where the one before it has left files.
+# Commands that a user types, in chains: each uses the files of those before it.
 ALONE = (
     (
         "llmcache help stats",
@@ -69,6 +69,7 @@ ALONE = (
         "llmcache kv bench --context 1k --layers 1 --steps 1 --policy full --path . --json > bench.json",
         "llmcache kv plot bench.json -o bench.svg",
         "llmcache kv plan --model config.json --context 16k",
+        "llmcache kv proxy --help",
         "llmcache kv list prompts",
         "llmcache kv show prompts 0000",
         "llmcache kv prune prompts --keep 0",
@@ -91,10 +92,10 @@ BY_MODEL = ("llmcache kv bench --task recall --policy window --context 256 --bud
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel in it and the packages of this one, and an empty directory with a home.
+    """An environment with the wheel and the packages of this environment, and an empty directory with a home.
 
-    Only the home's .local/bin, with links to the wheel's programs, is in PATH: so pipx shows a package to its user.
-    `sources`: names of what the source distribution has.
+    PATH has only the home's .local/bin, with links to the wheel's programs, as pipx exposes a package to its user.
+    `sources`: names of files in the source distribution.
     """
 
     prefix: Path
@@ -103,11 +104,10 @@ class Installed:
 
     @property
     def home(self) -> Path:
-        """The home of the user."""
         return self.place / "home"
 
     def expose(self) -> None:
-        """Link what the wheel brings for users, programs and manual pages, into .local of their home, as pipx does."""
+        """Link the wheel's programs and manual pages into .local of the home, as pipx does."""
         (record,) = self.prefix.glob("lib/python*/site-packages/llmcache_toolkit-*.dist-info/RECORD")
         for line in record.read_text().splitlines():
             path = Path(os.path.normpath(record.parent.parent / line.partition(",")[0]))
@@ -118,7 +118,7 @@ class Installed:
                     link.symlink_to(path)
 
     def run(self, line: str) -> str:
-        """What a shell says of `line` if it fails; nothing if it does as it should."""
+        """Run `line` in a shell; return a message if it fails, else an empty string."""
         known = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "LLMCACHE"))}
         local = f"{self.home}/.local/bin"
         own = {"BIN": local, "SHARE": f"{self.prefix}/share/llmcache", "HOME": str(self.home)}
@@ -128,17 +128,16 @@ class Installed:
             ["sh", "-c", line], cwd=self.place, env={**known, **own, "PATH": path, "PYTHONNOUSERSITE": "1"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
-        fine = {0, EnvironmentProblem.exit_code} if line == "llmcache doctor" else {0}  # this machine may lack something
+        fine = {0, EnvironmentProblem.exit_code} if line == "llmcache doctor" else {0}  # this machine may lack a requirement
         return "" if done.returncode in fine else f"$ {line}\n{done.stderr}exit code {done.returncode}\n"
 
     def all(self, lines: Sequence[str]) -> str:
-        """The same for lines that follow one another."""
         return "".join(map(self.run, lines))
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The wheel, made of the source distribution of a copy of this tree, which setuptools leaves files in; installed."""
+    """The installed wheel, built from a source distribution of a copy of this tree (setuptools leaves files there)."""
     base = tmp_path_factory.mktemp("wheel")
     tree, prefix, place = (base / name for name in ("tree", "environment", "place"))
     for name in PARTS:
@@ -162,7 +161,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(prefix), "platbase": str(prefix)}))
     others = [path for path in sys.path if Path(path).name.endswith("-packages") and Path(path).is_dir()]
     (site / "others.pth").write_text("\n".join(others) + "\n")
-    lend_compiled(site)
+    copy_compiled(site)
     for directory in (place / "home", place / "source", place / "mnt"):
         directory.mkdir(parents=True)
     (place / "source" / "tokenizer.json").write_text("{}")
@@ -178,8 +177,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         environment.run("llmcache umount --force mnt")
 
 
-def lend_compiled(site: Path) -> None:
-    """What numba has compiled of this tree, for the same code elsewhere: it goes by a file's date and size."""
+def copy_compiled(site: Path) -> None:
+    """Copy numba's compiled code of this tree; numba checks the date and size of the source files."""
     for code in (ROOT / "llmcache").rglob("*.py"):
         shutil.copystat(code, site / code.relative_to(ROOT))
     for compiled in (ROOT / "llmcache").rglob("__pycache__/*.nb[ci]"):
@@ -187,21 +186,21 @@ def lend_compiled(site: Path) -> None:
         shutil.copy2(compiled, site / compiled.relative_to(ROOT))
 
 
-def test_every_command_is_run_here() -> None:
+def test_every_command_is_in_a_chain() -> None:
     lines = [*(line for chain in ALONE for line in chain), *ON_A_MOUNT, *BY_MODEL]
     leaves = {words for words, command in walk(app, "llmcache") if not isinstance(command, click.Group)}
     assert {words for words in leaves if not any(f"{line} ".startswith(f"{words} ") for line in lines)} == set()
 
 
 @pytest.mark.long
-def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
-    """One test: the wheel is made once, whichever worker of the run has it."""
-    asked = "import llmcache; print(llmcache.__path__[0])"
-    told = subprocess.check_output([installed.prefix / "bin" / "python", "-I", "-c", asked], text=True, cwd=installed.place)
-    package = Path(told.strip())
+def test_every_command_works_without_the_source_tree(installed: Installed) -> None:
+    """A single test, because each xdist worker that runs tests of this file would build the wheel."""
+    code = "import llmcache; print(llmcache.__path__[0])"
+    output = subprocess.check_output([installed.prefix / "bin" / "python", "-I", "-c", code], text=True, cwd=installed.place)
+    package = Path(output.strip())
     assert installed.prefix in package.parents
-    built = {path.name for path in (ROOT / "llmcache" / "bpf" / "objects").glob("*.bpf.o")}
-    assert {path.name for path in (package / "bpf" / "objects").iterdir()} == built != set()
+    objects = {path.name for path in (ROOT / "llmcache" / "bpf" / "objects").glob("*.bpf.o")}
+    assert {path.name for path in (package / "bpf" / "objects").iterdir()} == objects != set()
     assert installed.sources >= IN_SOURCES and not any("/results/" in name for name in installed.sources)
     local = installed.home / ".local"
     assert {path.name for path in (local / "bin").iterdir()} == {"llmcache", "llmcachefs", "mount.llmcachefs"}
@@ -213,7 +212,7 @@ def test_the_wheel_does_without_the_source_tree(installed: Installed) -> None:
     traces = {path.name for path in (ROOT / "traces").iterdir()}
     assert {path.name for path in (share / "llmcache" / "traces").iterdir()} == traces
 
-    of_tiers = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
-    chains = [*ALONE, *(chain for tier, chain in of_tiers.items() if TIERS[tier][0]() is None)]
+    chains_by_tier = {"mount": ON_A_MOUNT, "transformers": BY_MODEL}
+    chains = [*ALONE, *(chain for tier, chain in chains_by_tier.items() if TIERS[tier][0]() is None)]
     with ThreadPoolExecutor(2) as workers:
         assert "".join(workers.map(installed.all, chains)) == ""

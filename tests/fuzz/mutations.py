@@ -1,8 +1,7 @@
-"""Inputs made from good ones: bits flipped, numbers replaced, pieces lost or exchanged; and JSON with wrong types. And
-inputs made to cost much: pieces that come a million times over.
+"""Inputs derived from valid ones: flipped bits, replaced numbers, lost or exchanged pieces, JSON with wrong types.
 
-Places are drawn as fractions of the input, so that shrinking an example moves its damage to the beginning and leaves less
-of it.
+`Repeated` makes expensive inputs of pieces repeated many times. Positions are drawn as fractions of the input, so that
+shrinking an example moves the damage to the beginning and reduces it.
 """
 
 from __future__ import annotations
@@ -18,72 +17,75 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-_PLACES = 1 << 20
+_POSITIONS = 1 << 20
 _POWERS = (7, 8, 15, 16, 31, 32, 53, 60, 62, 63)
 _EDGES = [*range(10), 15, 16, 31, 32, 63, 64, *(2**bits + near for bits in _POWERS for near in (-1, 0))]
 NUMBERS = st.sampled_from([*_EDGES, 2**64 - 1, 2**64 - 8, 2**64 - 4096]) | st.integers(0, 2**64 - 1)
 
 Edit = tuple[Any, ...]
-"""What is done, where, and with what: see `_edit`."""
+"""The arguments of `_edit` after `nonzero`: operation, position and its operands."""
 
 
 def mutated(seeds: Sequence[bytes], repair: Callable[[bytes], bytes] | None = None) -> st.SearchStrategy[bytes]:
-    """Any of `seeds`, damaged; or bytes at random. `repair` mends checksums: half the time, damage gets behind them."""
+    """Generate damaged `seeds` and random bytes.
+
+    `repair` fixes checksums in half of the inputs, so that damage gets past them.
+    """
     damaged = st.builds(_apply, st.sampled_from(list(seeds)), st.lists(_edits(list(seeds)), max_size=6))
     if repair is not None:
         damaged |= damaged.map(repair)
-    begun = st.builds(lambda seed, tail: seed[:16] + tail, st.sampled_from(list(seeds)), st.binary(max_size=200))
-    return damaged | damaged | begun | st.binary(max_size=300)
+    with_prefix = st.builds(lambda seed, tail: seed[:16] + tail, st.sampled_from(list(seeds)), st.binary(max_size=200))
+    return damaged | damaged | with_prefix | st.binary(max_size=300)
 
 
 def _apply(seed: bytes, edits: list[Edit]) -> bytes:
     data = bytearray(seed)
-    # Most of some files is padding: half of the damage goes where something is.
-    told = [place for place, byte in enumerate(seed) if byte]
+    # Most of some files is padding, so half of the damage goes to nonzero bytes.
+    nonzero = [position for position, byte in enumerate(seed) if byte]
     for edit in edits:
-        _edit(data, told, *edit)
+        _edit(data, nonzero, *edit)
     return bytes(data)
 
 
 def _edits(seeds: list[bytes]) -> st.SearchStrategy[Edit]:
-    place = st.tuples(st.integers(0, _PLACES - 1), st.booleans())
+    position = st.tuples(st.integers(0, _POSITIONS - 1), st.booleans())
     width = st.sampled_from([8, 4, 2, 1])
     order = st.sampled_from(["little", "big"])
     size = st.sampled_from([1, 2, 4, 8, 16, 64, 300])
     return st.one_of(
-        st.tuples(st.just("flip"), place, st.integers(0, 7)),
-        st.tuples(st.just("number"), place, NUMBERS, width, order),
-        st.tuples(st.just("cut"), place),
-        st.tuples(st.just("take"), place, size),
-        st.tuples(st.just("put"), place, st.binary(min_size=1, max_size=20)),
-        st.tuples(st.just("splice"), place, size, st.integers(0, _PLACES - 1), st.sampled_from(seeds)),
+        st.tuples(st.just("flip"), position, st.integers(0, 7)),
+        st.tuples(st.just("number"), position, NUMBERS, width, order),
+        st.tuples(st.just("cut"), position),
+        st.tuples(st.just("take"), position, size),
+        st.tuples(st.just("put"), position, st.binary(min_size=1, max_size=20)),
+        st.tuples(st.just("splice"), position, size, st.integers(0, _POSITIONS - 1), st.sampled_from(seeds)),
     )
 
 
-def _at(place: tuple[int, bool], data: bytearray, told: Sequence[int]) -> int:
-    share, where_told = place
-    if where_told and told:
-        return min(told[share * len(told) // _PLACES], len(data))
-    return share * (len(data) + 1) // _PLACES
+def _at(position: tuple[int, bool], data: bytearray, nonzero: Sequence[int]) -> int:
+    share, in_nonzero = position
+    if in_nonzero and nonzero:
+        return min(nonzero[share * len(nonzero) // _POSITIONS], len(data))
+    return share * (len(data) + 1) // _POSITIONS
 
 
-def _edit(data: bytearray, told: Sequence[int], how: str, place: tuple[int, bool], *more: Any) -> None:
-    at = _at(place, data, told)
-    if how == "flip":
+def _edit(data: bytearray, nonzero: Sequence[int], operation: str, position: tuple[int, bool], *more: Any) -> None:
+    at = _at(position, data, nonzero)
+    if operation == "flip":
         data[at : at + 1] = bytes(byte ^ 1 << more[0] for byte in data[at : at + 1])
-    elif how == "number":
+    elif operation == "number":
         value, width, order = more
         at = min(at - at % width, len(data))
         data[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, order)
-    elif how == "cut":
+    elif operation == "cut":
         del data[at:]
-    elif how == "take":
+    elif operation == "take":
         del data[at : at + more[0]]
-    elif how == "put":
+    elif operation == "put":
         data[at:at] = more[0]
     else:
         size, start, other = more
-        begin = start * (len(other) + 1) // _PLACES
+        begin = start * (len(other) + 1) // _POSITIONS
         data[at : at + size] = other[begin : begin + size]
 
 
@@ -104,51 +106,51 @@ ODD = [
 
 
 def documents(good: Sequence[Any], values: Sequence[Any] = ODD) -> st.SearchStrategy[Any]:
-    """JSON values: any of `good` with some of its parts, at any depth, replaced by `values`, left out, or added."""
-    change = st.tuples(st.integers(0, _PLACES - 1), st.sampled_from(["replace", "remove", "add", "rename"]))
+    """Generate JSON values: those of `good` with parts at any depth replaced by `values`, removed, added or renamed."""
+    change = st.tuples(st.integers(0, _POSITIONS - 1), st.sampled_from(["replace", "remove", "add", "rename"]))
     changes = st.lists(st.tuples(change, st.sampled_from(list(values))), min_size=1, max_size=4)
     return st.builds(_changed, st.sampled_from(list(good)), changes) | st.sampled_from(list(values))
 
 
 def _changed(good: Any, changes: list[tuple[tuple[int, str], Any]]) -> Any:
     box = [copy.deepcopy(good)]
-    for (share, how), value in changes:
-        places = list(_places(box))
-        holder, key = places[share * len(places) // _PLACES]
-        _change(holder, key, how, copy.deepcopy(value))
+    for (share, operation), value in changes:
+        positions = list(_positions(box))
+        container, key = positions[share * len(positions) // _POSITIONS]
+        _change(container, key, operation, copy.deepcopy(value))
         if not box:
             return value
     return box[0]
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
-    """(holder, key) of every value below `value`."""
+def _positions(value: Any) -> list[tuple[Any, Any]]:
+    """Return (container, key) of every value below `value`."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     found = [(value, key) for key in keys]
     for key in keys:
-        found += _places(value[key])
+        found += _positions(value[key])
     return found
 
 
-def _change(holder: Any, key: Any, how: str, value: Any) -> None:
-    if how == "remove":
-        del holder[key]
-    elif how == "add" and isinstance(holder, list):
-        holder.insert(key, value)
-    elif how in ("add", "rename") and isinstance(holder, dict):
-        old = holder[key] if how == "add" else holder.pop(key)
-        holder[value if isinstance(value, str) else "other"] = old
+def _change(container: Any, key: Any, operation: str, value: Any) -> None:
+    if operation == "remove":
+        del container[key]
+    elif operation == "add" and isinstance(container, list):
+        container.insert(key, value)
+    elif operation in ("add", "rename") and isinstance(container, dict):
+        old = container[key] if operation == "add" else container.pop(key)
+        container[value if isinstance(value, str) else "other"] = old
     else:
-        holder[key] = value
+        container[key] = value
 
 
 def written(document: Any) -> bytes:
-    """`document` as JSON; infinities and lone surrogates are written as Python reads them."""
+    """Return `document` as JSON; infinities and lone surrogates are written as Python reads them."""
     return json.dumps(document).encode()
 
 
 class Headed:
-    """Files that begin with a magic, a version, a JSON header with its length and checksum, and go on at a boundary."""
+    """Files with a magic, a version, a JSON header with length and checksum, and data from a boundary on."""
 
     start = struct.Struct("<8sIII")
 
@@ -156,21 +158,21 @@ class Headed:
         self.magic, self.boundary = magic, boundary
 
     def parts(self, data: bytes) -> tuple[Any, bytes]:
-        """What the header of a good file tells, and what follows."""
+        """Return the header of a valid file, and the data after it."""
         end = self.start.size + self.start.unpack_from(data)[2]
         return json.loads(data[self.start.size : end]), data[end + -end % self.boundary :]
 
     def file(self, header: bytes, rest: bytes) -> bytes:
-        """A file with this header, its checksum right."""
-        begun = self.start.pack(self.magic, 1, len(header), zlib.crc32(header)) + header
-        return begun + bytes(-len(begun) % self.boundary) + rest
+        """Return a file with this header and a valid checksum."""
+        head = self.start.pack(self.magic, 1, len(header), zlib.crc32(header)) + header
+        return head + bytes(-len(head) % self.boundary) + rest
 
 
 Pieces = list[tuple[bytes, int]]
 
 
 class Repeated:
-    """`read(offset, size)` over pieces that come as often as told, one each of them in memory; counts what is read."""
+    """`read(offset, size)` over pieces with repetition counts, each stored once; it counts the bytes read."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = [(piece, count) for piece, count in pieces if piece and count]

@@ -1,8 +1,7 @@
-"""A fuzz target: made inputs, and what must hold for any of them. pytest tries a few, `tools/fuzz` as many as it is given
-time for.
+"""Fuzz targets: generated inputs, and a check that must hold for each. pytest tries a few, `tools/fuzz` runs for a set time.
 
-The property of every parser here: for any bytes it returns something consistent, or raises an `LlmcacheError` that says
-what is wrong and how to go on. No other exception, no hang, no memory beyond what the input's size allows, no file changed.
+For any bytes, every parser must return a consistent result or raise an `LlmcacheError` with a message and a hint. It must
+not raise another exception, hang, use more memory than the size of the input justifies, or change a file.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from llmcache.errors import DataError, LlmcacheError
 
 LONGEST_MESSAGE = 1 << 13
 ROOM_BYTES = 1 << 30
-"""Address space that one input may take: it has a few KiB. Arenas and stacks of threads that libraries start are in it."""
+"""Additional address space for an input of a few KiB, including the arenas and stacks of threads that libraries start."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """`check(input)` fails for an input that the parser `name` does not take as it must; `inputs` makes inputs.
+    """`check(input)` fails if the parser `name` handles an input wrongly; `inputs` generates inputs.
 
-    It may be called within an `around()` only.
+    `check` may be called only inside `around()`.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Machine:
-    """`operations` does random operations to something and to its model, and compares; within an `around()` only."""
+    """A state machine compares random operations with a model, inside `around()`."""
 
     name: str
     operations: type[RuleBasedStateMachine]
@@ -49,8 +48,10 @@ class Machine:
 
 @contextlib.contextmanager
 def bounded(room_bytes: int = ROOM_BYTES) -> Iterator[None]:
-    """A with block in which memory beyond `room_bytes` more than now cannot be had: a MemoryError, which no parser may
-    raise."""
+    """Limit the address space to `room_bytes` more than now.
+
+    Beyond that, a parser gets a MemoryError, which it must not raise.
+    """
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -63,7 +64,7 @@ def bounded(room_bytes: int = ROOM_BYTES) -> Iterator[None]:
 
 @contextlib.contextmanager
 def light(peak_bytes: int) -> Iterator[None]:
-    """A with block whose objects never take more than `peak_bytes` at a time, whatever it is given."""
+    """Check that the objects of the body never take more than `peak_bytes` at a time."""
     tracemalloc.start()
     try:
         yield
@@ -74,23 +75,23 @@ def light(peak_bytes: int) -> Iterator[None]:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A directory for files of one input, in memory where the system has such a place: there are thousands."""
+    """Return a temporary directory for the files of one input, in memory if possible: there are thousands of inputs."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 @contextlib.contextmanager
 def refusal(kind: type[LlmcacheError] = DataError) -> Iterator[None]:
-    """A with block that may be refused with an error of `kind` which says what is wrong in a line that can be printed."""
+    """Allow the body to raise an error of `kind`, whose message must be a printable line."""
     try:
         yield
     except kind as error:
         assert error.message.strip()
-        f"{error.message} {error.hint}".encode("utf-8", "surrogateescape")  # names of files may be any bytes
-        assert len(error.message) < LONGEST_MESSAGE, "a message is for people"
+        f"{error.message} {error.hint}".encode("utf-8", "surrogateescape")  # file names may be any bytes
+        assert len(error.message) < LONGEST_MESSAGE, "the message is readable"
 
 
 def is_printable(text: str) -> bool:
-    """True if `text` can be written to a terminal or a log: lone surrogates cannot."""
+    """Return whether `text` can be written to a terminal or a log; lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Fuzz target: the control socket. What a daemon is asked, byte for byte and field for field; and what clients are told."""
+"""Fuzz target: the control socket. Arbitrary request lines for the daemon, and arbitrary replies for clients."""
 
 from __future__ import annotations
 
@@ -51,15 +51,13 @@ GLOBS = ["*", "[", "[!", "[z-a]", "*[[]" * 200, "*a" * 2000, "?" * 5000, "\0", "
 
 @dataclass
 class Service:
-    """A server of a real engine over real files, and what either logged as an error."""
+    """A server with a real engine over real files, and the errors that either logged."""
 
     directory: Path
     errors: list[str]
 
 
 class _Errors(logging.Handler):
-    """Collects what is logged as an error."""
-
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.texts: list[str] = []
@@ -73,7 +71,7 @@ _running: list[Service] = []
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """A with block in which there is a service that all inputs are sent to; its kernel is a modelled one."""
+    """Run a service that receives all inputs; its kernel is a model."""
     errors, log = _Errors(), logging.getLogger("llmcache")
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         directory = Path(name)
@@ -82,7 +80,7 @@ def serving() -> Iterator[None]:
         for file, size in SMALL.items():
             (source / file).write_bytes(b"x" * size)
         patch.setattr(control, "directory", lambda _uid: name)
-        patch.setattr(warmup, "ATTACH_S", 0.02)  # the modelled kernel has no page of what nobody reads
+        patch.setattr(warmup, "ATTACH_S", 0.02)  # the modeled kernel has no pages of unread files
         log.addHandler(errors)
         with running(source, "arena", patch) as rig:
             for file in SMALL:
@@ -107,16 +105,16 @@ def _serving() -> Iterator[None]:
 
 
 def shared() -> Service:
-    """The service of this block."""
-    (one,) = _running
-    return one
+    (service,) = _running
+    return service
 
 
 def ask(line: bytes, ends: bool = True) -> list[bytes]:
-    """Lines that are answered to `line`; `ends`: the client closes its half."""
+    """Return the lines of the reply to `line`; `ends`: the client closes its sending side."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(control.files(POINT).socket)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server may refuse before it has read all
+        # the server may refuse a line before it has read all of it
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             client.sendall(line)
             if ends:
                 client.shutdown(socket.SHUT_WR)
@@ -126,7 +124,7 @@ def ask(line: bytes, ends: bool = True) -> list[bytes]:
 
 
 def is_well() -> None:
-    """The service answers, with a budget that it can have, and has met nothing that it did not expect."""
+    """Check that the service answers, with a possible budget, and has logged no unexpected error."""
     (line,) = ask(b'{"op": "stats"}\n')
     stats = json.loads(line)
     assert stats["schema"] == "llmcache.stats/1" and 0 <= stats["budget_bytes"] < 1 << 63
@@ -134,9 +132,9 @@ def is_well() -> None:
 
 
 def check_line(line: bytes) -> None:
-    """Any bytes on the socket: lines of progress, then one of an answer."""
+    """For any bytes, the server sends lines of progress and then one reply."""
     *progress, last = ask(line) or [b'{"error": ""}\n']
-    assert all("progress" in json.loads(one) for one in progress)
+    assert all("progress" in json.loads(line) for line in progress)
     reply = json.loads(last)
     assert last.endswith(b"\n") and ("error" in reply or "schema" in reply)
     assert len(reply.get("error") or "") < 4096
@@ -144,18 +142,18 @@ def check_line(line: bytes) -> None:
 
 
 def check_reply(answer: bytes) -> None:
-    """Any bytes from a daemon: a reply, or a MountProblem; never more told than was sent."""
-    told: list[dict[str, Any]] = []
+    """For any bytes from a daemon, the client returns a reply or raises MountProblem, with plausible progress."""
+    progress_reports: list[dict[str, Any]] = []
     with bounded(), refusal(MountProblem), answering(answer):
-        reply = control.request(POINT, {"op": "stats"}, timeout_s=120, on_progress=told.append)
+        reply = control.request(POINT, {"op": "stats"}, timeout_s=120, on_progress=progress_reports.append)
         assert isinstance(reply, dict) and "error" not in reply and "progress" not in reply
-    assert len(told) <= answer.count(b"\n")
-    assert all(isinstance(progress, dict) for progress in told)
+    assert len(progress_reports) <= answer.count(b"\n")
+    assert all(isinstance(progress, dict) for progress in progress_reports)
 
 
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[None]:
-    """A with block in which a daemon answers the first request with these bytes, and ends."""
+    """Run a daemon that answers the first request with these bytes and ends."""
     path = shared().directory / "other.sock"
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
@@ -180,9 +178,11 @@ def _answer_once(server: socket.socket, answer: bytes) -> None:
 
 
 LINES = mutated([written(request) + b"\n" for request in REQUESTS]) | documents(REQUESTS, [*ODD, *GLOBS]).map(
-    lambda one: written(one) + b"\n"
+    lambda request: written(request) + b"\n"
 )
-ANSWERS = documents(REPLIES).map(lambda one: written(one) + b"\n") | mutated([written(one) + b"\n" for one in REPLIES])
+ANSWERS = documents(REPLIES).map(lambda reply: written(reply) + b"\n") | mutated(
+    [written(reply) + b"\n" for reply in REPLIES]
+)
 TARGET = Target("control-lines", LINES.filter(lambda line: b'"wait": true' not in line), check_line, serving)
 CLIENT = Target("control-client", st.lists(ANSWERS, max_size=3).map(b"".join), check_reply, serving)
 

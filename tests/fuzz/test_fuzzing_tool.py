@@ -1,4 +1,4 @@
-"""The long runs of tools/fuzz: what fails is made small, kept, and fails again."""
+"""Long runs of tools/fuzz: a failing input is shrunk and saved, and repeating it fails again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.target import Machine, Target
 from tools import fuzzing
 
 ROOT = Path(__file__).resolve().parents[2]
-# A target that has something to take down, as the mounts of fsx-steer.
+# A target that needs cleanup, like the mounts of fsx-steer.
 ENDLESS = """
 import contextlib, os, signal, sys
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def closing():
 class Garbage:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
-        str(self)  # where the signal's exception is raised, and lost
+        str(self)  # the signal's exception is raised here, and lost
 fuzzing.targets = lambda: {"endless": Target("endless", st.binary(), lambda data: str(Garbage()), closing)}
 sys.exit(run_cli(lambda: fuzzing.main(["endless", "--out", sys.argv[1]])))
 """
@@ -55,29 +55,29 @@ class Counting(RuleBasedStateMachine):
         assert self.count < 3
 
 
-def test_a_failure_is_made_small_and_kept(tmp_path: Path) -> None:
+def test_a_failing_input_is_shrunk_and_saved(tmp_path: Path) -> None:
     target = Target("long", st.binary(max_size=50), refuse_long)
     run = fuzzing.run_target(target, 60, 1, tmp_path)
     assert run.failure is not None
-    file, again = run.failure
-    assert file.read_bytes() == b"\0\0\0" and again == f"tools/fuzz long --input {file}"
+    file, command = run.failure
+    assert file.read_bytes() == b"\0\0\0" and command == f"tools/fuzz long --input {file}"
     with pytest.raises(RecursionError):
         fuzzing.repeat(target, file)
 
 
-def test_a_target_that_holds_is_tried_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_failures_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzzing, "ROUND", 20)
     run = fuzzing.run_target(Target("short", st.binary(max_size=2), refuse_long), 0.01, 1, tmp_path)
     assert run.failure is None and run.inputs > 0
     assert not list(tmp_path.iterdir())
 
 
-def test_operations_that_fail_are_kept_with_their_seed(tmp_path: Path) -> None:
+def test_failing_operations_are_saved_with_their_seed(tmp_path: Path) -> None:
     machine = Machine("counting", Counting)
     run = fuzzing.run_machine(machine, 60, 7, tmp_path)
     assert run.failure is not None
-    file, again = run.failure
-    assert again == "tools/fuzz counting --seed 7"
+    file, command = run.failure
+    assert command == "tools/fuzz counting --seed 7"
     assert file.read_text().startswith("seed 7\n") and file.read_text().count("state.step()") == 3
     with pytest.raises(UsageError):
         fuzzing.repeat(machine, file)
@@ -91,10 +91,10 @@ def test_names_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
         fuzzing.main(["nonsense"])
 
 
-def test_a_run_that_is_ended_takes_down_what_it_put_up(tmp_path: Path) -> None:
+def test_a_terminated_run_cleans_up(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        assert process.communicate(timeout=240)[0] == "down\n"  # and not the line of a whole run
+        assert process.communicate(timeout=240)[0] == "down\n"  # without the output of a complete run
     assert process.returncode == 0

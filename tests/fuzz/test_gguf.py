@@ -17,8 +17,8 @@ from tests.unit.gguf_bytes import Gguf, Reads
 
 
 def seeds() -> list[bytes]:
-    """Small files with every kind of key, in both byte orders; a shard; a file without tensors."""
-    made = []
+    """Return small files: with every kind of key in both byte orders, a shard, and a file without tensors."""
+    files = []
     for order, version in (("<", 3), (">", 3), ("<", 2)):
         file = Gguf(order=order, version=version, data_bytes=1024)
         file.key("general.architecture", gguf.STRING, "llama").key("general.alignment", gguf.U32, 32)
@@ -28,13 +28,13 @@ def seeds() -> list[bytes]:
         inner = file.number(gguf.U32, gguf.U8) + file.number(gguf.U64, 2) + b"ab"
         file.array("nested", gguf.ARRAY, [inner, inner])
         file.tensor("token_embd.weight", [32, 4], 8, 0).tensor("blk.0.attn_q.weight", [8, 8], 0, 160)
-        made.append(file.tensor("blk.0.ffn_gate_exps.weight", [4, 4, 2], 1, 416).tensor("empty", [0], 0, 480).file())
+        files.append(file.tensor("blk.0.ffn_gate_exps.weight", [4, 4, 2], 1, 416).tensor("empty", [0], 0, 480).file())
     shard = Gguf(data_bytes=64).key("split.no", gguf.U16, 1).key("split.count", gguf.U16, 3)
-    return [*made, shard.tensor("output.weight", [16], 0, 0).file(), Gguf().key("split.count", gguf.I32, 2).file()]
+    return [*files, shard.tensor("output.weight", [16], 0, 0).file(), Gguf().key("split.count", gguf.I32, 2).file()]
 
 
 def check_layout(layout: ModelLayout, size: int) -> None:
-    """Headers, tensors and regions lie in the file, apart from each other, and can be told to people."""
+    """Check that the header, tensors and regions lie in the file without overlaps and have printable names."""
     assert 0 < layout.header_bytes <= size
     assert layout.shard is None or 0 <= layout.shard[0] < layout.shard[1]
     end = layout.header_bytes
@@ -53,7 +53,6 @@ def check_layout(layout: ModelLayout, size: int) -> None:
 
 
 def check(data: bytes) -> None:
-    """What must hold for any bytes."""
     reads = Reads(data)
     with bounded(), refusal():
         layout = read_layout(reads, len(data), "model.gguf")
@@ -61,11 +60,11 @@ def check(data: bytes) -> None:
         if layout is not None:
             check_layout(layout, len(data))
             assert layout == read_layout(Reads(data), len(data), "model.gguf")
-    assert reads.total_bytes <= 2 * len(data) + 64, "a header is read once"
+    assert reads.total_bytes <= 2 * len(data) + 64, "the header is read once"
 
 
-def _built() -> st.SearchStrategy[bytes]:
-    """Well formed headers of tensors that may lie anywhere: side by side, over each other, behind the end."""
+def _random_headers() -> st.SearchStrategy[bytes]:
+    """Generate well-formed headers whose tensors may be adjacent, overlap, or lie beyond the end."""
     sizes = st.sampled_from([0, 1, 1, 2, 8, 8, 31, 32, 64, 1 << 62, (1 << 64) - 1])
     names = st.sampled_from(["a", "b", "blk.0.attn_q.weight", "token_embd.weight", ""])
     offsets = st.sampled_from([0, 32, 64, 96, 128, 256, 33, (1 << 63) - 32, (1 << 64) - 32])
@@ -83,7 +82,7 @@ def _file(tensors: list[tuple[str, list[int], int, int]], data_bytes: int, align
     return file.file()
 
 
-TARGET = Target("gguf", mutated(seeds()) | _built(), check)
+TARGET = Target("gguf", mutated(seeds()) | _random_headers(), check)
 
 
 def test_the_seeds_are_read() -> None:
@@ -107,11 +106,11 @@ def test_any_bytes(data: bytes) -> None:
 
 
 PEAK_BYTES = 32 << 20
-"""What a header may cost a mount that promises to take no more than 64 MiB beside its cache."""
+"""Memory that parsing a header may use in a mount, which promises at most 64 MiB beyond its cache."""
 
 
 def check_cost(pieces: Pieces, name: str) -> None:
-    """A header costs little memory and no more reading than it has bytes, whatever it announces."""
+    """Check that a header costs little memory and is read once, whatever counts it declares."""
     read = Repeated([*pieces, (bytes(4096), 1 << 20)])
     with light(PEAK_BYTES), refusal():
         layout = read_layout(read, read.size, name)
@@ -148,12 +147,12 @@ COSTLY: dict[str, Pieces] = {
     "many texts": [_header(0, 1), (_array(gguf.STRING, 200_000), 1), (Gguf().text("x" * 60), 200_000)],
     "many arrays": [_header(0, 1), (_array(gguf.ARRAY, 700_000), 1), (_array(gguf.U8, 0)[13:], 700_000)],
     "arrays in arrays": [_header(0, 1), (_array(gguf.ARRAY, 1), 1), (_array(gguf.ARRAY, 1)[13:], 700_000)],
-    "empty arrays without end": [_header(0, 1), (_array(gguf.ARRAY, 1 << 60), 1)],
-    "empty texts without end": [_header(0, 1), (_array(gguf.STRING, 1 << 60), 1)],
-    "more than there is": [_header(1 << 60, 1 << 60), *_tensors(1, 1, 100)],
+    "endless empty arrays": [_header(0, 1), (_array(gguf.ARRAY, 1 << 60), 1)],
+    "endless empty texts": [_header(0, 1), (_array(gguf.STRING, 1 << 60), 1)],
+    "counts beyond the end": [_header(1 << 60, 1 << 60), *_tensors(1, 1, 100)],
 }
 
 
-@pytest.mark.parametrize("what", COSTLY)
-def test_costly_headers(what: str) -> None:
-    check_cost(COSTLY[what], "a.gguf")
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_headers(name: str) -> None:
+    check_cost(COSTLY[name], "a.gguf")

@@ -1,4 +1,4 @@
-"""Fuzz target: manifests of Ollama's store, and what a mount makes of them."""
+"""Fuzz target: manifests of Ollama's store, and how a mount handles them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def check(data: bytes) -> None:
-    """A manifest names files of `blobs` beside it, or is refused; a mount takes it either way."""
+    """Check that a manifest names files in `blobs` or is refused, and that a mount accepts it in both cases."""
     with bounded(), refusal():
         assert all("/" not in layer.blob and layer.kind.isalpha() for layer in manifest_layers(data))
     with scratch() as directory:

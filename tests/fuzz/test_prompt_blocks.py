@@ -1,4 +1,4 @@
-"""Fuzz targets: blocks of stored prompts, and the states of llama.cpp that they are cut from and joined to."""
+"""Fuzz targets: blocks of stored prompts, and the llama.cpp states that are cut into blocks and joined from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = Headed(b"llmcKVB1", 4096)
 
 
 def block_of(data: bytes) -> Block:
-    """The block that is all of a state."""
+    """Return the block that contains a whole state."""
     state = read_state(np.frombuffer(data, np.uint8))
     out = aligned(state.tokens * state.layout.token_bytes)
     state.block(0, state.tokens, out)
@@ -40,7 +40,7 @@ BLOCKS = [b"".join(bytes(part) for part in pack(KEY, block)) for block in (*map(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A with block in which the store does not log what it drops."""
+    """Disable the store's log of dropped blocks."""
     logging.getLogger("llmcache.kv").disabled = True
     try:
         yield
@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 
 def check(data: bytes) -> None:
-    """A block that can be joined to a state, or a refusal; the same from a server, and from a file, which then is gone."""
+    """Check that bytes are a valid block or refused, both from a server and from a file, which is deleted if refused."""
     with scratch() as directory, bounded(), quiet():
         store = BlockStore(directory, 1 << 30)
         path = store.directory / KEY.file
@@ -74,7 +74,7 @@ def check(data: bytes) -> None:
 
 
 def check_state(data: bytes) -> None:
-    """A state that is cut and joined to one with the same tokens, or the reason why not."""
+    """Check that a state is cut and joined to the same tokens, or that the refusal has a reason."""
     with bounded():
         try:
             block = block_of(data)
@@ -87,13 +87,15 @@ def check_state(data: bytes) -> None:
         assert len(joined.data) == len(data) and block_of(joined.data.tobytes()).payload.tobytes() == block.payload.tobytes()
 
 
-def changed(**told: Any) -> bytes:
-    """A block whose header tells something else."""
+def changed(**changes: Any) -> bytes:
+    """Return a block with changes to its header."""
     header, rest = FILES.parts(BLOCKS[0])
-    return FILES.file(written({**header, **told}), rest)
+    return FILES.file(written({**header, **changes}), rest)
 
 
-HEADERS = documents([FILES.parts(data)[0] for data in BLOCKS]).map(lambda told: FILES.file(written(told), BLOCKS[0][4096:]))
+HEADERS = documents([FILES.parts(data)[0] for data in BLOCKS]).map(
+    lambda header: FILES.file(written(header), BLOCKS[0][4096:])
+)
 TARGET = Target("prefix-block", mutated(BLOCKS) | HEADERS, check)
 STATE = Target("prefix-state", mutated(STATES), check_state)
 

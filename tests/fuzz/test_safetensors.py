@@ -38,18 +38,17 @@ INDEX: dict[str, Any] = {
 
 
 def file_of(header: bytes, length: int | None = None, size: int = SIZE) -> bytes:
-    """A file with this header; `length` may lie about it."""
+    """Return a file with this header; `length` may be wrong."""
     return struct.pack("<Q", len(header) if length is None else length) + header + bytes(size)
 
 
 def seeds() -> list[bytes]:
-    """A model, a small one, and a padded header as the reference implementation writes it."""
+    """Return a model, a small one, and one with a padded header as the reference implementation writes it."""
     small = {"x": HEADER["packed"] | {"data_offsets": [0, 16]}}
     return [file_of(written(HEADER)), file_of(written(small)), file_of(written(HEADER) + b"   ")]
 
 
 def check(data: bytes) -> None:
-    """What must hold for any bytes."""
     reads = Reads(data)
     with bounded(), refusal():
         layout = read_layout(reads, len(data), "dir/model-00001-of-00002.safetensors")
@@ -60,7 +59,7 @@ def check(data: bytes) -> None:
 
 
 def check_index(data: bytes) -> None:
-    """An index names files beside it, or is refused; looking for them touches nothing."""
+    """Check that an index names files next to it or is refused, and that searching them changes nothing."""
     with bounded(), refusal():
         names = index_shards(data)
         assert list(names) == sorted(set(names))
@@ -74,14 +73,14 @@ def check_index(data: bytes) -> None:
         assert path.read_bytes() == data and len(list(path.parent.iterdir())) == 2
 
 
-def _built() -> st.SearchStrategy[bytes]:
-    """Well formed headers of tensors that may lie anywhere: side by side, over each other, behind the end."""
+def _random_headers() -> st.SearchStrategy[bytes]:
+    """Generate well-formed headers whose tensors may be adjacent, overlap, or lie beyond the end."""
     places = st.tuples(st.sampled_from([0, 8, 16, 24, 32, 640, 1 << 62]), st.sampled_from([0, 8, 16, 632, 640, 1 << 62]))
     entries = places.map(lambda place: {"dtype": "U8", "shape": [place[1]], "data_offsets": [place[0], sum(place)]})
     return st.dictionaries(st.sampled_from(["a", "b", "c", "lm_head.weight"]), entries).map(written).map(file_of)
 
 
-TARGET = Target("safetensors", mutated(seeds()) | documents([HEADER]).map(written).map(file_of) | _built(), check)
+TARGET = Target("safetensors", mutated(seeds()) | documents([HEADER]).map(written).map(file_of) | _random_headers(), check)
 INDEXES = Target("safetensors-index", documents([INDEX]).map(written) | mutated([written(INDEX)]), check_index)
 
 
@@ -115,7 +114,7 @@ def test_any_index(data: bytes) -> None:
 
 
 def test_a_shape_of_many_numbers_is_refused_at_once() -> None:
-    """A product of that many numbers takes hours: it was computed before it was compared."""
+    """The product of that many numbers takes hours, so it must not be computed before the comparison."""
     shape = ",".join(["9223372036854775807"] * 400_000)
     data = file_of(f'{{"a": {{"dtype": "U8", "shape": [{shape}], "data_offsets": [0, 1]}}}}'.encode())
     with pytest.raises(DataError) as refused:
@@ -134,12 +133,12 @@ COSTLY: dict[str, Pieces] = {
     "escapes": [(b'"a":' + TENSOR + b',"other":"', 1), (b'\\"', 1_000_000), (b'"},', 1)],
     "a long name": [(b'"', 1), (b"n", 1_000_000), (b'":' + TENSOR + b"},", 1)],
     "many tensors": [(b'"t":' + TENSOR + b"},", 3000)],
-    "a lie": [],  # about its length
+    "a wrong length": [],  # declares a wrong length
 }
 
 
-@pytest.mark.parametrize("what", COSTLY)
-def test_costly_headers(what: str) -> None:
-    pieces = [(b"{", 1), *COSTLY[what], (b'"z":' + TENSOR + b"}}", 1)]
-    length = 30 << 20 if what == "a lie" else sum(len(piece) * count for piece, count in pieces)
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_headers(name: str) -> None:
+    pieces = [(b"{", 1), *COSTLY[name], (b'"z":' + TENSOR + b"}}", 1)]
+    length = 30 << 20 if name == "a wrong length" else sum(len(piece) * count for piece, count in pieces)
     check_cost([(struct.pack("<Q", length), 1), *pieces], "a.safetensors")

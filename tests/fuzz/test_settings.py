@@ -21,7 +21,7 @@ WORDS = ["cache=6G", "pin=*.gguf", "writable", "rw", "ro", "nofail", "x-a=b", "s
 
 
 def check(data: bytes) -> None:
-    """Any bytes as a settings file: every setting of its kind, or a refusal that names the file."""
+    """Check that any bytes as a settings file give settings of the right types, or a refusal that names the file."""
     with scratch() as directory:
         path = Path(directory) / "llmcache.toml"
         path.write_bytes(data)
@@ -40,7 +40,7 @@ def check(data: bytes) -> None:
 
 
 def check_options(data: bytes) -> None:
-    """Any `-o`, and any environment: what is ours, what is libfuse's, and nothing in both."""
+    """Check that any `-o` and any environment are split into our options and libfuse's, without overlap."""
     words = data.decode("utf-8", "surrogateescape").split("\n")
     rest, own = split_options(words)
     assert not set(rest) & {f"{name}={value}" for name, value in own.items()}

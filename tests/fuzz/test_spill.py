@@ -1,4 +1,4 @@
-"""Fuzz target: spill files of keys and values, and the page tables beside them: opened, restored, read, written on."""
+"""Fuzz target: spill files and their page tables: open, restore, read, and continue writing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.unit.kv_parts import append, ids, restored
 SHAPE = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
 
 
-def made(shape: KvShape = SHAPE, closed: bool = True) -> bytes:
-    """A file of two sequences, of which one was cut and goes on; `closed`, or as a kill leaves it."""
+def spill_bytes(shape: KvShape = SHAPE, closed: bool = True) -> bytes:
+    """Return a file of two sequences, one of them truncated and continued; `closed`, or as after a kill."""
     with scratch() as directory:
         path = Path(directory) / "a.kv"
         file = SpillFile.create(path, shape, extent_pages=1, direct=False)
@@ -40,13 +40,13 @@ def made(shape: KvShape = SHAPE, closed: bool = True) -> bytes:
 
 
 def header_of(identity: bytes, version: int = 1) -> bytes:
-    """A header block with a right checksum around any identity."""
+    """Return a header block with a valid checksum for any identity."""
     crc = zlib.crc32(identity, zlib.crc32(struct.pack("<II", version, len(identity))))
     return (struct.pack("<8sIII", b"LLMCKV\r\n", version, len(identity), crc) + identity).ljust(4096, b"\0")[:4096]
 
 
 def repaired(data: bytes) -> bytes:
-    """`data` with right checksums in its header and in every record, wherever they may lie."""
+    """Return `data` with valid checksums in the header and in all records."""
     out = bytearray(data)
     if len(out) >= 4096:
         version, length = struct.unpack_from("<II", out, 8)
@@ -58,7 +58,7 @@ def repaired(data: bytes) -> bytes:
 
 
 def check(data: bytes) -> None:
-    """What must hold for any bytes: read, restored, and opened to be written on."""
+    """Check for any bytes: read, restore, and open for writing."""
     with scratch() as directory:
         path = Path(directory) / "a.kv"
         path.write_bytes(data)
@@ -66,12 +66,12 @@ def check(data: bytes) -> None:
             with SpillReader.open(path, direct=False) as file:
                 read_all(file, len(data))
             look(path, file.shape)
-        assert path.read_bytes() == data, "who reads changes nothing"
+        assert path.read_bytes() == data, "reading changes nothing"
         _write_on(path, data)
 
 
 def read_all(file: SpillReader, size: int) -> None:
-    """Whatever the file says it has is there, or is damaged page by page; nothing lies in two places or behind the end."""
+    """Check that all declared pages are readable or reported damaged, and that none overlap or lie beyond the end."""
     shape = file.shape
     taken: set[int] = set()
     for sequence in file.sequences:
@@ -85,33 +85,33 @@ def read_all(file: SpillReader, size: int) -> None:
             for kind in (0, 1):
                 with refusal():
                     assert len(file.read_slots(sequence, layer, list(range(pages)), kind)) == pages
-            for there, offset in file.key_ranges(sequence, layer):
-                assert offset >= EXTENTS_AT and offset + len(there) * shape.key_slot_bytes <= size
-                slots = {offset + number * shape.key_slot_bytes for number in range(len(there))}
+            for pages_there, offset in file.key_ranges(sequence, layer):
+                assert offset >= EXTENTS_AT and offset + len(pages_there) * shape.key_slot_bytes <= size
+                slots = {offset + number * shape.key_slot_bytes for number in range(len(pages_there))}
                 assert not slots & taken
                 taken |= slots
 
 
 def _write_on(path: Path, data: bytes) -> None:
-    """A file that can be opened to be written takes pages, and has them and all others when it is opened again."""
+    """Check that a file opened for writing accepts pages and has them, and all others, after reopening."""
     with bounded(), refusal():
         try:
             file = SpillFile.open(path, SHAPE, direct=False)
         except DataError:
-            assert path.read_bytes() == data, "what is refused is not changed"
+            assert path.read_bytes() == data, "a refused file is not changed"
             raise
         with file:
-            kept = {sequence: file.pages(sequence) for sequence in file.sequences}
+            expected = {sequence: file.pages(sequence) for sequence in file.sequences}
             for sequence in (0, 5):
-                file.truncate(sequence, whole := file.length(sequence) // SHAPE.page_tokens)
+                file.truncate(sequence, whole_pages := file.length(sequence) // SHAPE.page_tokens)
                 append(file, sequence, ids(0, 5))
-                kept[sequence] = whole + 3
+                expected[sequence] = whole_pages + 3
         with SpillReader.open(path, SHAPE, direct=False) as again:
-            assert {sequence: again.pages(sequence) for sequence in again.sequences} == kept
+            assert {sequence: again.pages(sequence) for sequence in again.sequences} == expected
 
 
 def check_tables(text: bytes) -> None:
-    """Any bytes beside a good spill file: sequences of pages that are there, or a refusal."""
+    """Check that any bytes as page tables give existing pages or a refusal."""
     with scratch() as directory:
         path = Path(directory) / "a.kv"
         path.write_bytes(SEEDS[0])
@@ -125,7 +125,7 @@ def check_tables(text: bytes) -> None:
         assert path.read_bytes() == SEEDS[0] and Tables.path(path).read_bytes() == text
 
 
-SEEDS = [made(), made(closed=False)]
+SEEDS = [spill_bytes(), spill_bytes(closed=False)]
 IDENTITY = {**SHAPE.to_json(), "extent_pages": 1}
 TABLES = [
     {"schema": SCHEMA, "saved": True, "sequences": [[[0, 3]], [[0, 1], [1, 1]]]},
@@ -141,7 +141,6 @@ PAGE_TABLES = Target(
 
 
 def with_records(*records: tuple[int, bytes]) -> bytes:
-    """A file with these records in these places."""
     data = bytearray(SEEDS[0])
     for at, record in records:
         data[at : at + 64] = record
@@ -149,7 +148,7 @@ def with_records(*records: tuple[int, bytes]) -> bytes:
 
 
 def huge(**changes: Any) -> bytes:
-    """A file whose header tells of other numbers."""
+    """Return a file whose header has other numbers."""
     return header_of(written(IDENTITY | changes)) + SEEDS[0][4096:]
 
 
@@ -176,9 +175,11 @@ def test_any_bytes(data: bytes) -> None:
     check(data)
 
 
-def test_an_extent_behind_a_gap_is_free(tmp_path: Path) -> None:
-    """A crash lost the record of a chain's first extent, not of the next two: they were taken for its first, and what
-    was written to them was lost when the file was opened again.
+def test_an_extent_after_a_gap_in_its_chain_is_free(tmp_path: Path) -> None:
+    """Regression: an extent after a lost one was taken for the first of its chain.
+
+    A crash lost the record of a chain's first extent but not the next two. They were used as the first, and data written
+    to them was lost on reopening.
     """
     path = tmp_path / "a.kv"
     file = SpillFile.create(path, SHAPE, extent_pages=1, direct=False)

@@ -1,4 +1,4 @@
-"""Fuzz target: the trees of keys that are saved beside a spill file."""
+"""Fuzz target: the trees of keys that are saved next to a spill file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = Headed(b"LLMDCI\r\n", 64)
 
 @functools.cache
 def seed() -> bytes:
-    """Two trees, one of which is empty. Made when it is asked for: what makes it may have to be compiled, for a minute."""
+    """Return a file with two trees, one of them empty. Created on first use, because compilation may take a minute."""
     index = DciIndex(DIM, DciSettings(promotion=0.4, first_promotion=0.3, page_slots=4, seed=3))
     index.insert(np.random.default_rng(0).standard_normal((TOKENS, DIM), np.float32), np.arange(TOKENS))
     with scratch() as directory:
@@ -33,21 +33,21 @@ def seed() -> bytes:
         return path.read_bytes()
 
 
-def patched(name: str, which: int, place: int, value: int) -> bytes:
-    """One number of an array of the first tree replaced, all checksums right."""
-    told, rest = FILES.parts(seed())
+def patched(name: str, which: int, position: int, value: int) -> bytes:
+    """Return the file with one number of an array of a tree replaced, and valid checksums."""
+    header, rest = FILES.parts(seed())
     arrays = bytearray(rest)
-    entry = told["indexes"][which]["arrays"][name]
+    entry = header["indexes"][which]["arrays"][name]
     dtype, size = np.dtype(entry[0]), int(np.prod(entry[1]))
     if size:
-        at = entry[2] + place % size * dtype.itemsize
+        at = entry[2] + position % size * dtype.itemsize
         arrays[at : at + dtype.itemsize] = (value % (1 << 8 * dtype.itemsize)).to_bytes(dtype.itemsize, "little")
         entry[3] = zlib.crc32(arrays[entry[2] : entry[2] + size * dtype.itemsize])
-    return FILES.file(written(told), bytes(arrays))
+    return FILES.file(written(header), bytes(arrays))
 
 
 def check(data: bytes) -> None:
-    """Whole trees that can be asked and that grow, or a refusal."""
+    """Check that any bytes give valid trees or a refusal."""
     with scratch() as directory:
         path = Path(directory) / "dci-a.kv"
         path.write_bytes(data)
@@ -62,8 +62,8 @@ PATCHES = st.builds(patched, st.sampled_from(Tree._fields), st.integers(0, 1), s
 
 
 def _headers() -> st.SearchStrategy[bytes]:
-    told, arrays = FILES.parts(seed())
-    return documents([told]).map(lambda other: FILES.file(written(other), arrays))
+    header, arrays = FILES.parts(seed())
+    return documents([header]).map(lambda other: FILES.file(written(other), arrays))
 
 
 TARGET = Target("spill-index", st.deferred(lambda: mutated([seed()])) | st.deferred(_headers) | PATCHES, check)
@@ -72,8 +72,8 @@ TARGET = Target("spill-index", st.deferred(lambda: mutated([seed()])) | st.defer
 def test_the_seed_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(seed())
     assert [len(index) for index in load_indexes(tmp_path / "a", IDENTITY).values()] == [TOKENS, 0]
-    told, arrays = FILES.parts(seed())
-    assert FILES.file(written(told), arrays)[:20] == seed()[:20]
+    header, arrays = FILES.parts(seed())
+    assert FILES.file(written(header), arrays)[:20] == seed()[:20]
 
 
 @given(TARGET.inputs)

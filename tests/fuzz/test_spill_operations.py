@@ -1,8 +1,8 @@
-"""Random operations on a spill file against a dictionary, as fsx does with files: append, cut, flush, reopen, read rows in
-any order, readers beside the writer, and crashes of the machine, after which it goes on with what the disk has.
+"""Random operations on a spill file, compared with a dictionary, as fsx does with files.
 
-tests/property/test_kv_spill_crashes.py looks at one crash at a time, in every place; here they follow one another, with
-extents of one page, so that chains have many.
+Append, truncate, flush, reopen, read rows in any order, read in another process, and crash; after a crash, continue with
+the disk image. tests/property/test_kv_spill_crashes.py tests single crashes at every position; here they follow one
+another, with small extents, so that chains are long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE = 2
 
 
 class Operations(RuleBasedStateMachine):
-    """A file and its dictionary: the tokens of each sequence. `possible`: what a crash may bring back."""
+    """A file and its dictionary with the tokens of each sequence; `possible` has the states that a crash may restore."""
 
     @initialize(
         dtype=st.sampled_from(["float16", "float32"]),
@@ -60,7 +60,7 @@ class Operations(RuleBasedStateMachine):
             self.file.close()
             self.stack.close()
 
-    # What changes the file
+    # Changes
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9))
     def append(self, sequence: int, count: int) -> None:
@@ -71,7 +71,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 7))
     def append_one_layer(self, sequence: int, count: int) -> None:
-        """A step that does not end: nobody sees its tokens."""
+        """Append to one layer only, like an unfinished step; its tokens stay invisible."""
         self._end_with_whole_pages(sequence)
         append(self.file, sequence, self._new(count), range(1))
 
@@ -96,12 +96,11 @@ class Operations(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def crash(self, seed: int) -> None:
-        """Of what was not synced, any sectors may be missing."""
+        """Crash; any unsynced sectors may be missing."""
         self._crash(len(self.disk.events), random.Random(seed), self.possible)
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), count=st.integers(1, 9), cut=st.booleans(), seed=SEEDS)
     def crash_within(self, sequence: int, count: int, cut: bool, seed: int) -> None:
-        """In the middle of an operation."""
         source, first, before = random.Random(seed), len(self.disk.events), list(self.possible)
         if cut:
             self.crop(sequence, count)
@@ -123,14 +122,14 @@ class Operations(RuleBasedStateMachine):
         self.disk.events = [(0, path.read_bytes()), SYNC]
         self.file = SpillFile.open(path, self.shape, direct=False)
         self.state = {sequence: tuple(restored(self.file, sequence)) for sequence in range(SEQUENCES)}
-        assert self.state == seen, "a reader sees what a writer would go on with"
+        assert self.state == seen, "a reader sees the state with which a writer continues"
         for sequence, found in self.state.items():
             states = [state.get(sequence, ()) for state in possible]
-            assert any(found == state[: len(found)] for state in states), "a beginning of what it was"
-            assert len(found) >= min(map(len, states)) // PAGE * PAGE, "what was flushed is there"
+            assert any(found == state[: len(found)] for state in states), "a prefix of a possible state"
+            assert len(found) >= min(map(len, states)) // PAGE * PAGE, "flushed pages survive"
         self.possible = [self.state]
 
-    # Looking
+    # Reads
 
     @invariant()
     def lengths_are_right(self) -> None:
@@ -150,7 +149,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: len(self.readers) < 3)
     @rule()
     def open_reader(self) -> None:
-        """A second process: it sees all whole pages that were appended, flushed or not."""
+        """Open a second reader, which sees all whole pages, flushed or not."""
         reader = SpillReader.open(self.file.path, self.shape, direct=False)
         seen = {sequence: tuple(restored(reader, sequence)) for sequence in range(SEQUENCES)}
         assert seen == {sequence: self.state.get(sequence, ()) for sequence in range(SEQUENCES)}
@@ -159,27 +158,31 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(seed=SEEDS)
     def read_beside(self, seed: int) -> None:
-        """What a reader knew is there, or was taken away by the writer: then it is refused, and nothing else is served."""
+        """Read with a reader opened earlier: pages that the writer truncated are refused, and no other data is returned."""
         reader, seen, since = self.readers[seed % len(self.readers)]
         try:
             self._check_rows(reader, seen, np.random.default_rng(seed), True)
         except DataError as error:
-            kept = all(state.get(sequence, ())[: len(own)] == own for state in since for sequence, own in seen.items())
-            assert not kept, error.message
+            unchanged = all(
+                state.get(sequence, ())[: len(tokens_of_sequence)] == tokens_of_sequence
+                for state in since
+                for sequence, tokens_of_sequence in seen.items()
+            )
+            assert not unchanged, error.message
 
     def _check_rows(self, file: SpillReader, state: State, source: np.random.Generator, shared: bool) -> None:
-        """Pages of one layer in any order, some twice: whole, and each side alone."""
+        """Read pages of one layer in any order, some twice, both sides together and each alone."""
         sequence, layer = int(source.integers(SEQUENCES)), int(source.integers(self.shape.layers))
         pages = file.pages(sequence)
-        own = np.array(state.get(sequence, ()), np.int64)
-        wanted = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
-        room = [aligned(8 * size) for size in self.shape.slot_sizes]
-        found = file.read(sequence, layer, wanted, room if shared else None)
+        tokens_of_sequence = np.array(state.get(sequence, ()), np.int64)
+        pages_read = source.integers(0, pages, int(source.integers(1, 9))) if pages else np.empty(0, np.int64)
+        buffers = [aligned(8 * size) for size in self.shape.slot_sizes]
+        found = file.read(sequence, layer, pages_read, buffers if shared else None)
         for side, whole in enumerate(found):
-            alone = view_slots(self.shape, file.read_slots(sequence, layer, wanted, side), side)
+            alone = view_slots(self.shape, file.read_slots(sequence, layer, pages_read, side), side)
             assert alone.tobytes() == np.ascontiguousarray(whole).tobytes()
-        for index, page in enumerate(wanted.tolist()):
-            tokens = own[page * PAGE : (page + 1) * PAGE]
+        for index, page in enumerate(pages_read.tolist()):
+            tokens = tokens_of_sequence[page * PAGE : (page + 1) * PAGE]
             for side, got in enumerate(found):
                 assert got[index, :, : len(tokens)].tobytes() == rows(self.shape, layer, tokens, side).tobytes()
                 assert not got[index, :, len(tokens) :].any()
@@ -191,10 +194,10 @@ class Operations(RuleBasedStateMachine):
         return ids(self.next_id - count, count)
 
     def _end_with_whole_pages(self, sequence: int) -> None:
-        """Nothing can follow a partial page, nor pages that not all layers have."""
-        own = self.state.get(sequence, ())
-        if len(own) % PAGE or self.file.pages(sequence, 0) > len(own) // PAGE:
-            self.crop(sequence, len(own) // PAGE)
+        """Truncate partial pages and pages that some layers lack: nothing can be appended after them."""
+        tokens_of_sequence = self.state.get(sequence, ())
+        if len(tokens_of_sequence) % PAGE or self.file.pages(sequence, 0) > len(tokens_of_sequence) // PAGE:
+            self.crop(sequence, len(tokens_of_sequence) // PAGE)
 
     def _now(self, state: State) -> None:
         self.state = state
@@ -204,7 +207,7 @@ class Operations(RuleBasedStateMachine):
 
 
 MACHINE = Machine("spill-operations", Operations)
-# Their short runs are where they are written.
+# short runs of these are in the files that define them
 STORE = Machine("kv-store", Store)
 DEVICE = Machine("kv-store-device", Device)
 

@@ -1,4 +1,4 @@
-"""Fuzz target: traces in Parquet and what a killed recorder leaves: read, described and classified."""
+"""Fuzz target: Parquet traces and the files of a killed recorder: read, described and classified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ ROWS = {name: np.asarray(column) for name, column in zip(COLUMNS, trace().column
 
 
 def parquet(metadata: bytes, columns: dict[str, Any]) -> bytes:
-    """A Parquet file with the schema of a trace."""
     out = io.BytesIO()
     table = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
     pq.write_table(table.replace_schema_metadata({KEY: metadata}), out, compression="zstd", write_page_checksum=True)
@@ -42,7 +41,6 @@ def parquet(metadata: bytes, columns: dict[str, Any]) -> bytes:
 
 
 def saved() -> bytes:
-    """A trace as the recorder writes it."""
     with scratch() as directory:
         path = Path(directory) / "a.parquet"
         trace().save(path)
@@ -50,7 +48,10 @@ def saved() -> bytes:
 
 
 def recording(facts: dict[bytes, bytes] | None = None, ended: bool = False, empty: bool = False) -> bytes:
-    """A recording of two batches; `facts` replaces what the second says, of whose first row `empty` takes the values."""
+    """Return a recording of two batches.
+
+    `facts` is the metadata of the second batch; `empty` makes the values of its first row null.
+    """
     with scratch() as directory:
         path = Path(directory) / "a.recording"
         if facts is not None:
@@ -71,7 +72,7 @@ def recording(facts: dict[bytes, bytes] | None = None, ended: bool = False, empt
 
 
 def check(data: bytes, name: str = "a.parquet") -> None:
-    """What must hold for any bytes in a file with the ending of `name`."""
+    """Check any bytes in a file with the suffix of `name`."""
     with scratch() as directory:
         path = Path(directory) / name
         path.write_bytes(data)
@@ -85,7 +86,7 @@ def check(data: bytes, name: str = "a.parquet") -> None:
 
 
 def check_reader(reader: TraceReader) -> None:
-    """Batches of any size are the whole trace, and every row is possible."""
+    """Check that batches of any size give the whole trace, and that every row is possible."""
     assert all(is_printable(file.path.encode("utf-8", "surrogateescape").decode("latin-1")) for file in reader.files)
     whole = reader.read()
     assert len(whole) == reader.rows > 0
@@ -102,7 +103,7 @@ def check_reader(reader: TraceReader) -> None:
 
 
 def check_description(path: Path, reader: TraceReader) -> None:
-    """The sums of `llmcache info` are those of the rows."""
+    """Check that the sums of `llmcache info` match the rows."""
     info, whole = describe(path), reader.read()
     assert info.rows == len(whole) and info.accesses == whole.accesses == sum(info.ops.values()) == sum(info.misses.values())
     assert 0 < info.touched_bytes <= info.accessed_bytes == info.accesses * BLOCK_BYTES
@@ -111,7 +112,6 @@ def check_description(path: Path, reader: TraceReader) -> None:
 
 
 def check_printed(path: Path, classes: TraceClasses) -> None:
-    """What the commands say of it can be printed."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
         for as_json in (True, False):
             show(path, as_json)
@@ -119,11 +119,11 @@ def check_printed(path: Path, classes: TraceClasses) -> None:
 
 
 check_recording = partial(check, name="a.recording")
-"""What must hold for any bytes that a recorder is said to have left."""
+"""Checks any bytes as the file of a killed recorder."""
 
 
 def _rows() -> st.SearchStrategy[bytes]:
-    """Good metadata, and rows of which one or two numbers are others, whether or not a trace may have them."""
+    """Generate valid metadata with rows of which one or two numbers are replaced by odd values."""
     odd = [*range(4), 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 39, 1 << 51, 1 << 62, (1 << 64) - 1]
     change = st.tuples(st.sampled_from(list(COLUMNS)), st.integers(0, 3), st.sampled_from(odd))
     return st.lists(change, min_size=1, max_size=2).map(_with)

@@ -1,4 +1,4 @@
-"""Where torch or transformers is missing, only test_supported.py is collected: it is skipped, or fails, with the reason."""
+"""Without torch or transformers, only test_supported.py is collected, and is skipped or fails with the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ collect_ignore = [] if _PRESENT else _OTHERS
 
 
 @pytest.fixture(autouse=True)
-def _as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch has one thread, whatever a test before has set: its threads wait by spinning, and tests run side by side.
+def _isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one thread, because spinning threads of torch disturb tests that run in parallel.
 
-    And no context is short enough to be attended to fully, unless a test says so: nothing of the store would be seen.
+    Attend fully to no context, however short, unless a test enables that: otherwise the store would not be used.
     """
     if _PRESENT:
         import torch
@@ -34,7 +34,7 @@ def _as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def enabled() -> Iterator[Callable[..., Any]]:
-    """What enables a tiny model, by family and dtype, until the test is over."""
+    """Return a function that enables a tiny model of a family and dtype; models are disabled after the test."""
     from llmcache.kv.transformers import disable, enable
     from tests.hf.tiny_models import tiny
 
@@ -51,10 +51,9 @@ def enabled() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def llama(enabled: Callable[..., Any]) -> Any:
-    """An enabled model."""
     return enabled("llama")
 
 
 def pytest_report_header() -> str:
-    """Say which transformers it is: `test_oldest.py` looks for it."""
+    """Report the version of transformers, which `test_oldest.py` checks."""
     return f"transformers {importlib.metadata.version('transformers')}" if _PRESENT else "transformers: missing"

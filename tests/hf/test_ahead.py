@@ -1,4 +1,4 @@
-"""Looking ahead: the estimate of queries is right where its input is, and changes only when things are fetched."""
+"""Lookahead: queries are estimated exactly from exact input, and lookahead only affects when pages are fetched."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.hf.tiny_models import Enabled, check_same, generate, prompt, single, 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3"])
-def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> None:
+def test_the_estimate_is_exact_for_the_real_input_of_a_layer(family: str) -> None:
     model = tiny(family)
     layer, seen = model.model.layers[1], {}
 
@@ -22,7 +22,7 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
             seen["queries"] = query
         return plain(module, query, *arguments, **options)
 
-    def note(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def record_input(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         seen["hidden"] = options.get("hidden_states", arguments[0] if arguments else None)
         rotation = options.get("position_embeddings", options.get("position_embeddings_global"))
         seen["rotation"] = rotation
@@ -31,7 +31,7 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
     name = model.config._attn_implementation
     plain = AttentionInterface()[name]
     AttentionInterface.register(name, attention)
-    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    hook = layer.register_forward_pre_hook(record_input, with_kwargs=True)
     try:
         with torch.no_grad():
             model(**single(20), **cache_argument(stock(model)))
@@ -43,7 +43,7 @@ def test_the_estimate_is_exact_for_what_really_enters_a_layer(family: str) -> No
     assert torch.equal(found, seen["queries"])
 
 
-def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled: Enabled, tmp_path: Path) -> None:
+def test_selections_by_exact_queries_do_not_depend_on_lookahead(enabled: Enabled, tmp_path: Path) -> None:
     model = enabled("qwen3")
     results = []
     for ahead in (False, True):
@@ -54,16 +54,16 @@ def test_what_is_chosen_by_true_queries_does_not_depend_on_looking_ahead(enabled
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", [1, 2]), ("gemma3", [])])
-def test_layers_are_evaluated_ahead_but_the_first_and_those_with_another_rotation(
+def test_layers_are_evaluated_ahead_except_the_first_and_those_with_another_rotation(
     enabled: Enabled, family: str, layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Gemma 3 a global layer follows a local one, whose rotary embedding is another."""
+    """In Gemma 3, a global layer follows a local one with another rotary embedding."""
     model = enabled(family)
     with SpillCache(model.config, token_budget=64, lookahead=True, exact=False, threads=2) as cache:
-        asked: list[int] = []
+        layers_ahead: list[int] = []
         generate(model, cache, single(), max_new_tokens=1)
         engine = cache.conversation.engine
         assert engine is not None
-        monkeypatch.setattr(engine, "ahead", lambda layer, queries: asked.append(layer))
+        monkeypatch.setattr(engine, "ahead", lambda layer, queries: layers_ahead.append(layer))
         model(input_ids=torch.tensor([[5]]), **cache_argument(cache))
-    assert asked == layers
+    assert layers_ahead == layers

@@ -1,4 +1,4 @@
-"""Tensors as arrays, and pages in a device's memory: as on the host, the longest unused goes first."""
+"""Tensors as arrays, and pages in the memory of a device, with the same replacement (least recently used) as on the host."""
 
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,28 @@ def pages(first: int, count: int, dim: int = 8) -> np.ndarray[tuple[int, ...], n
     return rng.standard_normal((count, 2, 4, dim), dtype=np.float32)
 
 
-def test_it_does_what_the_tier_on_the_host_does() -> None:
+def test_the_torch_tier_equals_the_host_tier() -> None:
     rng = np.random.default_rng(3)
-    there, here = TorchFastTier(12, torch.float32, CPU), HostFastTier(12)
+    torch_tier, host_tier = TorchFastTier(12, torch.float32, CPU), HostFastTier(12)
     for step in range(60):
         layer = int(rng.integers(2))
         used = np.sort(rng.choice(20, 5, replace=False))
-        found = there.have(layer, used)
-        assert (found == here.have(layer, used)).all()
+        found = torch_tier.have(layer, used)
+        assert (found == host_tier.have(layer, used)).all()
         sent = (pages(step, int((~found).sum())), pages(step + 1000, int((~found).sum()), 6))
-        for tier in (there, here):
+        for tier in (torch_tier, host_tier):
             tier.put(layer, used[~found], *sent)
         wanted = used[rng.integers(0, 5, (3, 2, 7))]
         offsets = rng.integers(0, 4, wanted.shape)
-        for one, other in zip(there.rows(layer, wanted, offsets), here.rows(layer, wanted, offsets), strict=True):
+        for one, other in zip(torch_tier.rows(layer, wanted, offsets), host_tier.rows(layer, wanted, offsets), strict=True):
             assert (as_array(one) == other).all()
         if step % 9 == 0:
-            gone = rng.choice(20, 3, replace=False)
-            for tier in (there, here):
-                tier.drop(gone)
+            dropped = rng.choice(20, 3, replace=False)
+            for tier in (torch_tier, host_tier):
+                tier.drop(dropped)
 
 
-def test_what_does_not_fit_is_refused(llama: Any) -> None:
+def test_too_many_pages_are_refused(llama: Any) -> None:
     tier = TorchFastTier(2, torch.float32, CPU)
     with pytest.raises(ValueError, match="pages: must be at most 2 at once, not 3"):
         tier.put(0, np.arange(3), pages(0, 3), pages(1, 3))
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused(llama: Any) -> None:
 
 
 def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
-    """The device is the processor here: the same logits as without, and only pages that are not there are sent."""
+    """The device is the CPU here: the logits are the same as without it, and only missing pages are sent."""
     results, sent = [], 0
     for pages in (None, 120):
         with SpillCache(llama.config, token_budget=96, path=tmp_path, gpu_pages=pages, threads=2) as cache:
@@ -71,7 +71,7 @@ def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_there_and_back_is_the_same_memory(name: str) -> None:
+def test_conversions_share_memory(name: str) -> None:
     dtype = getattr(torch, name)
     tensor = torch.randn(2, 3, 5).to(dtype)
     assert dtype_name(dtype) == name

@@ -1,4 +1,4 @@
-"""Kelle under transformers: as good as the layers of `edram.aerp` in numpy, which are the model that transformers runs."""
+"""Kelle with transformers is as accurate as the numpy layers of `edram.aerp`, for the same model."""
 
 import functools
 from pathlib import Path
@@ -18,36 +18,36 @@ from tests.hf.test_recall import model, questions, share
 
 
 @functools.cache
-def kelles_share(budget: int, **options: Any) -> float:
+def kelle_share(budget: int, **options: Any) -> float:
     return share("kelle", 1024, token_budget=budget, **options)
 
 
-def test_the_decoder_in_numpy_is_the_model() -> None:
+def test_the_numpy_decoder_equals_the_model() -> None:
     ids = questions(1024).ids[0, :300]
     with torch.no_grad():
-        wanted = model()(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+        expected = model()(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
     found = Decoder.load(RECALL_MODEL).prompt(ids)[1]
-    np.testing.assert_allclose(found, wanted, atol=2e-3)
+    np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-def test_it_answers_as_well_as_the_layers_of_aerp() -> None:
+def test_kelle_answers_as_well_as_the_aerp_layers() -> None:
     budget = 256
-    # As many tokens, split alike: 16 sinks, a window of 32; the store's pages make the window up to 15 tokens longer.
+    # The same number of tokens: 16 sinks and a window of 32, which pages extend by up to 15 tokens.
     layers = CacheVariant("aerp", AerpSettings(budget, 16, 40), CellSettings("exact"))
-    wanted = accuracy(evaluate(Decoder.load(RECALL_MODEL), questions(1024), [layers])["aerp"])
-    assert abs(kelles_share(budget) - wanted.mean) < 0.08
-    assert kelles_share(128) < kelles_share(budget) < kelles_share(2048) == 1.0
+    expected = accuracy(evaluate(Decoder.load(RECALL_MODEL), questions(1024), [layers])["aerp"])
+    assert abs(kelle_share(budget) - expected.mean) < 0.08
+    assert kelle_share(128) < kelle_share(budget) < kelle_share(2048) == 1.0
 
 
-def test_spilled_tokens_come_back_from_the_ssd_as_they_were(tmp_path: Path) -> None:
-    """A pool of 24 pages and a file give the very answers that memory for all gives; most pages are in the file alone."""
+def test_spilled_tokens_are_restored_exactly(tmp_path: Path) -> None:
+    """A pool of 24 pages with a file gives the same answers as a pool for all pages; most pages are only in the file."""
     pooled = SpillCache(
         model().config, "kelle", token_budget=256, threads=2, evicted="spilled", path=tmp_path / "kv.spill", cpu_pages=24
     )
     with pooled as cache:
-        assert float(answer(model(), cache, questions(1024)).mean()) == kelles_share(256, evicted="spilled")
+        assert float(answer(model(), cache, questions(1024)).mean()) == kelle_share(256, evicted="spilled")
         engine = cache.conversation.engine
         assert engine is not None
         moved = engine.store.traffic.to_json()
     assert moved["pages_down"] > 0 and moved["hits_ssd"] > moved["hits_cpu"] > 0
-    assert kelles_share(256, evicted="spilled") > kelles_share(256) - 0.04  # five questions
+    assert kelle_share(256, evicted="spilled") > kelle_share(256) - 0.04  # five questions

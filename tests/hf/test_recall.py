@@ -1,4 +1,4 @@
-"""What policies leave out, the recall model answers wrongly: HillInfer's choice costs nothing, the window's nearly all."""
+"""The recall model answers wrongly if a policy drops the needed tokens: rarely with HillInfer, mostly with a window."""
 
 import argparse
 import functools
@@ -39,7 +39,7 @@ def full(tokens: int) -> float:
     return accuracy(model(), questions(tokens))
 
 
-def test_a_fifth_of_the_context_is_enough_so_are_128_tokens_and_the_newest_alone_are_not(tmp_path: Path) -> None:
+def test_a_fifth_of_the_context_or_128_tokens_suffice_but_not_the_newest(tmp_path: Path) -> None:
     assert min(full(1024), full(4096)) >= 0.99, "the model knows its task"
     assert share("hillinfer", 4096, alpha=0.2) >= full(4096) - 0.01
     assert share("hillinfer", 1024, token_budget=128, path=tmp_path, cpu_pages=8) >= full(1024) - 0.02
@@ -52,20 +52,21 @@ def test_a_passkey_is_found_at_every_depth() -> None:
         assert accuracy(model(), task, "mass", token_budget=64, threads=2) == 1, f"depth {depth}"
 
 
-def test_a_chain_is_followed_as_far_as_with_everything() -> None:
+def test_a_chain_is_followed_as_far_as_with_the_full_cache() -> None:
     task = chain(np.random.default_rng(5), CONTEXTS, 1024, steps=32)
     expected = accuracy(model(), task)
     assert expected >= 0.95
     assert accuracy(model(), task, "mass", token_budget=128, threads=2) >= expected - 0.05
 
 
-def test_everything_kept_is_the_plain_cache_and_torch_keeps_its_threads() -> None:
+def test_the_full_policy_equals_the_plain_cache_and_keeps_torchs_threads() -> None:
     torch.set_num_threads(2)
     assert share("full", 1024) == full(1024)
     assert torch.get_num_threads() == 2
 
 
-# The example `tools/long_context.py`: both caches answer alike, in noise and from a text with a model from a directory
+# The example `tools/long_context.py`: both caches give the same answers, in noise and about a text, also with a saved
+# model
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
@@ -74,7 +75,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
     return [line.split(": ", 1) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_recall_model_answers_alike(
+def test_both_caches_give_the_same_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = lines(monkeypatch, capsys, "--tokens", "700", "--budget", "96", "--dir", str(tmp_path))
@@ -84,14 +85,14 @@ def test_the_recall_model_answers_alike(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_from_a_directory_is_asked_about_a_text(
+def test_the_example_asks_a_model_from_a_directory_about_a_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer, said = words()
+    tokenizer, content = words()
     tokenizer.save_pretrained(tmp_path / "model")
     tiny("llama").save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text(said)
+    text.write_text(content)
     arguments = [str(tmp_path / "model"), "--text", str(text), "--ask", "w3 w4", "--budget", "512", "--dir", str(tmp_path)]
     found = lines(monkeypatch, capsys, *arguments)
     assert found[0][1] == found[1][1] != ""
@@ -101,7 +102,7 @@ def test_a_model_from_a_directory_is_asked_about_a_text(
         lines(monkeypatch, capsys, *(argument + "x" if argument == str(text) else argument for argument in arguments))
 
 
-# The script that trains the model: a few steps of it go through
+# The script that trains the model runs for a few steps
 
 
 def test_a_few_steps_write_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a SpillCache cannot do is said before or at the first step, by name; a wrong answer is never given silently."""
+"""A SpillCache refuses unsupported models and settings before or in the first step, by name, and never answers wrongly."""
 
 import threading
 from pathlib import Path
@@ -30,7 +30,7 @@ def linear() -> Any:
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": 0.5, "token_budget": 100}, "token_budget"),
         ({"colour": "blue"}, "colour"),
-        ({"policy": "hillinfer", "beta": 2.0}, "beta"),  # the pool's size is cpu_pages
+        ({"policy": "hillinfer", "beta": 2.0}, "beta"),  # the pool's size is set by cpu_pages
         ({"policy": "hillinfer", "cpu_pages": 2, "path": "x.kv"}, "cpu_pages"),
         ({"cpu_pages": 20}, "cpu_pages"),
         ({"gpu_pages": 0}, "gpu_pages"),
@@ -42,7 +42,7 @@ def linear() -> Any:
         ({"cpu_pages": "9"}, "cpu_pages"),
     ],
 )
-def test_settings(options: dict[str, Any], field: str) -> None:
+def test_bad_settings_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}: "):
         SpillCache(tiny("llama").config, **options)
 
@@ -57,7 +57,7 @@ def test_settings(options: dict[str, Any], field: str) -> None:
     ],
     ids=["encoder", "latent", "all sliding", "linear"],
 )
-def test_models(model: Any, field: str) -> None:
+def test_unsupported_models_are_refused(model: Any, field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}: "):
         SpillCache(model)
 
@@ -67,7 +67,7 @@ def family(name: str) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).eval()
 
 
-def test_a_family_whose_attention_cannot_be_replaced_stays_as_it_is() -> None:
+def test_a_model_whose_attention_cannot_be_replaced_stays_unchanged() -> None:
     model = family("Bloom")
     expected = model(**single()).logits
     with pytest.raises(UsageError, match="model: the attention of BloomForCausalLM cannot be replaced"):
@@ -85,12 +85,12 @@ def test_layers_without_attention_are_refused_by_the_cache_alone() -> None:
     disable(model)
 
 
-def test_a_cache_for_something_that_is_no_model() -> None:
+def test_a_cache_for_another_object_is_refused() -> None:
     with pytest.raises(UsageError, match="config: a dict, not the configuration"):
         SpillCache({})
 
 
-def test_two_threads_are_refused_by_name(llama: Any) -> None:
+def test_two_threads_are_refused(llama: Any) -> None:
     with SpillCache(llama, "full") as cache:
 
         def other(*arguments: Any) -> None:
@@ -105,14 +105,14 @@ def test_two_threads_are_refused_by_name(llama: Any) -> None:
             llama(input_ids=torch.tensor([[5]]), **cache_argument(cache))
 
 
-def test_a_model_that_was_not_enabled() -> None:
+def test_a_model_that_is_not_enabled_is_refused() -> None:
     model = tiny("llama")
     with SpillCache(model.config, "full") as cache, pytest.raises(UsageError, match="attention") as error:
         generate(model, cache, single())
     assert "enable(model)" in str(error.value.hint)
 
 
-def test_another_batch_without_reset(llama: Any) -> None:
+def test_another_batch_without_a_reset_is_refused(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
         generate(llama, cache, single())
         with pytest.raises(UsageError, match="batch: must be the 1 sequences of the cache, not 2"):
@@ -124,7 +124,7 @@ def test_another_batch_without_reset(llama: Any) -> None:
 
 
 def stopped_step(model: Any, cache: Any) -> None:
-    """Let a step end after its second attention."""
+    """Interrupt a step after its second attention."""
 
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -135,16 +135,14 @@ def stopped_step(model: Any, cache: Any) -> None:
     hook.remove()
 
 
-@pytest.mark.parametrize("how", ["an interrupt", "a full disk"])
-def test_a_step_that_was_broken_off_is_taken_back(
-    llama: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the same step gives the same answer later; with a full disk its tokens are in memory."""
+@pytest.mark.parametrize("cause", ["an interrupt", "a full disk"])
+def test_an_interrupted_step_is_undone(llama: Any, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step gives the same answer later; with a full disk, its tokens stay in memory."""
     results = []
     for broken in (False, True):
         with SpillCache(llama.config, token_budget=64, cpu_pages=4, path=tmp_path, threads=2) as cache:
             llama(**single(159), **cache_argument(cache))
-            if broken and how == "an interrupt":
+            if broken and cause == "an interrupt":
                 stopped_step(llama, cache)
             elif broken:
                 with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
@@ -154,7 +152,7 @@ def test_a_step_that_was_broken_off_is_taken_back(
     assert all(torch.equal(one, other) for one, other in zip(results[:3], results[3:], strict=True))
 
 
-def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabled: Enabled) -> None:
+def test_an_interrupted_step_cannot_be_undone_in_sliding_layers(enabled: Enabled) -> None:
     model = enabled("gemma3")
     with SpillCache(model.config, "full") as cache:
         model(**single(), **cache_argument(cache))
@@ -167,7 +165,7 @@ def test_a_step_that_was_broken_off_cannot_be_taken_back_in_sliding_layers(enabl
 
 
 def full_disk(append: Any) -> Any:
-    """Return what the store's `append` does while no page can be written."""
+    """Return an `append` that fails in layer 1, as on a full disk."""
 
     def failing(layer: int, *rows: Any) -> None:
         append(layer, *rows)
@@ -177,7 +175,7 @@ def full_disk(append: Any) -> Any:
     return failing
 
 
-def test_what_an_empty_cache_and_its_layers_are_asked() -> None:
+def test_methods_of_an_empty_cache_and_its_layers() -> None:
     with SpillCache(tiny("gemma3").config) as cache:
         for change in ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
             with pytest.raises(TypeError, match="layer: "):
@@ -189,16 +187,16 @@ def test_what_an_empty_cache_and_its_layers_are_asked() -> None:
             cache.store  # noqa: B018
 
 
-def test_a_spill_file_is_kept_by_its_name_and_else_removed(llama: Any, tmp_path: Path) -> None:
-    for path, left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
+def test_a_spill_file_is_kept_only_if_it_was_named(llama: Any, tmp_path: Path) -> None:
+    for path, files_left in ((tmp_path, 0), (tmp_path / "kept.kv", 1)):
         with SpillCache(llama.config, path=path) as cache:
             llama(**single(), **cache_argument(cache))
             assert len(list(tmp_path.iterdir())) == 1
-        assert len(list(tmp_path.iterdir())) == left
+        assert len(list(tmp_path.iterdir())) == files_left
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
-def test_an_enabled_model_goes_on_with_other_caches(family: str) -> None:
+def test_an_enabled_model_works_with_other_caches(family: str) -> None:
     model = tiny(family)
     expected = generate(model, None, prompt())
     enable(enable(model))

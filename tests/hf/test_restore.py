@@ -1,4 +1,4 @@
-"""A conversation goes on after the process that held it has ended."""
+"""A conversation continues after its process has ended."""
 
 import os
 import shutil
@@ -25,26 +25,26 @@ from tests.unit.store_parts import crash
     ("family", "ssd", "full_tokens"),
     [("llama", "file", 0), ("gemma3", "csd", 0), ("gemma3", "file", 165), ("llama", "file", 4096)],
 )
-def test_a_saved_conversation_goes_on_as_if_nothing_had_happened(
+def test_a_restored_conversation_continues_unchanged(
     enabled: Enabled, family: str, ssd: str, full_tokens: int, tmp_path: Path
 ) -> None:
-    """Whether it chooses, or attends to everything, and whether that ends afterwards."""
-    model, path, kept = enabled(family), tmp_path / "talk.kv", tmp_path / "kept"
+    """With selections, with full attention, and with a change from full attention to selections afterwards."""
+    model, path, copied = enabled(family), tmp_path / "talk.kv", tmp_path / "kept"
     options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "ssd": ssd, "threads": 2, "full_tokens": full_tokens}
     with SpillCache(model.config, path=path, **options) as cache:
         inputs = longer(generate(model, cache, prompt()))
         cache.save()
         length, ids = cache.get_seq_length(), cache.ids.copy()
-        shutil.copytree(tmp_path, kept)
+        shutil.copytree(tmp_path, copied)
         expected = generate(model, cache, inputs)
-    with SpillCache.restore(model, kept / "talk.kv", **options) as cache:
+    with SpillCache.restore(model, copied / "talk.kv", **options) as cache:
         assert cache.get_seq_length() == length
         assert (cache.ids == ids).all()
         check_same(expected, generate(model, cache, inputs))
 
 
-def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(llama: Any, tmp_path: Path) -> None:
-    """The file has another beginning then than the tensors: it follows."""
+def test_a_short_conversation_cropped_and_reordered_after_a_save(llama: Any, tmp_path: Path) -> None:
+    """The saved file then has another beginning than the tensors; the second save rewrites it."""
     path = tmp_path / "talk.kv"
     with SpillCache(llama.config, path=path, full_tokens=4096, threads=2) as cache:
         generate(llama, cache, prompt())
@@ -64,20 +64,20 @@ def test_a_short_conversation_that_was_cut_and_turned_over_after_it_was_saved(ll
     assert torch.equal(expected, got)
 
 
-def test_trees_of_keys_are_saved_and_go_on(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_keys_are_saved_and_restored(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"policy": "icecache", "token_budget": 64, "scorer": "dci", "threads": 2}
     with SpillCache(llama.config, path=tmp_path / "talk.kv", **options) as cache:
         inputs = longer(generate(llama, cache, prompt()))
         cache.save()
         shutil.copytree(tmp_path, tmp_path / "kept")
         expected = generate(llama, cache, inputs)
-    monkeypatch.setattr(DciIndex, "build", None)  # no tree is built anew
+    monkeypatch.setattr(DciIndex, "build", None)  # a tree that is built again fails the test
     with SpillCache.restore(llama, tmp_path / "kept" / "talk.kv", **options) as cache:
         check_same(expected, generate(llama, cache, inputs))
 
 
-def test_what_a_killed_process_has_left_is_cleared_away(llama: Any, tmp_path: Path) -> None:
-    """By the next one that has a file of its own in that directory; what is in use, or has a name of a user's, stays."""
+def test_files_of_a_killed_process_are_removed(llama: Any, tmp_path: Path) -> None:
+    """The next process with its own file in the directory removes them; files in use and files with user's names stay."""
     named = tmp_path / "llmcache-mine.kv"
     named.touch()
     killed, alive, last = (SpillCache(llama.config, path=tmp_path, threads=1) for _ in range(3))
@@ -86,11 +86,11 @@ def test_what_a_killed_process_has_left_is_cleared_away(llama: Any, tmp_path: Pa
         cache.reorder_cache(torch.tensor([1, 0]))
     assert len(list(tmp_path.glob("tables-llmcache-*.kv"))) == 2
     assert alive.store.config.path is not None
-    left = {path for path in tmp_path.iterdir() if alive.store.config.path.name not in path.name}
+    files_left = {path for path in tmp_path.iterdir() if alive.store.config.path.name not in path.name}
     crash(killed.store)
     generate(llama, last, prompt(40, 0), max_new_tokens=1)
-    there = set(tmp_path.iterdir())
-    assert there & left == {named} and {cache.store.config.path for cache in (alive, last)} < there
+    files_now = set(tmp_path.iterdir())
+    assert files_now & files_left == {named} and {cache.store.config.path for cache in (alive, last)} < files_now
     alive.reorder_cache(torch.tensor([1, 0]))
     for cache in (alive, last):
         cache.close()
@@ -99,7 +99,7 @@ def test_what_a_killed_process_has_left_is_cleared_away(llama: Any, tmp_path: Pa
 
 
 def _state(cache: SpillCache) -> tuple[Any, ...]:
-    """Return everything that a cache with sliding layers holds, as bytes."""
+    """Return the contents of a cache with sliding layers, as bytes."""
     store = cache.store
     everything = store.everything
     found = [store.gather(layer, everything) for layer in range(store.shape.layers)]
@@ -111,16 +111,16 @@ def _state(cache: SpillCache) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("more", [2, 20])
-def test_a_save_that_is_broken_off_leaves_the_one_before(
+def test_an_interrupted_save_leaves_the_previous_one(
     enabled: Enabled, more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process may be killed anywhere between two saves, and before every change of a file in the second."""
-    model, kept, said = enabled("gemma3"), tmp_path / "kept", tmp_path / "said"
-    said.mkdir()
+    """The process may be killed anywhere between two saves, and before each file change of the second."""
+    model, copied, own = enabled("gemma3"), tmp_path / "kept", tmp_path / "own"
+    own.mkdir()
     options: dict[str, Any] = {"token_budget": 64, "cpu_pages": 4, "threads": 1}
     copies: dict[int, Path] = {}
 
-    def noted(call: Any) -> Any:
+    def with_copy(call: Any) -> Any:
         def copying(*arguments: Any, **named: Any) -> Any:
             copy()
             return call(*arguments, **named)
@@ -128,20 +128,20 @@ def test_a_save_that_is_broken_off_leaves_the_one_before(
         return copying
 
     def copy() -> None:
-        content = tuple((path.name, path.read_bytes()) for path in sorted(said.iterdir()))
+        content = tuple((path.name, path.read_bytes()) for path in sorted(own.iterdir()))
         if hash(content) not in copies:
-            copies[hash(content)] = target = kept / str(len(copies))
-            shutil.copytree(said, target)
+            copies[hash(content)] = target = copied / str(len(copies))
+            shutil.copytree(own, target)
 
-    with SpillCache(model.config, path=said / "talk.kv", **options) as cache:
+    with SpillCache(model.config, path=own / "talk.kv", **options) as cache:
         ids = generate(model, cache, prompt(40, 5), max_new_tokens=2).sequences
         cache.save()
         states = [_state(cache)]
         with monkeypatch.context() as patched:
-            patched.setattr(RawFile, "write", noted(RawFile.write))
+            patched.setattr(RawFile, "write", with_copy(RawFile.write))
             for name in ("rename", "remove"):
                 for module in ("llmcache.files", *(["llmcache.kv.transformers.sidecar"] if name == "remove" else [])):
-                    patched.setattr(f"{module}.{name}", noted(getattr(files, name)))
+                    patched.setattr(f"{module}.{name}", with_copy(getattr(files, name)))
             generate(model, cache, {"input_ids": ids}, max_new_tokens=more)
             cache.save()
             states.append(_state(cache))
@@ -152,25 +152,25 @@ def test_a_save_that_is_broken_off_leaves_the_one_before(
         with SpillCache.restore(model, path / "talk.kv", **options) as cache:
             found.append(states.index(_state(cache)))
     assert found == sorted(found) and set(found) == {0, 1}
-    assert len(list(said.glob("sliding-*-talk.kv"))) == 1
+    assert len(list(own.glob("sliding-*-talk.kv"))) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_was_not_saved(enabled: Enabled, family: str, tmp_path: Path) -> None:
+def test_a_conversation_that_was_not_saved(enabled: Enabled, family: str, tmp_path: Path) -> None:
     model, path = enabled(family), tmp_path / "talk.kv"
     with SpillCache(model.config, path=path, threads=2) as cache:
-        said = generate(model, cache, prompt())
+        generated = generate(model, cache, prompt())
     if family == "gemma3":
         with pytest.raises(DataError, match="sliding layers are missing"):
             SpillCache.restore(model, path)
         return
     with SpillCache.restore(model, path) as cache:
         length = cache.get_seq_length()
-        assert length == (said.sequences.shape[1] - 1) // 16 * 16
-        assert (cache.ids == said.sequences[:, :length].numpy()).all()
+        assert length == (generated.sequences.shape[1] - 1) // 16 * 16
+        assert (cache.ids == generated.sequences[:, :length].numpy()).all()
 
 
-def test_what_would_not_stay_cannot_be_saved_nor_restored_into_another_model(llama: Any, tmp_path: Path) -> None:
+def test_temporary_files_cannot_be_saved_and_other_models_not_restored(llama: Any, tmp_path: Path) -> None:
     for directory in (tmp_path, None):
         with SpillCache(llama.config, path=directory) as cache:
             generate(llama, cache, prompt())
@@ -201,7 +201,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def saved_model(path: Path, change: Callable[[Any], object] = lambda model: None) -> Any:
-    """Return a model that is loaded from `path`, where the tiny Llama is written first, with `change`; enabled."""
+    """Write the tiny Llama to `path`, load it, apply `change`, and return it enabled."""
     tiny("llama").save_pretrained(path)
     model = transformers.LlamaForCausalLM.from_pretrained(path).eval()
     with torch.no_grad():
@@ -209,10 +209,10 @@ def saved_model(path: Path, change: Callable[[Any], object] = lambda model: None
     return enable(model)
 
 
-def test_the_same_weights_elsewhere_are_the_same_model(tmp_path: Path) -> None:
+def test_the_same_weights_in_another_directory_are_the_same_model(tmp_path: Path) -> None:
     path = tmp_path / "talk.kv"
     one, other = (saved_model(tmp_path / name) for name in ("here", "there"))
-    with SpillCache(one, path=path) as cache:  # a model does as well as its configuration
+    with SpillCache(one, path=path) as cache:  # a model works like its configuration
         generate(one, cache, prompt())
         cache.save()
         ids = cache.ids.copy()
@@ -232,16 +232,16 @@ def test_one_changed_weight_or_setting_is_another_model(tmp_path: Path, change: 
         CHANGES[change](model)
     with pytest.raises(DataError, match="spill file of another model"):
         SpillCache.restore(model, path)
-    with SpillCache(model, path=tmp_path / "next.kv") as cache:  # the identity is not the one of before the change
+    with SpillCache(model, path=tmp_path / "next.kv") as cache:  # the identity includes the change
         generate(model, cache, prompt())
         cache.save()
     with SpillCache.restore(model, tmp_path / "next.kv") as cache:
         assert cache.get_seq_length()
 
 
-def test_a_model_that_cannot_be_identified_saves_nothing_that_could_be_restored(tmp_path: Path) -> None:
+def test_a_model_with_unknown_weights_cannot_be_saved(tmp_path: Path) -> None:
     class Packed(torch.Tensor):  # type: ignore[misc]  # torch has no types here
-        """Weights of a library for quantization."""
+        """Weights of a quantization library."""
 
     model, path = saved_model(tmp_path / "model"), tmp_path / "talk.kv"
     weight = model.model.norm.weight
@@ -256,7 +256,7 @@ def test_a_model_that_cannot_be_identified_saves_nothing_that_could_be_restored(
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_forked_child_that_ends_leaves_the_files_of_its_parent(llama: Any, tmp_path: Path, named: bool) -> None:
+def test_the_end_of_a_forked_child_does_not_remove_files(llama: Any, tmp_path: Path, named: bool) -> None:
     with SpillCache(llama, path=tmp_path / "talk.kv" if named else tmp_path, full_tokens=0, threads=1) as cache:
         inputs = longer(generate(llama, cache, prompt()))
         before = sorted(os.listdir(tmp_path))
@@ -272,13 +272,12 @@ def test_a_forked_child_that_ends_leaves_the_files_of_its_parent(llama: Any, tmp
         generate(llama, cache, inputs)
 
 
-# A full disk: an error that says so, nothing half written, and it goes on
+# A full disk gives an error and no partial files, and the conversation can continue
 
 CASES = [("llama", "hillinfer", {"ssd": "csd"}), ("gemma3", "hillinfer", {}), ("llama", "icecache", {"scorer": "dci"})]
 
 
 def fill(disk: Path) -> Path:
-    """Fill a disk to the last block."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
@@ -287,7 +286,7 @@ def fill(disk: Path) -> Path:
 
 
 @pytest.mark.parametrize(("family", "policy", "options"), CASES)
-def test_a_disk_that_is_full_when_it_is_saved(
+def test_a_full_disk_during_a_save(
     enabled: Enabled, tmp_path: Path, family: str, policy: str, options: dict[str, Any]
 ) -> None:
     model, options = enabled(family), {"token_budget": 64, "threads": 2, **options}
@@ -310,10 +309,10 @@ def test_a_disk_that_is_full_when_it_is_saved(
 
 
 @pytest.mark.parametrize("full_tokens", [0, 165])
-def test_a_disk_that_is_full_while_it_talks(llama: Any, tmp_path: Path, full_tokens: int) -> None:
-    """The step is taken back, and the conversation is as it would have been, once there is space.
+def test_a_full_disk_while_generating(llama: Any, tmp_path: Path, full_tokens: int) -> None:
+    """The step is undone, and after space is freed the conversation continues unchanged.
 
-    That it is full may come out while the store takes over what was attended to fully.
+    The error may occur while the store takes over a context that was attended to fully.
     """
     with small_disk(tmp_path, "30m") as disk:
         with SpillCache(llama.config, path=disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:

@@ -1,4 +1,4 @@
-"""The versions that are supported. Imports nothing of the extra, so that it is found here if the tier cannot run."""
+"""The supported versions. Imports nothing of the extra, so that this file is collected even if the tier cannot run."""
 
 import pytest
 

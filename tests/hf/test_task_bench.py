@@ -1,4 +1,4 @@
-"""Tasks with real models: what is measured is what happens, and a prompt given to a cache is the prompt read by it."""
+"""Tasks with real models: the measurements are right, and a given prompt equals a prompt that the cache has read."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def task(tmp_path: Path, *words: str) -> dict[str, Any]:
 # The command
 
 
-def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> None:
-    told = task(tmp_path, "passkey", "--context", "512", "--policy", "icecache,window", "--budget", "64")
-    rows = {row["policy"]: row for row in told["rows"]}
+def test_a_tree_finds_a_passkey_and_a_window_does_not(tmp_path: Path) -> None:
+    document = task(tmp_path, "passkey", "--context", "512", "--policy", "icecache,window", "--budget", "64")
+    rows = {row["policy"]: row for row in document["rows"]}
     assert rows["stock"]["answers"]["share"] == rows["icecache"]["answers"]["share"] == 1
     assert rows["window"]["answers"]["share"] < 0.5
     assert rows["icecache"]["attention"]["mass"] > rows["window"]["attention"]["mass"]
@@ -54,15 +54,17 @@ def test_a_passkey_is_found_by_a_tree_and_not_by_a_window(tmp_path: Path) -> Non
     for row in rows.values():
         assert sum(row["speed"]["parts_ns"].values()) == pytest.approx(row["speed"]["tpot_ns"])
         assert row["speed"]["prefill_ns"] < row["speed"]["tt2t_ns"] and row["speed"]["steps"] == 2
-    assert not list(tmp_path.iterdir()), "no spill file stays"
+    assert not list(tmp_path.iterdir()), "no spill file is left"
 
 
-def test_a_model_with_a_tokenizer_is_asked_in_words_and_one_without_is_refused(tmp_path: Path) -> None:
+def test_questions_in_words_need_a_tokenizer(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     save_worded(directory)
-    told = task(tmp_path, "needle", "--model", str(directory), "--context", "1100", "--policy", "window", "--budget", "64")
-    assert [row["answers"]["questions"] for row in told["rows"]] == [1, 1]
-    assert told["conditions"]["family"] == "llama" and told["rows"][0]["answers"]["depths"][0] < 1
+    document = task(
+        tmp_path, "needle", "--model", str(directory), "--context", "1100", "--policy", "window", "--budget", "64"
+    )
+    assert [row["answers"]["questions"] for row in document["rows"]] == [1, 1]
+    assert document["conditions"]["family"] == "llama" and document["rows"][0]["answers"]["depths"][0] < 1
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     with pytest.raises(DataError, match="no tokenizer"):
@@ -74,7 +76,7 @@ def test_a_model_with_a_tokenizer_is_asked_in_words_and_one_without_is_refused(t
 
 
 def save_worded(directory: Path) -> None:
-    """A tiny model with random weights whose tokens are letters."""
+    """Save a tiny model with random weights whose tokens are letters."""
     letters = {chr(code): code for code in range(128)}
     kind = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="\x00"))
     kind.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
@@ -84,17 +86,17 @@ def save_worded(directory: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(directory)
 
 
-# What it rests on
+# Its parts
 
 
-def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
+def test_a_given_prompt_equals_a_read_one() -> None:
     probe = symbols("passkey", np.random.default_rng(2), 300, 1)
     model = subject().model
-    read, given = stock(model), stock(model)
-    feed(model, read, probe.ids)
+    read_cache, given_cache = stock(model), stock(model)
+    feed(model, read_cache, probe.ids)
     prompt = Prompt(model, probe.ids)
-    prompt.give(given)
-    for one, other in zip(read.layers, given.layers, strict=True):
+    prompt.give(given_cache)
+    for one, other in zip(read_cache.layers, given_cache.layers, strict=True):
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
     with SpillCache(model.config, "h2o", token_budget=64, threads=2) as own:
         feed(model, own, probe.ids)
@@ -104,8 +106,8 @@ def test_a_prompt_that_was_given_is_the_prompt_read() -> None:
         assert (ask(model, own, probe) == expected).all() and not expected.all()
 
 
-def test_the_watch_sees_what_attention_would() -> None:
-    """Counted again by hand, from transformers' own weights of eager attention."""
+def test_the_watch_computes_recall_and_mass_of_attention() -> None:
+    """Compare with the weights of transformers' eager attention."""
     ids = symbols("recall", np.random.default_rng(2), 400, 2).ids
     plain = transformers.Qwen2ForCausalLM.from_pretrained(RECALL_MODEL, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -118,16 +120,16 @@ def test_the_watch_sees_what_attention_would() -> None:
         recalls, masses = seen.recalls[0], seen.masses[0]
     old = weights[..., :-1] / weights[..., :-1].sum(-1, keepdims=True)
     lead, end = middle.start * 16, middle.stop * 16
-    count = 128 - (399 - (end - lead))  # of the middle, as many as the budget leaves
+    count = 128 - (399 - (end - lead))  # as many tokens of the middle as the budget allows
     assert masses == pytest.approx(float((old[..., :lead].sum(-1) + old[..., end - count :].sum(-1)).mean()), abs=1e-4)
-    best = np.argsort(-old.reshape(2, 2, 2, -1).sum(2)[..., lead:end], -1)[..., :count]
-    assert recalls == pytest.approx(float((best >= end - lead - count).mean()), abs=1e-6)
+    top = np.argsort(-old.reshape(2, 2, 2, -1).sum(2)[..., lead:end], -1)[..., :count]
+    assert recalls == pytest.approx(float((top >= end - lead - count).mean()), abs=1e-6)
 
 
-def test_lengths_are_measured_beside_the_stock_cache(tmp_path: Path) -> None:
+def test_lengths_are_measured_and_compared_with_the_stock_cache(tmp_path: Path) -> None:
     shape = {**SMALL, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
-    everyone = [Candidate(STOCK, None), Candidate("quest", 64), Candidate("icecache-reuse", 64)]
-    rows = by_length(shape, (256, 512), everyone, tmp_path, 2, 2)
+    candidates = [Candidate(STOCK, None), Candidate("quest", 64), Candidate("icecache-reuse", 64)]
+    rows = by_length(shape, (256, 512), candidates, tmp_path, 2, 2)
     assert [(row.tokens, row.policy) for row in rows[:3]] == [(256, "stock"), (256, "quest"), (256, "icecache-reuse")]
     full = stock_at(rows, 512)
     assert full.memory.kv_bytes == 2 * 2 * 2 * 16 * 4 * (512 + 3 + 2)

@@ -1,4 +1,4 @@
-"""What users do besides: whatever it is, the cache does as transformers' own does, or says why not."""
+"""Other uses by users: the cache behaves like transformers' own, or reports why not."""
 
 import copy
 import gc
@@ -31,12 +31,12 @@ def small(policy: str, path: Path | None = None) -> Callable[[Any], SpillCache]:
 
 def steps(model: Any, cache: Any, tokens: int = 20, batch: int = 3) -> torch.Tensor:
     ids = torch.arange(tokens * batch).view(batch, tokens) % VOCABULARY
-    found = [model(input_ids=ids[:, i : i + 1], **cache_argument(cache)).logits for i in range(tokens)]
-    return torch.cat(found, 1)
+    results = [model(input_ids=ids[:, i : i + 1], **cache_argument(cache)).logits for i in range(tokens)]
+    return torch.cat(results, 1)
 
 
-def test_autocast() -> None:
-    """Rotary embeddings leave keys in float32 there, and values are in half precision."""
+def test_generation_under_autocast() -> None:
+    """Under autocast, rotary embeddings leave keys in float32 and values in half precision."""
 
     def run(model: Any, cache: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -60,8 +60,8 @@ def test_a_model_with_eager_attention_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({"past_key_values", *cache_argument(None)}))
-def test_every_name_of_the_argument(enabled: Enabled, name: str) -> None:
-    """From 5.24 on a model takes its cache by either name, before by the older one alone."""
+def test_every_name_of_the_cache_argument(enabled: Enabled, name: str) -> None:
+    """From version 5.24 on, a model takes its cache by either name; before, only by the older one."""
     model = enabled("llama")
     expected = generate(model, stock(model), single())
     with whole()(model) as cache:
@@ -70,14 +70,14 @@ def test_every_name_of_the_argument(enabled: Enabled, name: str) -> None:
         assert cache.conversation.length == got.shape[1] - 1
 
 
-def test_a_pipeline(tmp_path: Path) -> None:
+def test_a_pipeline_of_transformers(tmp_path: Path) -> None:
     tokenizer, text = words()
 
     def run(model: Any, cache: Any) -> Any:
         pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-        said = pipe(text, max_new_tokens=10, do_sample=False, **cache_argument(cache))
+        output = pipe(text, max_new_tokens=10, do_sample=False, **cache_argument(cache))
         assert cache.get_seq_length() >= 200
-        return said
+        return output
 
     expected, got = both(copy.deepcopy(tiny("qwen2")), whole(path=tmp_path, cpu_pages=4), run)
     assert expected == got
@@ -85,18 +85,20 @@ def test_a_pipeline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_prompt_of_embeddings(enabled: Enabled, family: str, tmp_path: Path) -> None:
-    """Their ids are not known."""
+    """The ids of such tokens are unknown."""
     model, ids = enabled(family), single(70)["input_ids"]
     with whole(path=tmp_path, cpu_pages=4)(model) as cache:
         from_ids = generate(model, cache, {"input_ids": ids})
         cache.reset()
-        found = generate(model, cache, {"inputs_embeds": model.get_input_embeddings()(ids).detach()})
-        assert found[next(iter(cache_argument(None)))] is cache and torch.equal(found.sequences, from_ids.sequences[:, 70:])
-        assert all(torch.equal(one, other) for one, other in zip(found.logits, from_ids.logits, strict=True))
-        assert (cache.ids[:, :70] == -1).all() and (cache.ids[0, 70:] == found.sequences[0, :-1].numpy()).all()
+        results = generate(model, cache, {"inputs_embeds": model.get_input_embeddings()(ids).detach()})
+        assert results[next(iter(cache_argument(None)))] is cache and torch.equal(
+            results.sequences, from_ids.sequences[:, 70:]
+        )
+        assert all(torch.equal(one, other) for one, other in zip(results.logits, from_ids.logits, strict=True))
+        assert (cache.ids[:, :70] == -1).all() and (cache.ids[0, 70:] == results.sequences[0, :-1].numpy()).all()
 
 
-def test_it_is_said_that_it_cannot_be_copied(llama: Any) -> None:
+def test_a_copy_of_a_cache_is_refused(llama: Any) -> None:
     with SpillCache(llama.config) as cache, pytest.raises(TypeError, match="save"):
         copy.deepcopy(cache)
 
@@ -113,19 +115,19 @@ def test_two_caches_in_two_threads(llama: Any, tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    for number, asked in enumerate(inputs):
-        check_same(generate(llama, stock(llama), asked), got[number])
+    for number, request in enumerate(inputs):
+        check_same(generate(llama, stock(llama), request), got[number])
 
 
-def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None:
-    """Wherever the signal comes, the cache holds whole steps, and goes on like one that has read the same tokens.
+def test_a_conversation_continues_after_ctrl_c(llama: Any, tmp_path: Path) -> None:
+    """Wherever the signal arrives, the cache has whole steps and continues like one that has read the same tokens.
 
-    Python loses a signal that comes within a weak reference's callback: what is generated then fits the budget, too.
+    Python loses a signal during the callback of a weak reference; the generated tokens then fit the budget as well.
     """
     torch.set_grad_enabled(False)
     try:
         with whole(path=tmp_path, cpu_pages=4, lookahead=True)(llama) as cache:
-            generate(llama, cache, single(), max_new_tokens=40, eos_token_id=-1)  # compiles what is not compiled yet
+            generate(llama, cache, single(), max_new_tokens=40, eos_token_id=-1)  # compile everything first
         for delay, lookahead in ((0.03, True), (0.05, False), (0.07, True), (0.09, False), (0.12, True)):
             with whole(path=tmp_path, cpu_pages=4, lookahead=lookahead)(llama) as cache:
                 timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
@@ -133,18 +135,18 @@ def test_after_ctrl_c_a_conversation_goes_on(llama: Any, tmp_path: Path) -> None
                     timer.start()
                     generate(llama, cache, single(), max_new_tokens=400, eos_token_id=-1)
                 timer.join()
-                held = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]
-                expected = llama(input_ids=torch.cat([held, torch.tensor([[5]])], 1)).logits[:, -1:]
+                tokens_read = torch.from_numpy(cache.ids) if cache.get_seq_length() else single()["input_ids"][:, :0]
+                expected = llama(input_ids=torch.cat([tokens_read, torch.tensor([[5]])], 1)).logits[:, -1:]
                 got = llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)).logits
                 torch.testing.assert_close(expected, got, atol=1e-4, rtol=1e-4)
-                assert cache.get_seq_length() == held.shape[1] + 1
+                assert cache.get_seq_length() == tokens_read.shape[1] + 1
     finally:
         torch.set_grad_enabled(True)
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_within_compiled_code_is_ctrl_c(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """numba makes arrays of its results by Python, which may be where the signal is met: it says SystemError then."""
+def test_ctrl_c_in_compiled_code_raises_keyboardinterrupt(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba creates arrays of results in Python. If the signal arrives there, numba raises SystemError."""
     error = SystemError("returned a result with an exception set")
     with torch.no_grad(), SpillCache(llama.config) as cache:
         monkeypatch.setattr(cache.conversation, "attend", Mock(side_effect=error))
@@ -154,7 +156,7 @@ def test_ctrl_c_within_compiled_code_is_ctrl_c(llama: Any, monkeypatch: pytest.M
                 llama(**single(), **cache_argument(cache))
 
 
-def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:
+def test_an_unreferenced_cache_is_freed(tmp_path: Path) -> None:
     model = enable(copy.deepcopy(tiny("qwen2")))
     cache = SpillCache(model.config, token_budget=64, path=tmp_path, lookahead=True)
     generate(model, cache, single())
@@ -163,14 +165,14 @@ def test_a_cache_that_nobody_has_any_more_is_gone(tmp_path: Path) -> None:
     gc.collect()
     assert [ref() for ref in seen] == [None, None, None]
     assert not list(tmp_path.iterdir())
-    # One that Ctrl-C has met while it began, in a test before, is listed for ever.
+    # A thread that an earlier test's Ctrl-C interrupted at its start stays listed forever.
     alive = [thread for thread in threading.enumerate() if thread.is_alive()]
     assert not [thread for thread in alive if thread.name.startswith("llmcache-kv-ahead")]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sequences_of_a_batch_do_not_disturb_each_other(llama: Any, policy: str, tmp_path: Path) -> None:
-    """With a small budget too, each says what it says alone."""
+    """Also with a small budget, each sequence gives the same as alone."""
     inputs = prompt(150, 0)["input_ids"]
     with small(policy, tmp_path)(llama) as cache:
         together = generate(llama, cache, {"input_ids": inputs}, eos_token_id=-1)
@@ -182,36 +184,36 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(llama: Any, policy: str,
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_sequences_that_were_chosen_are_as_if_they_had_been_read(llama: Any, policy: str, tmp_path: Path) -> None:
-    inputs, chosen, found = prompt(150, 0)["input_ids"], torch.tensor([1, 1, 0]), []
+def test_selected_sequences_equal_sequences_that_were_read(llama: Any, policy: str, tmp_path: Path) -> None:
+    inputs, index, results = prompt(150, 0)["input_ids"], torch.tensor([1, 1, 0]), []
     with torch.no_grad():
-        for after in (True, False):
+        for select_later in (True, False):
             with small(policy, tmp_path)(llama) as cache:
-                llama(input_ids=inputs if after else inputs[chosen], **cache_argument(cache))
-                if after:
-                    cache.batch_select_indices(chosen)
-                found.append(steps(llama, cache, 20))
-    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+                llama(input_ids=inputs if select_later else inputs[index], **cache_argument(cache))
+                if select_later:
+                    cache.batch_select_indices(index)
+                results.append(steps(llama, cache, 20))
+    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_another_prompt_after_a_padded_one_that_was_taken_back(llama: Any, policy: str) -> None:
-    """Where the first one's padding was there are tokens now, which may be chosen like any others."""
-    found = []
+def test_another_prompt_after_a_padded_one(llama: Any, policy: str) -> None:
+    """The positions of the first prompt's padding now have tokens, which can be selected like others."""
+    results = []
     with torch.no_grad():
-        for before in (True, False):
+        for with_padded in (True, False):
             with small(policy)(llama) as cache:
-                if before:
+                if with_padded:
                     llama(**prompt(150, 120), **cache_argument(cache))
                     cache.crop(-150)
                     assert cache.get_seq_length() == 0
                 llama(**prompt(150, 0), **cache_argument(cache))
-                found.append(steps(llama, cache, 4, 2))
-    assert torch.equal(*found)
+                results.append(steps(llama, cache, 4, 2))
+    assert torch.equal(*results)
 
 
-def test_a_model_with_other_layers_or_heads(llama: Any) -> None:
-    """One that lost layers would never have a whole step, and would forget what it has read."""
+def test_a_model_with_other_layers_or_heads_is_refused(llama: Any) -> None:
+    """A model with fewer layers would never complete a step and would lose its tokens."""
     for layers in (2, 4):
         config = transformers.LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": layers})
         with SpillCache(config, "full") as cache, pytest.raises(UsageError, match=f"config: .* {layers} layers, .* has 3"):
@@ -227,7 +229,7 @@ def test_a_model_with_other_layers_or_heads(llama: Any) -> None:
             other(input_ids=torch.tensor([[5]]), **cache_argument(cache))
 
 
-def test_no_gradient_is_wrong_silently(llama: Any) -> None:
+def test_gradients_through_the_cache_are_refused(llama: Any) -> None:
     with SpillCache(llama.config, "full") as cache:
         llama(**single(), **cache_argument(cache)).logits.sum().backward()
         assert llama.model.embed_tokens.weight.grad is not None

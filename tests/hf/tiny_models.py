@@ -1,4 +1,4 @@
-"""Models of a few thousand random parameters, of every family that a SpillCache is for, and what is asked of them."""
+"""Models of a few thousand random parameters, of every family that SpillCache supports, and runs of them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 Caches = Callable[[Any], Any]
 Run = Callable[[Any, Any], Any]
 Enabled = Callable[..., Any]
-"""The fixture `enabled`: makes an enabled model of a family."""
+"""The fixture `enabled`: returns an enabled model of a family."""
 
 
 @functools.cache
 def tiny(family: str, dtype: str = "float32") -> Any:
-    """Return the model of a family, always the same one."""
+    """Return the model of a family, the same one for every call."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**_SIZES, **_HEADS, **_TOKENS, **extra})
     causal = name.replace("Text", "") + "ForCausalLM"
     torch.manual_seed(1)
     model = getattr(transformers, causal)(config).eval().to(getattr(torch, dtype))
-    if family == "gemma2":  # its logits are capped, which only the eager attention does
+    if family == "gemma2":  # only eager attention caps its logits
         model.set_attn_implementation("eager")
     return model
 
@@ -63,15 +63,15 @@ def single(tokens: int = 150) -> dict[str, Any]:
     return {"input_ids": prompt(tokens, 0)["input_ids"][1:]}
 
 
-def longer(said: Any, tokens: int = 9) -> dict[str, Any]:
-    """Return the next turn of a conversation that began with `prompt()`: what was said, and more of it."""
-    ids = torch.cat([said.sequences, torch.full((2, tokens), 7)], 1)
+def longer(generated: Any, tokens: int = 9) -> dict[str, Any]:
+    """Return the next turn of a conversation that began with `prompt()`: the generated sequences with `tokens` appended."""
+    ids = torch.cat([generated.sequences, torch.full((2, tokens), 7)], 1)
     more = ids.shape[1] - prompt()["attention_mask"].shape[1]
     return {"input_ids": ids, "attention_mask": torch.cat([prompt()["attention_mask"], torch.ones(2, more).long()], 1)}
 
 
 def words() -> tuple[Any, str]:
-    """Return a tokenizer that knows the words w0, w1 and so on, and a text of 200 of them."""
+    """Return a tokenizer with the words w0, w1 and so on, and a text of 200 of them."""
     kind = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
     kind.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     text = " ".join(f"w{i * 7 % 90 + 2}" for i in range(200))
@@ -79,12 +79,11 @@ def words() -> tuple[Any, str]:
 
 
 def stock(model: Any) -> Any:
-    """Return the cache that transformers would take."""
     return transformers.DynamicCache(config=model.config)
 
 
 def both(model: Any, spilled: Caches, run: Run) -> tuple[Any, Any]:
-    """Return what `run(model, cache)` gives with transformers' own cache and attention, and with a spilled one."""
+    """Return the results of `run(model, cache)` with transformers' cache and attention, and with a spilled cache."""
     torch.manual_seed(3)
     expected = run(model, stock(model))
     enable(model)
@@ -109,5 +108,5 @@ def check_same(expected: Any, got: Any) -> None:
 
 
 def whole(policy: str = "hillinfer", **options: Any) -> Caches:
-    """Return what makes a SpillCache whose budget holds every context of these tests."""
+    """Return a factory of SpillCaches whose budget exceeds every context of these tests."""
     return lambda model: SpillCache(model.config, policy, token_budget=4096, threads=2, **options)

@@ -1,8 +1,9 @@
-"""A process that reads and writes files as it is asked to; what hangs, or dies of SIGBUS, is this process and no test.
+"""A client process that reads and writes files on request, so that a hang or SIGBUS hits this process and not the test.
 
-Run as `python fault_client.py LOCK`; files are opened with LOCK held (`locked`). A request is one JSON line on stdin (for a
-write followed by as many bytes as "size" says), the reply one JSON line on stdout, for reads followed by "size" bytes. An
-OSError is "errno" in the reply. Standard library only. `Client` is the other end.
+Run as `python fault_client.py LOCK`; the process opens files while it holds LOCK (see `locked`). A request is one JSON
+line on stdin, followed by "size" bytes of data if it is a write. The reply is one JSON line on stdout, followed by
+"bytes" bytes of data if it is a read. "errno" in the reply reports an OSError. `Client` is the test's side. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-HANG_S = 150.0  # nothing takes so long: faults last seconds
+HANG_S = 150.0  # no request takes this long: faults last seconds
 PIECE = 256 << 10
-HELD_S = 3.0  # until a file is opened anew
+HELD_S = 3.0  # how long a file stays open
 LOCK_S = 15.0
 FOREVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a request between `began` and `ended` (time.monotonic()); `dead` by SIGBUS, with no errno."""
+    """The result of a request between `began` and `ended` (time.monotonic()); `dead` if SIGBUS killed the client."""
 
     began: float
     ended: float
@@ -37,27 +38,27 @@ class Reply:
     data: bytes = b""
     size: int = 0
     dead: bool = False
-    opened: float = FOREVER  # when the file was, if it was before
+    opened: float = FOREVER  # when the file was opened, for files that stay open between requests
 
     @property
     def first(self) -> float:
-        """The time from which on contents of the file may be seen."""
+        """Return the time from which on contents may appear in this read."""
         return min(self.began, self.opened)
 
 
 class Hung(AssertionError):
-    """A request that was not answered."""
+    """A request got no reply in time."""
 
 
 class Client:
-    """A client process; started again after it has died. `lock`: a file, see `locked`."""
+    """A client process, restarted after its death. `lock` is the path of the lock file, see `locked`."""
 
     def __init__(self, name: str, lock: str) -> None:
         self.name, self._lock = name, lock
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, data: bytes = b"", **request: Any) -> Reply:
-        """Return the reply to a request; Hung if there is none."""
+        """Return the reply to a request, or raise Hung."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         began = time.monotonic()
@@ -72,9 +73,9 @@ class Client:
             assert code == -7, f"{self.name} ended with {code}: {request}"
             self._process = None
             return Reply(began, time.monotonic(), dead=True)
-        told = json.loads(line)
-        got = process.stdout.read(told.get("bytes", 0))
-        return Reply(began, time.monotonic(), told["errno"], got, told["size"], opened=told.get("opened", FOREVER))
+        reply = json.loads(line)
+        got = process.stdout.read(reply.get("bytes", 0))
+        return Reply(began, time.monotonic(), reply["errno"], got, reply["size"], opened=reply.get("opened", FOREVER))
 
     def _line(self, process: subprocess.Popen[bytes]) -> bytes:
         assert process.stdout is not None
@@ -90,7 +91,6 @@ class Client:
         return self._process
 
     def end(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(HANG_S)
@@ -101,7 +101,7 @@ class Client:
 
 
 def waits_for(pid: int) -> str:
-    """Return where in the kernel the threads of a process are."""
+    """Return the kernel stacks of a process's threads, for the message of Hung."""
     found = []
     for task in os.listdir(f"/proc/{pid}/task"):
         try:
@@ -113,20 +113,20 @@ def waits_for(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: str, how: int) -> Iterator[None]:
-    """A with block with the lock of `path`: LOCK_SH where a file is opened, LOCK_EX where another one takes its name.
+def locked(path: str, operation: int) -> Iterator[None]:
+    """Hold the lock of `path`: LOCK_SH while a file is opened, LOCK_EX while another file takes over its name.
 
-    The faulty file system is libfuse's, which finds files by their paths: a descriptor that was opened before another
-    file took the name reads the old one, while fstat() and /proc/self/fd know the new one. What a daemon opens just then
-    is half of each; file systems of disks have no such moment. Storage that has been stopped answers no open before it
-    goes on, so the lock is waited for only so long.
+    The faulty file system uses libfuse's interface by paths. If a file is replaced just after it was opened, reads of the
+    descriptor return the old file, but fstat() and /proc/self/fd describe the new one: the daemon would see a mix of
+    both. Real file systems have no such state. While storage is suspended, no open returns, so waiting for the lock has a
+    limit.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         end = time.monotonic() + LOCK_S
         while True:
             try:
-                fcntl.flock(fd, how | fcntl.LOCK_NB)
+                fcntl.flock(fd, operation | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
@@ -137,17 +137,17 @@ def locked(path: str, how: int) -> Iterator[None]:
         os.close(fd)
 
 
-# The process
+# The client process
 
 
 def opened(path: str, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a file of the mount."""
+    """Open a file of the mount and return its descriptor."""
     with locked(sys.argv[1], fcntl.LOCK_SH):
         return os.open(path, flags, 0o600)
 
 
 def pread(path: str, offset: int, size: int, flags: int = 0) -> bytes:
-    """Return up to `size` bytes; fewer at the end of the file, or before what cannot be read."""
+    """Return up to `size` bytes; fewer at the end of the file or in front of an unreadable range."""
     fd = opened(path, os.O_RDONLY | flags)
     try:
         return os.pread(fd, size, offset)
@@ -156,7 +156,6 @@ def pread(path: str, offset: int, size: int, flags: int = 0) -> bytes:
 
 
 def direct(path: str, offset: int, size: int) -> bytes:
-    """As `pread`, around the page cache."""
     fd = opened(path, os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, size) as buffer:
@@ -166,11 +165,12 @@ def direct(path: str, offset: int, size: int) -> bytes:
 
 
 def mapped(path: str, offset: int, size: int) -> bytes:
-    """Return bytes of a shared mapping; SIGBUS where they cannot be read."""
+    """Read through a shared mapping; unreadable pages raise SIGBUS."""
     fd = opened(path)
     try:
         while (end := min(os.fstat(fd).st_size, offset + size)) > offset:
-            with contextlib.suppress(ValueError), mmap.mmap(fd, end, prot=mmap.PROT_READ) as pages:  # or it has shrunk
+            # ValueError if the file has shrunk
+            with contextlib.suppress(ValueError), mmap.mmap(fd, end, prot=mmap.PROT_READ) as pages:
                 return pages[offset:end]
         return b""
     finally:
@@ -178,7 +178,7 @@ def mapped(path: str, offset: int, size: int) -> bytes:
 
 
 def whole(path: str, offset: int, size: int) -> bytes:
-    """Return everything from `offset` on, read in a row."""
+    """Return everything from `offset` to the end, read sequentially."""
     fd, parts = opened(path), []
     try:
         while block := os.pread(fd, PIECE, offset):
@@ -190,7 +190,6 @@ def whole(path: str, offset: int, size: int) -> bytes:
 
 
 def sent(path: str, offset: int, size: int) -> bytes:
-    """Return bytes that sendfile() has put into memory."""
     fd, out = opened(path), os.memfd_create("sent")
     try:
         count = os.sendfile(out, fd, offset, size)
@@ -201,13 +200,13 @@ def sent(path: str, offset: int, size: int) -> bytes:
 
 
 class Held:
-    """Files that stay open for a while, whatever becomes of them."""
+    """Files that stay open for HELD_S seconds, even if they are replaced."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, float]] = {}
 
     def read(self, path: str, offset: int, size: int) -> tuple[bytes, float]:
-        """Return bytes, and when the file was opened."""
+        """Return the bytes read, and when the file was opened."""
         fd, since = self._open.pop(path, (-1, -HELD_S))
         if time.monotonic() - since > HELD_S:
             if fd >= 0:
@@ -218,7 +217,6 @@ class Held:
         return os.pread(fd, size, offset), since
 
     def since(self, path: str) -> float:
-        """Return when a file was opened."""
         return self._open.get(path, (-1, time.monotonic()))[1]
 
 
@@ -232,7 +230,7 @@ READS: dict[str, Callable[[str, int, int], bytes]] = {
 
 
 def write(path: str, offset: int, data: bytes, sync: bool) -> int:
-    """Write, with fsync if so wanted; return the bytes written (a full disk may have taken a part of them)."""
+    """Write, with fsync if `sync`; return the number of bytes written (a full disk may accept only part)."""
     fd = opened(path, os.O_RDWR | os.O_CREAT)
     try:
         count = os.pwrite(fd, data, offset)
@@ -244,7 +242,6 @@ def write(path: str, offset: int, data: bytes, sync: bool) -> int:
 
 
 def change(request: dict[str, Any], data: bytes) -> int:
-    """Do one change."""
     path, operation = request["path"], request["op"]
     if operation == "write":
         return write(path, request["offset"], data, request["sync"])
@@ -260,7 +257,6 @@ def change(request: dict[str, Any], data: bytes) -> int:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
     requests, replies, held = sys.stdin.buffer, sys.stdout.buffer, Held()
     for line in requests:
         request = json.loads(line)

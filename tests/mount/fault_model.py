@@ -1,8 +1,8 @@
-"""What every read of a mount must return while files change and things break: the contents that were there at the time.
+"""A model of the contents that each file of a mount may have at each time, for checking reads in fault tests.
 
-Each path has versions with the time from which on they may be seen and the time after which they may not be seen any
-more; a change that is under way has two. `Window`s say which errors are excused when, on which bytes of which files.
-Times are those of time.monotonic(), which all processes share. Threads: one lock, held for computing only.
+Each path has versions, each with the time from which and until which a read may return it; during a change, two versions
+are valid. A `Window` lists the errors that are allowed during a time, on a byte range of matching files. All times are
+time.monotonic(), which all processes share. One lock protects the model; it is held only for computation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from tests.mount.fault_client import FOREVER, Reply
 
 Bytes = NDArray[np.uint8]
-KEPT_S = 400.0  # longer than any request may take
+KEPT_S = 400.0  # longer than any request takes
 PAGE = 4096
 
 
 @dataclass
 class Version:
-    """Contents of a path (None: it is not there) that may be seen from `since` until `until`."""
+    """Contents of a path (None: it does not exist) that reads may return from `since` until `until`."""
 
     content: Bytes | None
     since: float
@@ -36,7 +36,7 @@ class Version:
 
 @dataclass
 class Window:
-    """Errors that are excused: of calls that overlap the time, on files that match `glob`, in bytes `first` to `end`."""
+    """Errors allowed for calls that overlap a time, on files that match `glob`, in the bytes from `first` to `end`."""
 
     errnos: frozenset[int]
     calls: frozenset[str] = frozenset({"read", "write"})
@@ -47,14 +47,14 @@ class Window:
     until: float = FOREVER
 
     def concerns(self, call: str, path: str, span: tuple[int, int], reply: Reply) -> bool:
-        """Return whether an error of a call on whole pages of `span` is excused."""
+        """Return whether an error of a call on the pages of `span` is allowed."""
         in_time = reply.first <= self.until and reply.ended >= self.since
         first, end = span[0] // PAGE * PAGE, -(-span[1] // PAGE) * PAGE
         return in_time and call in self.calls and fnmatch.fnmatch(path, self.glob) and first < self.end and end > self.first
 
 
 class Model:
-    """The contents of all files of a directory, over time; `truth` is that directory, below all that can fail."""
+    """The contents of all files of a directory over time; `truth` is that directory, below every layer that can fail."""
 
     def __init__(self, truth: Path) -> None:
         self.truth = truth
@@ -63,12 +63,10 @@ class Model:
         self._versions: dict[str, list[Version]] = {}
 
     def paths(self) -> list[str]:
-        """Return the paths that are there now."""
         with self.lock:
             return sorted(path for path, versions in self._versions.items() if versions[-1].content is not None)
 
     def now(self, path: str) -> Bytes | None:
-        """Return the latest contents of a path."""
         with self.lock:
             versions = self._versions.get(path)
             return None if versions is None else versions[-1].content
@@ -76,7 +74,7 @@ class Model:
     # Changes
 
     def begin(self, **contents: Bytes | None) -> dict[str, Bytes | None]:
-        """Note that paths (keyword arguments) are about to get other contents."""
+        """Record that a change of paths (keyword arguments) to new contents starts now."""
         now = time.monotonic()
         with self.lock:
             for path, content in contents.items():
@@ -86,7 +84,7 @@ class Model:
         return contents
 
     def done(self, contents: Iterable[str]) -> None:
-        """Note that a change is complete: what was before it must not be seen any more."""
+        """Record that a change is complete: earlier versions are no longer valid."""
         now = time.monotonic()
         with self.lock:
             for path in contents:
@@ -94,7 +92,7 @@ class Model:
                     version.until = min(version.until, now)
 
     def failed(self, contents: Iterable[str]) -> None:
-        """Note that a change has failed, perhaps half done: it is what is in the directory, and that is old or new."""
+        """Record a failed change: the contents of the directory are valid now, and must consist of old and new bytes."""
         for path in contents:
             found = self._look(path)
             now = time.monotonic()
@@ -108,7 +106,7 @@ class Model:
                 versions.append(Version(found, versions[-1].since))
 
     def _look(self, path: str) -> Bytes | None:
-        """What is in the directory once that stays: a daemon that was killed may have left a call under way."""
+        """Return the contents in the directory once they stop changing: a killed daemon may have left a call in progress."""
         before: Bytes | None = None
         while True:
             time.sleep(0.2)
@@ -125,20 +123,20 @@ class Model:
     # Reads
 
     def excuse(self, window: Window) -> Window:
-        """Begin a time in which errors are excused; set `until` when it is over."""
+        """Start a window of allowed errors; the caller sets `until` when it is over."""
         with self.lock:
             now = time.monotonic()
             self.windows = [old for old in self.windows if old.until > now - KEPT_S] + [window]
         return window
 
     def excused(self, call: str, path: str, span: tuple[int, int], reply: Reply) -> frozenset[int]:
-        """Return the errors that a call may have met."""
+        """Return the errors that are allowed for a call."""
         with self.lock:
             found = [window.errnos for window in self.windows if window.concerns(call, path, span, reply)]
         return frozenset().union(*found)
 
     def check(self, path: str, offset: int, size: int, reply: Reply) -> str | None:
-        """Return what is wrong with the reply to a read, None if nothing is."""
+        """Return how the reply to a read is wrong, or None."""
         with self.lock:
             seen = [v for v in self._versions[path] if v.since <= reply.ended and v.until >= reply.first]
             contents = [version.content for version in seen]
@@ -150,27 +148,27 @@ class Model:
         shrinks = len({len(content) if content is not None else 0 for content in contents}) > 1
         if reply.dead:
             return None if excused or shrinks else "SIGBUS"
-        clipped = [None if content is None else content[offset : offset + size] for content in contents]
-        return mismatch(np.frombuffer(reply.data, np.uint8), clipped, is_short=bool(excused), is_cut=shrinks)
+        expected = [None if content is None else content[offset : offset + size] for content in contents]
+        return mismatch(np.frombuffer(reply.data, np.uint8), expected, is_short=bool(excused), is_cut=shrinks)
 
 
 def mismatch(
     found: Bytes | None, contents: list[Bytes | None], *, is_short: bool = False, is_cut: bool = False
 ) -> str | None:
-    """Return how `found` is made of bytes of none of `contents`, None if it is not.
+    """Return how `found` differs from every mix of bytes of `contents`, or None if it does not.
 
-    `is_short`: it may be a beginning; `is_cut`: behind the shortest there may be zeros, as a file that shrinks shows them.
+    `is_short`: it may be a prefix. `is_cut`: bytes after the shortest content may be zeros, as in a file that shrinks.
     """
-    there = [content for content in contents if content is not None]
-    may_miss = len(there) < len(contents)
-    if found is None or not there:
+    existing = [content for content in contents if content is not None]
+    may_miss = len(existing) < len(contents)
+    if found is None or not existing:
         return None if found is None and may_miss else f"it is {'not ' if found is None else ''}there"
-    lengths = [len(content) for content in there]
+    lengths = [len(content) for content in existing]
     least = 0 if is_short or may_miss else min(lengths)
     if not least <= len(found) <= max(lengths):
         return f"{len(found)} bytes, not {sorted(set(lengths))}"
     right = np.zeros(len(found), bool)
-    for content in there:
+    for content in existing:
         common = min(len(content), len(found))
         right[:common] |= found[:common] == content[:common]
     if is_cut:
@@ -183,12 +181,11 @@ def mismatch(
 
 
 def random_bytes(size: int, seed: int) -> Bytes:
-    """Return `size` random bytes."""
     return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
 
 
 def overwritten(content: Bytes, offset: int, data: Bytes) -> Bytes:
-    """Return `content` with `data` at `offset`, zeros between its end and there."""
+    """Return `content` with `data` at `offset`, padded with zeros if `offset` is beyond its end."""
     found = np.zeros(max(len(content), offset + len(data)), np.uint8)
     found[: len(content)] = content
     found[offset : offset + len(data)] = data
@@ -196,5 +193,5 @@ def overwritten(content: Bytes, offset: int, data: Bytes) -> Bytes:
 
 
 def resized(content: Bytes, size: int) -> Bytes:
-    """Return `content` cut, or continued by zeros, to `size`."""
+    """Return `content` truncated, or extended with zeros, to `size`."""
     return overwritten(content[:size], size, np.empty(0, np.uint8))

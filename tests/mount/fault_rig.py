@@ -1,8 +1,8 @@
-"""Everything a fault plan needs: a small disk, a file system on it that fails when told to, a mount over that, clients.
+"""The stack under a fault plan: a small disk, a faulty file system on it, a mount over that, and clients.
 
     disk.img --loop--> disk/ (ext4) --faulty--> source/ --llmcachefs--> under/mnt
 
-`under` is a read-only tmpfs, so that a client that meets no mount there can change nothing.
+`under` is a read-only tmpfs, so that clients cannot change anything while no mount is there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEEDS = [
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="loop devices need root, e2fsprogs"),
     pytest.mark.timeout(SECONDS + 600),
 ]
-"""Marks of every test of a plan."""
+"""Marks of every test that runs a plan."""
 DISK_MIB = 224
 SIZES = {"loop.bin": 36 * MIB + 321, "second.bin": 9 * MIB + 77, "small.bin": 300_001}
 CACHE_MIB = 24
@@ -51,7 +51,7 @@ READERS = 3
 
 
 def seeds(first: int) -> Iterator[int]:
-    """Seeds of plans: `first`; those of LLMCACHE_FAULT_SECONDS, from a fresh one on; or the one of LLMCACHE_FAULT_SEED."""
+    """Yield seeds of plans: LLMCACHE_FAULT_SEED if set, else fresh ones for LLMCACHE_FAULT_SECONDS, else `first`."""
     end = time.monotonic() + SECONDS
     for seed in itertools.count(int(SEED) if SEED else time.time_ns() % 1_000_000 if SECONDS else first):
         yield seed
@@ -60,13 +60,12 @@ def seeds(first: int) -> Iterator[int]:
 
 
 def run(*words: str | Path) -> None:
-    """Run a system command that must succeed."""
     subprocess.run(list(map(str, words)), check=True, capture_output=True)
 
 
 @contextlib.contextmanager
 def small_disk(directory: Path, mib: int, *options: str, kind: str = "ext4") -> Iterator[Path]:
-    """Yield a directory of a file system of so many MiB, on a loop device over disk.img; `options` are mkfs's."""
+    """Yield a directory on a new file system of `mib` MiB, on a loop device over disk.img; `options` are those of mkfs."""
     image, point = directory / "disk.img", directory / "disk"
     point.mkdir()
     with image.open("wb") as file:
@@ -84,7 +83,7 @@ def small_disk(directory: Path, mib: int, *options: str, kind: str = "ext4") -> 
 
 @contextlib.contextmanager
 def faulty(directory: Path, point: Path, rules: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Serve `directory` on `point`, failing by `rules`."""
+    """Serve `directory` on `point`, with the faults that the file `rules` describes."""
     point.mkdir()
     write_rules(rules, [])
     command = [sys.executable, "-m", "tests.mount.faulty", str(directory), str(point), str(rules)]
@@ -124,7 +123,7 @@ def full(directory: Path) -> Iterator[None]:
 
 
 def wall_clock(directory: Path) -> tuple[Path, Path] | None:
-    """Return the library that sets a process' wall clock, and the file that says how far; None without a compiler."""
+    """Return the library that shifts a process's wall clock and the file with the offset; None without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None
@@ -135,10 +134,10 @@ def wall_clock(directory: Path) -> tuple[Path, Path] | None:
 
 
 class Rig:
-    """One stack and the clients over it. A context manager: what it started is ended whatever happens."""
+    """One stack and its clients. A context manager that always ends everything it started."""
 
     def __init__(self, directory: Path, mode: str | None, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
-        """`mode` of the mount (None: nothing is mounted, `source` is all there is); `sizes` of the files on it."""
+        """Prepare a stack; `mode` of the mount (None: no mount, only `source`), `sizes` of the files on it."""
         self.directory, self.mode, self.seed, self._sizes = directory, mode, seed, sizes
         self.failures: list[str] = []
         self.rules: list[Rule] = []
@@ -181,7 +180,7 @@ class Rig:
     # The files behind the mount
 
     def put(self, path: str, content: Bytes | None, how: str = "rename") -> bool:
-        """Give a file other contents behind the mount, by "rename", in place ("write") or by its size; False if full."""
+        """Change a file behind the mount by "rename", "write" (in place) or its size; return False if the disk is full."""
         changed = self.model.begin(**{path: content})
         target = self.files / path
         try:
@@ -206,12 +205,11 @@ class Rig:
         return True
 
     def set_rules(self, rules: list[Rule]) -> None:
-        """Make the storage fail by exactly these rules."""
         self.rules = rules
         write_rules(self._rules, rules)
 
     def set_clock(self, offset_s: float) -> None:
-        """Make the daemon's wall clock wrong by so much."""
+        """Shift the daemon's wall clock by `offset_s`."""
         if self.clock is not None:
             with self.clock[1].open("r+b") as file:
                 file.write(struct.pack("=q", int(offset_s * 1e9)))
@@ -219,7 +217,6 @@ class Rig:
     # The daemon
 
     def start_daemon(self) -> None:
-        """Mount."""
         if self.mode is None:
             return
         environ = environment()
@@ -235,7 +232,7 @@ class Rig:
         wait_mounted(self.point, self.daemon, self.log)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return the daemon's helper and sentinel by name, as far as they run."""
+        """Return the daemon's running helper and sentinel, by name."""
         assert self.daemon is not None
         found = {}
         for child in psutil.Process(self.daemon.pid).children():
@@ -245,7 +242,6 @@ class Rig:
         return found
 
     def control(self, **message: Any) -> dict[str, Any]:
-        """Ask the daemon for something."""
         return control.request(str(self.point), message, timeout_s=90)
 
     def _end_daemon(self) -> None:
@@ -258,7 +254,7 @@ class Rig:
     # Clients
 
     def start_clients(self) -> None:
-        """Read and write, in processes of their own, until `stop_clients`."""
+        """Start processes that read and write until `stop_clients`."""
         self._stop.clear()
         jobs: list[Callable[[Client, random.Random], None]] = [*[self._read_one] * READERS, self._write_one]
         for number, job in enumerate(jobs):
@@ -268,7 +264,7 @@ class Rig:
             self._threads.append(thread)
 
     def stop_clients(self) -> None:
-        """Wait for the clients' last requests, and end them."""
+        """Wait for the clients' last requests, and end the clients."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -289,7 +285,7 @@ class Rig:
         if chance.random() < 0.25:
             self.read(client, "whole", path, 0, 1 << 40)
             return
-        # A file that is held keeps to its inode, whatever that is called meanwhile: clients rename those they write.
+        # A file that stays open keeps its inode, so renamed files would be misread. Clients rename only the *.kv files.
         how = chance.choice(["pread", "direct", "mapped", "sent", *["held", "held"] * (path in SIZES)])
         content = self.model.now(path)
         offset = chance.randrange(0, (0 if content is None else len(content)) + 5000)
@@ -298,7 +294,6 @@ class Rig:
         self.read(client, how, path, offset // unit * unit, size)
 
     def read(self, client: Client, how: str, path: str, offset: int, size: int) -> None:
-        """Read and check."""
         reply = client.ask(op=how, path=str(self.point / path), offset=offset, size=size)
         if reply.dead and how != "mapped":
             raise AssertionError(f"SIGBUS in {how}")
@@ -341,7 +336,7 @@ class Rig:
 
     def _do(self, client: Client, request: dict[str, Any], changed: dict[str, Bytes | None], data: Bytes) -> None:
         if "new" in request and self.model.now(Path(request["new"]).name) is not None:
-            # libfuse deletes an open file before another takes its name: for a moment there is none.
+            # libfuse deletes an open file before another takes its name, so for a moment the name does not exist.
             self.model.begin(**{Path(request["new"]).name: None})
         self.model.begin(**changed)
         reply = client.ask(data=data.tobytes(), **request)
@@ -354,7 +349,7 @@ class Rig:
         self.model.failed(changed)
 
     def check_everything(self) -> None:
-        """Every byte of every file, in every way."""
+        """Check every byte of every file, in every way of reading."""
         client = Client("the last check", self.opening)
         try:
             for path in self.model.paths():
@@ -366,13 +361,13 @@ class Rig:
     # The end
 
     def force_unmount(self) -> None:
-        """Take away a mount whose daemon is dead."""
+        """Unmount a mount whose daemon is dead."""
         result = llmcache("umount", "--force", str(self.point))
         assert result.returncode == 0, result.stderr
         assert mountpoint.find(str(self.point)) is None
 
     def end(self) -> None:
-        """Unmount as a user does; nothing of the mount is left."""
+        """Unmount as a user does, and check that nothing of the mount is left."""
         assert self.daemon is not None
         children = self.children()
         found = control.files(str(self.point))

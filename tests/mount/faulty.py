@@ -1,8 +1,8 @@
-"""A file system for tests that hands everything on to a directory, and fails where it is told to.
+"""A FUSE file system for tests that passes calls through to a directory and fails by rules.
 
-`python -m tests.mount.faulty DIRECTORY MOUNTPOINT RULES`: RULES is a JSON file with a list of rules (`Rule`), looked at
-before every call; `write_rules` replaces it whole. Files are opened with direct_io: what a call asks for arrives here,
-and what is answered (an error, fewer bytes than asked for) arrives there, with no page cache in between.
+`python -m tests.mount.faulty DIRECTORY MOUNTPOINT RULES`: RULES is a JSON file with a list of rules (`Rule`) that every
+call reads again; `write_rules` replaces it atomically. Files are opened with direct_io, so no page cache lies between a
+call and this file system: each request arrives unchanged, and so does each reply (an error, or fewer bytes).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 from llmcache.fs.vfs.libfuse import binding
 
-SHORT_BYTES = 40 * 512  # a short answer has as many at least; whole sectors, as a disk's
+SHORT_BYTES = 40 * 512  # least size of a short reply; whole sectors, as on a disk
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What goes wrong: `call` on files that match `glob`, where bytes `first` to `end` are touched.
+    """A fault: what happens to `call` on files that match `glob`, if it touches bytes `first` to `end`.
 
-    `what`: "eio", "short" (an answer of fewer bytes), "slow" (after `seconds`), "held" (once there is no such rule any
-    more; meanwhile the file `held_by` is there) or "lost": an fsync fails, and what was written since the last one is as it
-    was before, except by O_DIRECT: pages of a cache that let go what it cannot write. `call`: read, write, fsync, truncate,
-    fallocate, or "open direct".
+    `what`: "eio"; "short" (a reply of fewer bytes); "slow" (a reply after `seconds`); "held" (the call waits until the
+    rule is removed; the file `held_by` exists until then); "lost" (fsync fails, and everything written since the last
+    fsync without O_DIRECT is reverted, as if the page cache had dropped the pages it could not write). `call`: read,
+    write, fsync, truncate, fallocate or "open direct".
     """
 
     what: str
@@ -42,36 +42,35 @@ class Rule:
     seconds: float = 0.0
 
     def concerns(self, call: str, path: str, offset: int, size: int) -> bool:
-        """Returns whether a call meets it."""
         touched = offset < self.end and offset + size > self.first
         return call == self.call and touched and fnmatch.fnmatch(path.lstrip("/"), self.glob)
 
 
 def held_by(rules: Path) -> Path:
-    """Return the file that is there while a call is held by `rules`."""
+    """Return the file that exists while a rule of `rules` holds a call."""
     return rules.with_suffix(".held")
 
 
 def write_rules(path: Path, rules: Iterable[Rule]) -> None:
-    """Replace the rules; calls that begin afterwards follow them."""
+    """Replace the rules; calls that start later follow them."""
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps([asdict(rule) for rule in rules]))
     fresh.rename(path)
 
 
 class Lost(OSError):
-    """An error after which nothing is left of what was under way."""
+    """An error that also reverts the writes since the last fsync."""
 
 
 class Rules:
-    """The rules of a file, parsed again when it says something else."""
+    """The rules of a file, parsed again when its text changes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._known: tuple[str, list[Rule]] = ("", [])  # both at once: calls are many at a time
+        self._parsed: tuple[str, list[Rule]] = ("", [])  # text and rules; replaced together, because calls run concurrently
 
     def apply(self, call: str, path: str, offset: int, size: int) -> int:
-        """Return how many of `size` bytes to answer; sleeps, or raises EIO."""
+        """Return how many of `size` bytes to serve; may sleep or raise EIO."""
         for rule in self._now():
             if rule.concerns(call, path, offset, size):
                 if rule.what in ("eio", "lost"):
@@ -84,12 +83,13 @@ class Rules:
         return size
 
     def _now(self) -> list[Rule]:
-        with open(self._path, encoding="utf-8") as file:  # numbers and times of inodes come again within a tick
+        # read the text each time, because inode numbers and times can repeat within a clock tick
+        with open(self._path, encoding="utf-8") as file:
             text = file.read()
-        known, rules = self._known
-        if text != known:
+        parsed, rules = self._parsed
+        if text != parsed:
             rules = [Rule(**rule) for rule in json.loads(text)]
-            self._known = text, rules
+            self._parsed = text, rules
         return rules
 
     def _hold(self, rule: Rule) -> None:
@@ -108,7 +108,8 @@ class Faulty:
     def __init__(self, directory: str, rules: Rules) -> None:
         self._directory, self._rules = directory, rules
         self._direct: set[int] = set()
-        self._before: dict[int, list[tuple[int, bytes]]] = {}  # by inode: what each write since the last fsync has replaced
+        # by inode: the bytes that each write since the last fsync replaced
+        self._before: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 
     def _below(self, path: str) -> str:
@@ -133,7 +134,7 @@ class Faulty:
     def open(self, path: str, info: Any) -> int:
         if info.flags & os.O_DIRECT:
             self._rules.apply("open direct", path, 0, 1 << 62)
-        # The kernel has already worked out where O_APPEND writes.
+        # The kernel has already resolved the offset of O_APPEND writes.
         info.fh = os.open(self._below(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
         if info.flags & os.O_DIRECT:
             self._direct.add(info.fh)
@@ -218,7 +219,6 @@ class Faulty:
 
 
 def main() -> None:
-    """Serve until unmounted."""
     directory, mountpoint, rules = sys.argv[1:]
     options: dict[str, Any] = {"foreground": True, "raw_fi": True, "use_ino": True, "fsname": "faulty", "allow_other": True}
     served = type("Served", (Faulty, binding().Operations), {})

@@ -1,4 +1,4 @@
-"""A real daemon over a real directory for tests: started in the foreground, ended and unmounted whatever happens."""
+"""Run a real daemon over a real directory in the foreground, and always end and unmount it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmcache.fs.client import control, operation
 from tools.bench.sides import environment, serving
 
 MIB = 1 << 20
-# what the project promises beside --cache
+# memory that a mount may use in addition to --cache, according to the documentation
 OVERHEAD_BYTES = 64 * MIB
 Wrap = Callable[[Sequence[str]], list[str]]
 LOOP_READER = Path(__file__).resolve().parents[2] / "tools" / "bench" / "clients" / "loop_reader.py"
@@ -45,15 +45,14 @@ class Live:
         return operation.fetch(str(self.mountpoint))
 
     def know(self) -> None:
-        """Return once the mount knows every file: what is read before goes uncounted, and the kernel keeps it meanwhile."""
+        """Return once the mount has found every file: it does not count earlier reads, whose pages stay cached."""
         control.request(str(self.mountpoint), {"op": "warmup", "check": True})
 
     def resize(self, cache_bytes: int) -> dict[str, Any]:
-        """Change the budget of the running mount over its control socket."""
         return control.request(str(self.mountpoint), {"op": "resize", "cache_bytes": cache_bytes})
 
     def pinned_bytes(self, *names: str) -> int:
-        """Return how much of the loops of files is pinned at one moment."""
+        """Return how many bytes of the loops of files are pinned, in one sample."""
         found = [entry for entry in self.stats()["files"] if entry["path"].lstrip("/") in names]
         return sum(int(loop["pinned_bytes"]) for entry in found for loop in entry["loops"])
 
@@ -62,20 +61,20 @@ class Live:
         return list(psutil.Process(self.daemon.pid).children(recursive=True))
 
     def memory_bytes(self) -> int:
-        """Return the private memory of daemon and helpers, as the kernel counts it."""
+        """Return the private memory of the daemon and its helpers, as the kernel counts it."""
         pids = [self.daemon.pid, *(child.pid for child in self.helpers())]
         return sum(private_bytes(pid) for pid in pids)
 
 
 def llmcache(*words: str | Path, wrap: Wrap = list, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run `llmcache WORDS`; its code and what it printed. `wrap` puts it into a cgroup."""
+    """Run `llmcache WORDS` and return the completed process; `wrap` puts it into a cgroup."""
     command = wrap([sys.executable, "-m", "llmcache", *map(str, words)])
     settings: dict[str, object] = {"env": environment(), "timeout": 150, "check": False, **more}
     return subprocess.run(command, capture_output=True, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
-def said(*words: str | Path, code: int = 0) -> dict[str, Any]:
-    """What `llmcache WORDS` says in JSON; it must end with `code`."""
+def run_json(*words: str | Path, code: int = 0) -> dict[str, Any]:
+    """Return the JSON document that `llmcache WORDS` prints; it must exit with `code`."""
     done = llmcache(*words, "--json")
     assert done.returncode == code, done.stderr
     return dict(json.loads(done.stdout))
@@ -89,32 +88,32 @@ def live(
     *options: str,
     wrap: Wrap = list,
 ) -> Iterator[Live]:
-    """Yield a serving mount, in steer unless `options` say otherwise; `wrap` puts the daemon into a cgroup.
+    """Yield a serving mount, in mode steer unless `options` set another; `wrap` puts the daemon into a cgroup.
 
-    A log with a traceback fails the test.
+    A traceback in the log fails the test.
     """
     mountpoint.mkdir(exist_ok=True)
     log = mountpoint.with_suffix(".log")
     words = ["mount", str(source), str(mountpoint), "--cache", cache, "-f"]
     mode = () if "--mode" in options else ("--mode", "steer")
     with serving(wrap([sys.executable, "-m", "llmcache", *words, *mode, *options]), mountpoint, log) as daemon:
-        # in place nobody waits at the mount for its daemon
+        # an in-place mount point works before the daemon serves
         wait_for(lambda: bool(control.files(str(mountpoint)).describe()), "the daemon serves")
         yield Live(source, mountpoint, daemon, log)
     assert "Traceback" not in log.read_text(), log.read_text()
 
 
 def is_busy(pid: int) -> bool:
-    """Return whether a thread of a process runs, wants to run, or waits for storage; idle ones wait for something to do."""
+    """Return whether a thread of a process runs, is runnable, or waits for storage; idle threads sleep."""
     states = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return "R" in states or "D" in states
 
 
 def private_bytes(pid: int) -> int:
-    """Return the private memory of a process; 0 if it has just ended."""
+    """Return the private memory of a process, 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -124,9 +123,10 @@ def private_bytes(pid: int) -> int:
 
 
 def resident_bytes(*paths: Path) -> int:
-    """Return how much of some files is in the page cache of the file systems that they are opened through (mincore).
+    """Return how many bytes of `paths` are in the page cache, as mincore() counts them.
 
-    All are mapped first and then looked at together: what leaves one for another between two looks would count twice.
+    All files are mapped first and then examined together, so that memory that moves between files is rarely counted
+    twice.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -147,8 +147,8 @@ def resident_bytes(*paths: Path) -> int:
 
 
 def random_file(path: Path, size: int) -> Path:
-    """Make a file of random bytes, no page like another, that is on the disk, not only in memory."""
-    drawn = np.frombuffer(os.urandom(MIB), np.uint64)  # one MiB is: the kernel takes seconds for some hundred
+    """Write a file of random bytes without equal pages to the disk, and drop it from the page cache."""
+    drawn = np.frombuffer(os.urandom(MIB), np.uint64)  # draw only one MiB: os.urandom takes seconds for some hundred
     with path.open("wb") as file:
         for offset in range(0, size, MIB):
             other = drawn ^ np.uint64(offset // MIB * 0x9E3779B97F4A7C15 % (1 << 64))
@@ -160,7 +160,6 @@ def random_file(path: Path, size: int) -> Path:
 
 
 def by_read(path: Path) -> str:
-    """Hash a file through sequential read()."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(MIB):
@@ -169,7 +168,7 @@ def by_read(path: Path) -> str:
 
 
 def by_odd_pread(path: Path) -> str:
-    """Hash a file through pread() of 65521 bytes (a prime), so that nothing is ever aligned."""
+    """Hash a file through pread() of 65521 bytes (a prime), so that no request is aligned."""
     digest, offset = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := os.pread(file.fileno(), 65521, offset):
@@ -179,7 +178,6 @@ def by_odd_pread(path: Path) -> str:
 
 
 def by_mmap(path: Path) -> str:
-    """Hash a file through a shared mapping."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -190,7 +188,6 @@ def by_mmap(path: Path) -> str:
 
 
 def by_sendfile(path: Path) -> str:
-    """Hash a file through sendfile() into memory."""
     fd, out = os.open(path, os.O_RDONLY), os.memfd_create("sendfile")
     try:
         while os.sendfile(out, fd, None, MIB):
@@ -211,7 +208,7 @@ WAYS: dict[str, Callable[[Path], str]] = {
 
 
 class Reader(subprocess.Popen[str]):
-    """A checking reader; its output goes to files, because nobody reads it before the end."""
+    """A checking reader; its output goes to files, because the test reads it only at the end."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - closed by `readers`
@@ -220,12 +217,12 @@ class Reader(subprocess.Popen[str]):
 
 
 def start_reader(path: Path, crc: Path, how: str, seconds: float) -> Reader:
-    """Start a process that reads a file in a loop and checks every MiB; its last line tells how many were wrong."""
+    """Start a process that reads a file in a loop and checks every MiB; its last line reports how many were wrong."""
     return Reader([str(path), "--how", how, "--passes", "1000000", "--seconds", str(seconds), "--check", str(crc)])
 
 
 def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
-    """Return (passes, wrong MiB) of a reader that must end by itself and without an error."""
+    """Return (passes, wrong MiB) of a reader that must exit by itself without an error."""
     reader.wait(timeout_s)
     reader.out.seek(0)
     reader.err.seek(0)
@@ -237,7 +234,7 @@ def finish_reader(reader: Reader, timeout_s: float) -> tuple[int, int]:
 def wait_for(
     condition: Callable[[], bool], what: str, timeout_s: float = 120.0, state: Callable[[], object] = lambda: ""
 ) -> None:
-    """Return as soon as `condition()` holds; fails after a time that only a hang takes, and tells `state()`."""
+    """Return once `condition()` holds; after `timeout_s`, which only a hang takes, fail with `what` and `state()`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen: {what} {state()}"
@@ -246,7 +243,7 @@ def wait_for(
 
 @contextmanager
 def readers(jobs: Sequence[tuple[Path, Path, str]], seconds: float) -> Iterator[list[Reader]]:
-    """Run a checking reader per job (file, CRCs, how) during the body; kills what is left."""
+    """Run a checking reader per job (file, CRCs, how) during the body; kill those still running."""
     running = [start_reader(path, crc, how, seconds) for path, crc, how in jobs]
     try:
         yield running

@@ -1,4 +1,4 @@
-"""An access log, replayed through the simulator, shows the hits, misses, evictions and held extents of the mount."""
+"""An access log, replayed through the simulator, gives the hits, misses, evictions and cached extents of the mount."""
 
 from __future__ import annotations
 
@@ -48,38 +48,38 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sweep(mount: Live, name: str, passes: int, pause_s: float = 0.0) -> None:
-    """Read a whole file some times; `pause_s` after each MiB."""
+    """Read a whole file `passes` times, with a pause of `pause_s` after each MiB."""
     for _ in range(passes):
         with open(mount.mountpoint / name, "rb", buffering=0) as file:
             while file.read(MIB):
                 time.sleep(pause_s)
 
 
-def a_loop_that_does_not_fit(mount: Live) -> None:
+def a_loop_larger_than_the_budget(mount: Live) -> None:
     sweep(mount, "loop.bin", 5)
 
 
-def one_file_after_the_other(mount: Live) -> None:
+def two_loops_in_sequence(mount: Live) -> None:
     sweep(mount, "loop.bin", 4)
     sweep(mount, "other.bin", 4)
 
 
-def small_files_beside_a_loop(mount: Live) -> None:
+def small_files_and_a_loop(mount: Live) -> None:
     for _ in range(4):
         sweep(mount, "small.json", 1)
         sweep(mount, "tiny.txt", 1)
         sweep(mount, "loop.bin", 1)
 
 
-def a_spill_file_beside_a_loop(mount: Live) -> None:
+def a_spill_file_and_a_loop(mount: Live) -> None:
     for number in range(3):
         (mount.mountpoint / "spill.kv").write_bytes(os.urandom(5 * MIB + number))
         sweep(mount, "loop.bin", 2)
         sweep(mount, "spill.kv", 1)
 
 
-def a_warm_up_and_an_eviction(mount: Live) -> None:
-    os.listdir(mount.mountpoint)  # answered once the control socket is there
+def a_warmup_and_an_eviction(mount: Live) -> None:
+    os.listdir(mount.mountpoint)  # returns once the control socket exists
     for name in ("loop.bin", "other.bin"):
         control.request(str(mount.mountpoint), {"op": "warmup", "globs": [name]})
         sweep(mount, name, 3)
@@ -87,7 +87,7 @@ def a_warm_up_and_an_eviction(mount: Live) -> None:
     sweep(mount, "loop.bin", 2)
 
 
-def a_mixture(mount: Live) -> None:
+def a_moe_model(mount: Live) -> None:
     path = mount.source / "mixture.gguf"
     experts = Experts(routing.layout_of(path))
     with open(mount.mountpoint / path.name, "rb", buffering=0) as file:
@@ -98,17 +98,17 @@ def a_mixture(mount: Live) -> None:
 
 
 WORKS: list[Work] = [
-    a_mixture,
-    a_warm_up_and_an_eviction,
-    a_loop_that_does_not_fit,
-    one_file_after_the_other,
-    small_files_beside_a_loop,
-    a_spill_file_beside_a_loop,
+    a_moe_model,
+    a_warmup_and_an_eviction,
+    a_loop_larger_than_the_budget,
+    two_loops_in_sequence,
+    small_files_and_a_loop,
+    a_spill_file_and_a_loop,
 ]
 
 
 def settled(mount: Live) -> dict[str, Any]:
-    """The counters once loaders have nothing more to fetch ahead, nor wait for storage that is slow."""
+    """Return the counters once loaders have nothing more to prefetch and no thread waits for storage."""
     seen: list[dict[str, Any]] = [mount.stats()]
 
     def still() -> bool:
@@ -121,13 +121,13 @@ def settled(mount: Live) -> dict[str, Any]:
     return seen[-1]
 
 
-def held_by_file(trace: Trace) -> dict[str, int]:
-    """Bytes of each file that the replayed mount holds at the end."""
+def cached_bytes_by_file(trace: Trace) -> dict[str, int]:
+    """Return how many bytes of each file the replayed mount has cached at the end."""
     space = BlockSpace.of([trace])
     policy = policy_class("llmcache")(int(trace.provenance.extra["budget_bytes"]) // BLOCK_BYTES, space.blocks)
     policy.describe(space, trace.files, trace.provenance, UNKNOWN)
     hits = policy.replay(space.place(trace), trace.count.astype(np.int64))
-    assert np.array_equal(hits > 0, trace.miss == HIT), "row for row, the verdict of the mount"
+    assert np.array_equal(hits > 0, trace.miss == HIT), "the mount recorded the same for each row"
     files, _ = space.locate(policy.resident())
     paths = {file.id: file.path for file in trace.files}
     return {paths[number]: int((files == number).sum()) * BLOCK_BYTES for number in np.unique(files).tolist()}
@@ -135,7 +135,7 @@ def held_by_file(trace: Trace) -> dict[str, int]:
 
 @pytest.mark.mount
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-def test_a_replayed_log_is_the_mount(source: Path, tmp_path: Path, work: Work) -> None:
+def test_replaying_a_log_reproduces_the_mount(source: Path, tmp_path: Path, work: Work) -> None:
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         work(mount)
@@ -147,26 +147,25 @@ def test_a_replayed_log_is_the_mount(source: Path, tmp_path: Path, work: Work) -
     arena = stats["arena"]
     assert (result.hits, result.accesses - result.hits) == (arena["hit_blocks"], arena["miss_blocks"])
     assert result.evictions == arena["evicted_blocks"]
-    held = held_by_file(trace)
-    assert sum(held.values()) == arena["held_blocks"] * BLOCK_BYTES
+    cached = cached_bytes_by_file(trace)
+    assert sum(cached.values()) == arena["held_blocks"] * BLOCK_BYTES
     for entry in stats["files"]:
-        if not entry["loops"]:  # of a file that was written single pages are held: those that were read from storage again
+        if not entry["loops"]:  # a written file has only single cached pages: those read from storage again
             continue
         pinned = sum(loop["pinned_bytes"] for loop in entry["loops"])
-        assert abs(held.get(entry["path"], 0) - pinned) < MIB, "the last extent of a file may be short"
+        assert abs(cached.get(entry["path"], 0) - pinned) < MIB, "the last extent of a file may be short"
 
 
 @pytest.mark.mount
-def test_the_scenarios_do_what_they_are_for(source: Path, tmp_path: Path) -> None:
-    """There are hits and evictions to agree about."""
+def test_the_scenarios_cause_hits_and_evictions(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         mount.know()
-        a_loop_that_does_not_fit(mount)
+        a_loop_larger_than_the_budget(mount)
         share = CACHE / SIZES["loop.bin"]
         whole = settled(mount)["arena"]["held_blocks"] * BLOCK_BYTES
         assert 0.9 * CACHE < whole <= CACHE
-        one_file_after_the_other(mount)
+        two_loops_in_sequence(mount)
         assert settled(mount)["arena"]["evicted_blocks"] > 0
     trace = Trace.load(path)
     last_pass = trace.slice(4 * 73, 5 * 73)  # 73 extents in the loop
@@ -178,7 +177,7 @@ def test_the_scenarios_do_what_they_are_for(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.mount
-def test_a_steer_mount_logs_what_it_sees(source: Path, tmp_path: Path) -> None:
+def test_a_steer_mount_logs_its_reads(source: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("steer needs the right to lock memory")
     path = tmp_path / "log.parquet"
@@ -199,7 +198,8 @@ def test_a_steer_mount_logs_what_it_sees(source: Path, tmp_path: Path) -> None:
 def test_writes_are_in_the_log(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
-        (mount.mountpoint / "new.kv").write_bytes(b"\1" * (3 * MIB))  # in memory: what faults is written in parts
+        # from memory, because data that faults is written in several requests
+        (mount.mountpoint / "new.kv").write_bytes(b"\1" * (3 * MIB))
     trace = Trace.load(path)
     assert int(trace.count[trace.op == WRITE].sum()) * BLOCK_BYTES == 3 * MIB
     (mount.source / "new.kv").unlink()
@@ -212,10 +212,10 @@ def test_the_log_is_complete_however_the_mount_ends(source: Path, tmp_path: Path
     with live(source, point, str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         sweep(mount, "loop.bin", 2)
         rows = settled(mount)["access_log"]["rows"]
-        assert not path.exists(), "it has its name when it is complete"
+        assert not path.exists(), "the log gets its name once it is complete"
         if end == "umount":
             assert llmcache("umount", str(point)).returncode == 0
-            assert path.exists(), "umount waits for it"
+            assert path.exists(), "umount waits for the log"
         else:
             mount.daemon.send_signal(getattr(signal, end))
             mount.daemon.wait(120)
@@ -229,7 +229,7 @@ def test_the_log_is_complete_however_the_mount_ends(source: Path, tmp_path: Path
 
 
 @pytest.mark.mount
-def test_the_daemon_loads_nothing_that_writes_parquet(source: Path, tmp_path: Path) -> None:
+def test_the_daemon_does_not_load_parquet_libraries(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         sweep(mount, "loop.bin", 2)
@@ -238,7 +238,7 @@ def test_the_daemon_loads_nothing_that_writes_parquet(source: Path, tmp_path: Pa
 
 
 @pytest.mark.mount
-def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path) -> None:
+def test_a_dead_log_writer_loses_rows_but_no_reads(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         sweep(mount, "loop.bin", 1)
@@ -253,14 +253,14 @@ def test_a_writer_that_dies_costs_rows_and_no_reads(source: Path, tmp_path: Path
 
 
 @pytest.mark.mount
-def test_a_log_without_room_leaves_nothing(tmp_path: Path) -> None:
+def test_a_log_on_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", tmp_path], check=True)
     try:
         command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
         blocks = np.random.default_rng(0).integers(0, 1 << 40, 2 * GROUP_ROWS).tolist()
         rows = b"".join(ROW.pack(0, 0, block, 1, READ, HIT, 1) for block in blocks)
-        told = FRAME.pack(ROWS, len(rows)) + rows
-        done = subprocess.run(command, input=told, capture_output=True, env=environment(), timeout=120, check=False)
+        frames = FRAME.pack(ROWS, len(rows)) + rows
+        done = subprocess.run(command, input=frames, capture_output=True, env=environment(), timeout=120, check=False)
         assert done.returncode == 3
         assert b"llmcache: error: cannot write" in done.stderr and b"Traceback" not in done.stderr
         assert os.listdir(tmp_path) == []
@@ -269,7 +269,7 @@ def test_a_log_without_room_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.mount
-def test_a_mount_that_fails_leaves_no_log(source: Path, tmp_path: Path) -> None:
+def test_a_failed_mount_leaves_no_log(source: Path, tmp_path: Path) -> None:
     path, point = tmp_path / "log.parquet", tmp_path / "mnt"
     point.mkdir()
     result = llmcache("mount", str(source), str(point), "--cache", "32Mi", "--access-log", str(path), "-o", "nonsense")

@@ -1,4 +1,4 @@
-"""Bad arguments and a lacking machine: the exit code, the message, the hint; and nothing mounted."""
+"""Bad arguments or a machine without a requirement give the documented exit code, message and hint, and no mount."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tools.bench.sides import environment
 
 @pytest.fixture
 def places(mount: Mounter) -> tuple[Path, Path]:
-    """(SOURCE, MOUNT), both fine."""
+    """Valid (SOURCE, MOUNT)."""
     own = mount.place()
     return own.source, own.point
 
 
 def refused(code: int, message: str, hint: str | None, *words: str | Path, env: dict[str, str] | None = None) -> None:
-    """`llmcache WORDS` fails as told, in two lines at most, with nothing on stdout."""
+    """Check that `llmcache WORDS` fails with this code, message and hint, in at most two lines on stderr."""
     result = llmcache(*words, env=env or environment())
     assert result.returncode == code, result.stderr
     lines = result.stderr.splitlines()
@@ -40,7 +40,7 @@ def refused(code: int, message: str, hint: str | None, *words: str | Path, env: 
 
 
 @pytest.mark.parametrize("mode", ["auto", "inplace", "steer", "arena"])
-def test_files_in_memory_are_left_where_they_are(tmp_path: Path, mode: str) -> None:
+def test_a_source_on_tmpfs_is_refused(tmp_path: Path, mode: str) -> None:
     with small_tmpfs(tmp_path, "1m") as source:
         point = tmp_path / "mnt"
         point.mkdir()
@@ -51,7 +51,7 @@ def test_files_in_memory_are_left_where_they_are(tmp_path: Path, mode: str) -> N
 
 @pytest.mark.bpf
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), reason="needs root and btrfs-progs")
-def test_btrfs_is_named_though_no_mount_has_the_device_number_of_its_files(tmp_path: Path) -> None:
+def test_btrfs_is_recognized_despite_its_device_numbers(tmp_path: Path) -> None:
     (tmp_path / "mnt").mkdir()
     with small_disk(tmp_path, 128, kind="btrfs") as source:
         refused(3, f"{source} is on btrfs;", "--mode auto", "mount", source, tmp_path / "mnt", "--mode", "inplace")
@@ -72,7 +72,7 @@ def test_btrfs_is_named_though_no_mount_has_the_device_number_of_its_files(tmp_p
         ("SOURCE MNT --rw -o ro", "contradict", None),
     ],
 )
-def test_arguments_of_mount(places: tuple[Path, Path], words: str, message: str, hint: str | None) -> None:
+def test_bad_arguments_of_mount(places: tuple[Path, Path], words: str, message: str, hint: str | None) -> None:
     (places[0] / "deep" / "mnt").mkdir(parents=True)
     (places[0] / "file").touch()
     given = [word.replace("SOURCE", str(places[0])).replace("MNT", str(places[1])) for word in words.split()]
@@ -85,9 +85,9 @@ def test_unknown_mount_option(places: tuple[Path, Path]) -> None:
 
 
 def test_missing_libfuse(places: tuple[Path, Path]) -> None:
-    lacking = {**environment(), "FUSE_LIBRARY_PATH": "/nowhere/libfuse3.so"}
+    environ = {**environment(), "FUSE_LIBRARY_PATH": "/nowhere/libfuse3.so"}
     words = ("mount", *places, "--mode", "steer")
-    refused(3, "FUSE_LIBRARY_PATH=/nowhere/libfuse3.so", "sudo apt install fuse3", *words, env=lacking)
+    refused(3, "FUSE_LIBRARY_PATH=/nowhere/libfuse3.so", "sudo apt install fuse3", *words, env=environ)
 
 
 def test_commands_where_nothing_is_mounted(places: tuple[Path, Path]) -> None:
@@ -98,11 +98,11 @@ def test_commands_where_nothing_is_mounted(places: tuple[Path, Path]) -> None:
     assert os.path.ismount("/proc")
 
 
-def test_no_count_of_stats(places: tuple[Path, Path]) -> None:
+def test_stats_refuses_a_count_of_zero(places: tuple[Path, Path]) -> None:
     refused(2, "COUNT", None, "stats", places[1], "1", "0")
 
 
-def test_a_mount_that_is_not_made_leaves_nothing_but_its_log(places: tuple[Path, Path]) -> None:
+def test_a_refused_mount_leaves_only_its_log(places: tuple[Path, Path]) -> None:
     done = llmcache("mount", *places, "--cache", "900P")
     assert done.returncode == 3
     base = Path(control.files(str(places[1])).base)
@@ -110,7 +110,7 @@ def test_a_mount_that_is_not_made_leaves_nothing_but_its_log(places: tuple[Path,
     Path(control.files(str(places[1])).log).unlink()
 
 
-def test_paths_that_are_none(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_impossible_paths_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(f'[mount]\nsource = "a\\u0000b"\nmount = "{places[1]}"\n')
     done = llmcache("mount", "--config", tmp_path / "settings.toml")
     assert done.returncode == 2 and "source: 'a\\x00b' contains a NUL" in done.stderr
@@ -122,7 +122,7 @@ def test_paths_that_are_none(places: tuple[Path, Path], tmp_path: Path) -> None:
     assert gone.returncode == 2 and "the working directory no longer exists" in gone.stderr
 
 
-def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) -> None:
+def test_a_mount_with_a_missing_socket_is_not_reported_dead(mount: Mounter) -> None:
     mounted = mount()
     os.unlink(mounted.files.socket)
     done = llmcache("stats", mounted.point)
@@ -132,14 +132,14 @@ def test_a_mount_whose_socket_is_elsewhere_is_not_called_dead(mount: Mounter) ->
 
 @pytest.mark.bpf
 @pytest.mark.parametrize(
-    ("words", "said", "code"),
+    ("words", "message", "code"),
     [
         (("--spill", "*.txt"), "spill: in mode inplace", 2),
         (("-o", "max_read=4096"), "-o max_read=4096", 2),
         (("--read-ahead", "1Ki"), "read_ahead: 1Ki is not possible", 2),
     ],
 )
-def test_what_only_fuse_can_do_is_refused(tmp_path: Path, words: tuple[str, ...], said: str, code: int) -> None:
+def test_options_of_fuse_are_refused_in_place(tmp_path: Path, words: tuple[str, ...], message: str, code: int) -> None:
     (tmp_path / "mnt").mkdir()
     done = llmcache("mount", tmp_path, tmp_path / "mnt", "--mode", "inplace", *words)
-    assert done.returncode == code and said in done.stderr
+    assert done.returncode == code and message in done.stderr

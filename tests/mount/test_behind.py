@@ -1,4 +1,4 @@
-"""Files changed in SOURCE, behind the mount: noticed at the next open, and nothing stale after it."""
+"""Changes of files in SOURCE, behind the mount: the next open notices them, and later reads return nothing stale."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import MIB, llmcache, random_file, wait_for
 
 SIZE = 2 << 20
-TICK_S = 0.05  # a change within the tick of the last one does not show, before Linux 6.13
+TICK_S = 0.05  # before Linux 6.13, two changes within one clock tick have the same time
 
 
 @pytest.fixture
 def pair(reading: Mounted) -> tuple[Path, Path]:
-    """(path in the mount, path in SOURCE) of a file that has been read through the mount."""
+    """Return the paths, in the mount and in SOURCE, of a file after a read through the mount."""
     behind = reading.source / "f"
     behind.write_bytes(b"1" * SIZE)
     through = reading.point / "f"
@@ -38,12 +38,12 @@ def replace(behind: Path, content: bytes) -> None:
     os.replace(fresh, behind)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["closed", "held open"])
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 @pytest.mark.parametrize("size", [SIZE, SIZE // 2, 2 * SIZE, 0], ids=["same size", "shorter", "longer", "empty"])
 @pytest.mark.parametrize("how", ["replaced", "rewritten"])
-def test_changed(pair: tuple[Path, Path], how: str, size: int, held: bool) -> None:
+def test_changed_behind_the_mount(pair: tuple[Path, Path], how: str, size: int, is_open: bool) -> None:
     through, behind = pair
-    holder = through.open("rb") if held else None
+    open_file = through.open("rb") if is_open else None
     if how == "replaced":
         replace(behind, b"2" * size)
     else:
@@ -53,13 +53,15 @@ def test_changed(pair: tuple[Path, Path], how: str, size: int, held: bool) -> No
     if size:
         with through.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
             assert pages[:] == b"2" * size
-    if holder is not None:
-        with holder:
-            assert set(os.pread(holder.fileno(), 4096, 0)) <= {ord("2")}, "nothing stale once an open has noticed"
+    if open_file is not None:
+        with open_file:
+            assert set(os.pread(open_file.fileno(), 4096, 0)) <= {ord("2")}, (
+                "nothing stale once an open has noticed the change"
+            )
     assert through.read_bytes() == b"2" * size
 
 
-def test_times_set_back_do_not_hide_a_change(pair: tuple[Path, Path]) -> None:
+def test_a_restored_modification_time_does_not_hide_a_change(pair: tuple[Path, Path]) -> None:
     through, behind = pair
     status = behind.stat()
     with behind.open("r+b") as file:
@@ -68,7 +70,7 @@ def test_times_set_back_do_not_hide_a_change(pair: tuple[Path, Path]) -> None:
     assert through.read_bytes()[:101] == b"2" * 100 + b"1"
 
 
-def test_no_reader_sees_a_state_older_than_its_open(pair: tuple[Path, Path]) -> None:
+def test_no_read_returns_data_older_than_its_open(pair: tuple[Path, Path]) -> None:
     through, behind = pair
     version, wrong, stop = [1], [], threading.Event()
     replace(behind, b"\x01" * SIZE)
@@ -93,7 +95,7 @@ def test_no_reader_sees_a_state_older_than_its_open(pair: tuple[Path, Path]) -> 
     assert not wrong
 
 
-def test_deleted_and_made_anew(pair: tuple[Path, Path]) -> None:
+def test_deleted_and_created_again(pair: tuple[Path, Path]) -> None:
     through, behind = pair
     with through.open("rb", buffering=0) as file:
         behind.unlink()
@@ -124,7 +126,7 @@ def test_renamed_behind(pair: tuple[Path, Path], reading: Mounted) -> None:
 
 
 def test_replaced_while_written_through(reading: Mounted) -> None:
-    """Who has it open for writing goes on, in the file that is there now."""
+    """A client that has the file open for writing continues in the new file."""
     through, behind = reading.point / "f.kv", reading.source / "f.kv"
     with through.open("x+b", buffering=0) as file:
         file.write(b"a" * 8192)
@@ -147,13 +149,13 @@ def test_written_behind_while_written_through(reading: Mounted) -> None:
 
 
 def uses(mounted: Mounted, name: str) -> list[str]:
-    """Return the descriptors and mappings that the daemon and its helpers have of files called `name`."""
+    """Return the descriptors and mappings of files called `name` in the daemon and its helpers."""
     found = []
     daemon = psutil.Process(mounted.pid)
     for pid in [daemon.pid, *(child.pid for child in daemon.children())]:
         process = Path(f"/proc/{pid}")
         for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it was closed
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                 if name in (link := os.readlink(descriptor)):
                     found.append(f"{pid} {link}")
         found += [f"{pid} {line}" for line in (process / "maps").read_text().splitlines() if name in line]
@@ -163,10 +165,10 @@ def uses(mounted: Mounted, name: str) -> list[str]:
 @pytest.mark.parametrize("through", [False, True], ids=["behind", "through"])
 @pytest.mark.parametrize("mode", ["inplace", "steer", "arena"])
 def test_a_deleted_model_is_released_at_once(mount: Mounter, mode: str, through: bool) -> None:
-    """Though it is pinned for good: its disk space and its memory are free again."""
+    """This holds for files of --pin, too: their disk space and memory are free again."""
     place = mount.place()
     if os.geteuid() != 0 or (mode == "inplace" and why_not(str(place.source))):
-        pytest.skip(f"mode {mode} cannot be had here")
+        pytest.skip(f"mode {mode} is not available here")
     path = random_file(place.source / "model.bin", 24 * MIB)
     os.utime(path, (0, 0))
     mounted = mount("--mode", mode, "--pin", "model.bin", "--rw", "--cache", "64Mi")
@@ -178,8 +180,8 @@ def test_a_deleted_model_is_released_at_once(mount: Mounter, mode: str, through:
     wait_for(lambda: operation.fetch(point)["pinned_bytes"] == 0, "nothing is pinned", 20)
 
 
-def test_links_that_lead_outside_are_named_when_mounting(mount: Mounter) -> None:
-    """A Hugging Face snapshot by itself: over FUSE every link in it dangles."""
+def test_mount_warns_of_links_that_lead_outside(mount: Mounter) -> None:
+    """Over FUSE, the links of a Hugging Face snapshot dangle if only the snapshot is mounted."""
     place = mount.place()
     (place.source.parent / "blobs").mkdir()
     (place.source.parent / "blobs" / "0a1b").write_bytes(b"x" * MIB)

@@ -1,4 +1,4 @@
-"""Mounts as a system makes them: by mount(8)'s helper from a line of /etc/fstab, and by systemd from a settings file."""
+"""Mounts made by the system: by the helper of mount(8) from a line of /etc/fstab, and by systemd with a settings file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,33 +25,31 @@ FSTAB = "defaults,rw,nofail,_netdev,x-systemd.automount,noatime,user=root,cache=
 
 @pytest.fixture
 def places(mount: Mounter) -> tuple[Path, Path]:
-    """(SOURCE, MOUNT)."""
     own = mount.place()
     return own.source, own.point
 
 
 def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """What mount(8) runs."""
     command = [ROOT / "tools/mount.llmcachefs", *words]
     settings = {**environment(), "LLMCACHEFS": str(PROGRAM)}
     return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=150, check=False)
 
 
-def test_a_line_of_fstab(places: tuple[Path, Path]) -> None:
+def test_the_helper_mounts_a_line_of_fstab(places: tuple[Path, Path]) -> None:
     source, point = places
     done = helper(source, point, "-n", "-v", "-o", FSTAB)
     assert done.returncode == 0, done.stderr
-    stats = said("stats", point)
+    stats = run_json("stats", point)
     assert (stats["mode"], stats["budget_bytes"]) == ("arena", 32 << 20)
     (point / "new.bin").write_bytes(b"x")  # writable
     assert (source / "new.bin").read_bytes() == b"x"
     subprocess.run(["umount", str(point)], check=True, timeout=150)
-    again = helper(source, point, "-o", FSTAB)  # at once, while the first daemon still ends
+    again = helper(source, point, "-o", FSTAB)  # at once, while the first daemon is still exiting
     assert again.returncode == 0, again.stderr
 
 
-def test_the_helper_has_the_exit_codes_of_mount(places: tuple[Path, Path]) -> None:
-    assert helper(*places, "-f", "-N", "4711", "-t", "llmcachefs", "-o", FSTAB).returncode == 0  # a trial
+def test_the_helper_returns_the_exit_codes_of_mount(places: tuple[Path, Path]) -> None:
+    assert helper(*places, "-f", "-N", "4711", "-t", "llmcachefs", "-o", FSTAB).returncode == 0  # dry run
     assert mountpoint.find(str(places[1])) is None
     assert helper(places[0]).returncode == 1
     assert helper(*places, "-o", "cache=lots").returncode == 1
@@ -59,14 +57,14 @@ def test_the_helper_has_the_exit_codes_of_mount(places: tuple[Path, Path]) -> No
 
 
 def unit_words(name: str, config: Path) -> list[str]:
-    """The command of a line of the unit, for the settings in `config`."""
+    """Return the command of a line of the unit, for the settings in `config`."""
     lines = (ROOT / "tools/systemd/llmcachefs@.service").read_text().splitlines()
     (line,) = (line.partition("=")[2] for line in lines if line.startswith(f"{name}="))
     text = line.replace("/etc/llmcache/%i.toml", str(config)).replace("/usr/local/bin", str(PROGRAM.parent))
     return shlex.split(text)
 
 
-def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_unit_serves_rotates_its_log_and_ends(places: tuple[Path, Path], tmp_path: Path) -> None:
     config, log = tmp_path / "models.toml", tmp_path / "log"
     config.write_text(f'[mount]\nsource = "{places[0]}"\nmount = "{places[1]}"\ncache = "32Mi"\nlog = "{log}"\n')
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
@@ -93,7 +91,7 @@ def test_the_unit_serves_rotates_and_ends(places: tuple[Path, Path], tmp_path: P
     assert "serving a directory on" in (tmp_path / "log.1").read_text()
 
 
-def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_unit_cleans_up_after_a_crash(places: tuple[Path, Path], tmp_path: Path) -> None:
     config = tmp_path / "models.toml"
     config.write_text(f'[mount]\nsource = "{places[0]}"\nmount = "{places[1]}"\ncache = "32Mi"\n')
     made = llmcache("mount", "--config", config)
@@ -102,10 +100,10 @@ def test_after_a_crash_the_unit_cleans_up(places: tuple[Path, Path], tmp_path: P
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: control.daemon_pid(str(places[1])) is None, "the daemon is dead")
-    for result, still_there in (("success", True), ("signal", False)):
+    for result, is_mounted in (("success", True), ("signal", False)):
         after = {**environment(), "SERVICE_RESULT": result}
         subprocess.run(unit_words("ExecStopPost", config), env=after, timeout=150, check=True)
-        assert (mountpoint.find(str(places[1])) is not None) == still_there
+        assert (mountpoint.find(str(places[1])) is not None) == is_mounted
 
 
 def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], tmp_path: Path) -> None:
@@ -116,24 +114,24 @@ def test_a_daemon_in_the_background_rotates_its_log(places: tuple[Path, Path], t
     (tmp_path / "log").rename(tmp_path / "moved")  # as logrotate does
     os.kill(pid, signal.SIGHUP)
     wait_for(lambda: (tmp_path / "log").exists(), "a new log is begun")
-    wait_for(lambda: os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log"), "what libfuse prints goes there too")
+    wait_for(lambda: os.path.samefile(f"/proc/{pid}/fd/2", tmp_path / "log"), "the output of libfuse goes there too")
     assert os.listdir(places[1]) == [] and "mode" in (tmp_path / "moved").read_text()
     assert llmcache("umount", places[1]).returncode == 0
 
 
-# In a mount namespace of its own, where mount(8) finds the helper beside the system's: nothing of it is left behind.
+# Runs in its own mount namespace, where an overlay adds the helper to mount(8)'s directory and disappears afterwards.
 BY_MOUNT = """
 mount -t overlay -o lowerdir="$1:$(readlink -f /sbin)" overlay "$(readlink -f /sbin)" || exit 99
 shift
 trap 'umount "$2" 2>/dev/null' EXIT
 mount -t llmcachefs "$@" && cat "$2/file" || exit 1
-mount --all -t llmcachefs --fstab "$FSTAB" || exit 2  # what is mounted already is known by its SOURCE
+mount --all -t llmcachefs --fstab "$FSTAB" || exit 2  # mount(8) recognizes a mounted line by its SOURCE
 mount -t llmcachefs "$@" 2>/dev/null
 [ $? = 32 ] && umount "$2"
 """
 
 
-# The same for a mount in place, which mount(8) sees as a bind mount. Its source is in the brackets of findmnt.
+# The same for an in-place mount, which mount(8) sees as a bind mount; findmnt prints its source in brackets.
 IN_PLACE = """
 mount -t overlay -o lowerdir="$1:$(readlink -f /sbin)" overlay "$(readlink -f /sbin)" || exit 99
 shift
@@ -148,7 +146,7 @@ umount "$2" && mount --fstab "$FSTAB" "$2" && umount "$2" && ! mountpoint --quie
 
 
 @pytest.mark.parametrize(("script", "more"), [(BY_MOUNT, "noexec"), (IN_PLACE, "mode=inplace")], ids=["fuse", "in place"])
-def test_mount_itself(tmp_path: Path, script: str, more: str) -> None:
+def test_mount_8_calls_the_helper(tmp_path: Path, script: str, more: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can have a mount namespace")
     if script == IN_PLACE and (reason := why_not(str(tmp_path))):

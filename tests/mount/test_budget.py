@@ -1,4 +1,4 @@
-"""The budget holds, is shared by loops with the shorter period first, and gives way under memory pressure."""
+"""The budget holds, loops share it with the shorter period first, and pins shrink under memory pressure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from tools.bench.runner import client, crc_file
 
 SIZES = {"short.bin": 36 * MIB, "long.bin": 150 * MIB + 99}
 CACHE = 64 * MIB
-LOOKS = 5  # at what seems too much
-SPARE = 64 * MIB  # when so little is left, a neighbour is slow: a machine that stands still for a second is no test
+SAMPLES = 5  # samples to take before a value over the budget counts
+# memory for the last, slower steps of the neighbor: a machine that stalls for a second would spoil the test
+SPARE = 64 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def checks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: crc_file(source / name, directory) for name in SIZES}
 
 
-def held(mount: Live) -> dict[str, int]:
-    """Return what the mount holds, as it says itself and as the kernel counts it."""
+def measured_bytes(mount: Live) -> dict[str, int]:
+    """Return the memory of the mount by its own counters and by the kernel's."""
     stats = mount.stats()
     resident = resident_bytes(*(mount.mountpoint / name for name in SIZES))
     return {
@@ -62,7 +63,7 @@ def held(mount: Live) -> dict[str, int]:
 
 
 def over_budget(sample: dict[str, int]) -> bool:
-    """Return whether a sample is beyond the budget and what a mount may take beside it."""
+    """Return whether a sample exceeds the budget plus the promised overhead."""
     return max(sample.values()) > CACHE + OVERHEAD_BYTES
 
 
@@ -73,19 +74,19 @@ def test_the_budget_holds_under_load(source: Path, checks: dict[str, Path], tmp_
         samples = []
         with readers(jobs, 3) as running:
             while any(reader.poll() is None for reader in running):
-                # Pages are counted one after the other, and memory after them: what moves meanwhile, long where all
-                # processors are busy, counts twice. What is really too much is so at every look.
-                looks = [held(mount)]
-                while over_budget(looks[-1]) and len(looks) < LOOKS:
-                    looks.append(held(mount))
-                samples.append(looks[-1])
+                # The kernel's count takes the pages of each file and then private memory. Memory that moves in between
+                # counts twice, more of it on a busy machine. A real excess shows in every sample.
+                attempts = [measured_bytes(mount)]
+                while over_budget(attempts[-1]) and len(attempts) < SAMPLES:
+                    attempts.append(measured_bytes(mount))
+                samples.append(attempts[-1])
                 time.sleep(0.1)
             assert all(finish_reader(reader, 60)[1] == 0 for reader in running)
     over = [sample for sample in samples if over_budget(sample)]
     assert samples and not over, over[:5]
 
 
-def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
+def test_the_shorter_loop_is_pinned_first_and_released_when_closed(
     source: Path, checks: dict[str, Path], tmp_path: Path
 ) -> None:
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "steer") as mount:
@@ -103,18 +104,18 @@ def test_the_shorter_loop_comes_first_and_gives_back_when_closed(
             finally:
                 short.kill()
                 short.wait()
-            wait_for(lambda: mount.pinned_bytes("long.bin") > before + 8 * MIB, "long.bin gets what short.bin gave")
+            wait_for(lambda: mount.pinned_bytes("long.bin") > before + 8 * MIB, "long.bin gets the memory of short.bin")
 
 
 HOG = """
 import mmap, sys, time
-kept = []
-most, last = int(sys.argv[1]), int(sys.argv[2])
-for number in range(most):
+blocks = []
+count, slow = int(sys.argv[1]), int(sys.argv[2])
+for number in range(count):
     block = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:] = b"x" * len(block)
-    kept.append(block)
-    time.sleep(0.01 if number < most - last else 0.05)
+    blocks.append(block)
+    time.sleep(0.01 if number < count - slow else 0.05)
 print("full", flush=True)
 sys.stdin.read()
 """
@@ -122,8 +123,8 @@ sys.stdin.read()
 
 @pytest.mark.long
 @pytest.mark.cgroup
-def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> None:
-    """A neighbour in the same capped group takes half of what is pinned: nobody is killed; then pins grow again."""
+def test_pins_shrink_under_memory_pressure_and_grow_again(source: Path, tmp_path: Path) -> None:
+    """A neighbor in the cgroup takes half of the pinned memory; no process is killed, and later the pins grow again."""
     cache, cap = 128 * MIB, 256 * MIB
     with (
         Cgroup("pressure", directory=source, memory_bytes=cap) as group,
@@ -141,7 +142,7 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> N
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             assert hog.stdout is not None and hog.stdin is not None
-            assert hog.stdout.readline() == "full\n", "the neighbour was killed"
+            assert hog.stdout.readline() == "full\n", "the neighbor was killed"
             squeezed = mount.stats()["pinned_bytes"]
             assert squeezed < 0.75 * pinned
             hog.stdin.close()
@@ -163,12 +164,12 @@ def test_memory_pressure_takes_and_gives_back(source: Path, tmp_path: Path) -> N
 
 TAIL = 24 * MIB + 99
 HOSTILE_ROOM = OVERHEAD_BYTES
-"""What hostile files may cost a daemon at a time, its window and threads included, beside what it holds."""
+"""Memory that hostile files may cost the daemon beyond its cache, including its window and threads."""
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that announce much: sparse ones, and headers of long names and of a million lists."""
+    """Files that declare large sizes: sparse files, and headers with long names or a million lists."""
     directory = tmp_path_factory.mktemp("hostile")
     for name, size in (("tebibyte.bin", 1 << 40), ("largest.bin", (16 << 40) - 4096)):
         with (directory / name).open("wb") as file:
@@ -184,10 +185,10 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_hostile_files_cost_no_more_than_others(hostile: Path, tmp_path: Path) -> None:
+def test_hostile_files_cost_no_extra_memory(hostile: Path, tmp_path: Path) -> None:
     with live(hostile, tmp_path / "mnt", str(CACHE), "--mode", "arena") as mount, ExitStack() as stack:
         pid = mount.daemon.pid
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # reset the peak
         before = peak_bytes(pid)
         names = sorted(path.name for path in hostile.iterdir())
         with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""What the commands of a mount print with --json: every key of it stands in the manual; and who serves is told."""
+"""The --json documents of mount commands, whose keys the manual must explain, and the messages of `mount`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 
 from llmcache.fs.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tests.unit.command_parts import keys
 
 ROOT = Path(__file__).parents[2]
 
 
-def told(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
-    """The document that `llmcache WORDS --json` prints; all its keys are explained in the text of `page`."""
-    document = said(*words)
+def documented(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
+    """Return the document that `llmcache WORDS --json` prints; the text of `page` must explain all its keys."""
+    document = run_json(*words)
     assert document["schema"] == f"llmcache.{schema or page}/1"
     words_of_page = set(re.findall(r"[a-z0-9_]+", (ROOT / f"llmcache/cli/{page}.txt").read_text()))
     assert sorted({*keys(document)} - words_of_page) == []
@@ -30,33 +30,33 @@ def told(page: str, *words: str | Path, schema: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.mount
-def test_every_key_is_explained(mount: Mounter, tmp_path: Path) -> None:
+def test_the_manual_explains_every_json_key(mount: Mounter, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "hot.bin").write_bytes(os.urandom(1 << 20))
     mounted = mount("--mode", "arena", "--access-log", str(tmp_path / "log.parquet"), "--metrics", "127.0.0.1:0")
     (mounted.point / "hot.bin").read_bytes()
-    assert told("stats", "stats", mounted.point)["mode"] == "arena"
-    told("top", "top", mounted.point, "--once")
-    assert row_of(mounted, told("stats", "stats", schema="mounts"))["budget_bytes"] == 32 << 20
-    assert told("resize", "resize", mounted.point, "48Mi")["budget_bytes"] == 48 << 20
-    assert told("warmup", "warmup", mounted.point, "hot.bin")["files"]
-    assert told("evict", "evict", mounted.point)["groups"]
+    assert documented("stats", "stats", mounted.point)["mode"] == "arena"
+    documented("top", "top", mounted.point, "--once")
+    assert row_of(mounted, documented("stats", "stats", schema="mounts"))["budget_bytes"] == 32 << 20
+    assert documented("resize", "resize", mounted.point, "48Mi")["budget_bytes"] == 48 << 20
+    assert documented("warmup", "warmup", mounted.point, "hot.bin")["files"]
+    assert documented("evict", "evict", mounted.point)["groups"]
     pid = mounted.pid
-    document = told("umount", "umount", mounted.point)
+    document = documented("umount", "umount", mounted.point)
     facts = {"mount": str(mounted.point), "mounted": True, "pid": pid, "killed": False}
     assert document == {"schema": document["schema"], **facts}
 
 
 def row_of(mounted: Mounted, document: dict[str, Any]) -> dict[str, Any]:
-    """That of a mount in a list of mounts."""
+    """Return the row of a mount in a list of mounts."""
     (row,) = (row for row in document["mounts"] if row["mount"] == str(mounted.point))
     return dict(row)
 
 
 @pytest.mark.mount
-def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_without_a_mount_lists_all_mounts(mount: Mounter, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = mount("--mode", "arena")
-    row = row_of(mounted, said("stats"))
+    row = row_of(mounted, run_json("stats"))
     assert (row["source"], row["pid"], row["mode"], row["problem"]) == (str(mounted.source), mounted.pid, "arena", None)
     shown = llmcache("stats")
     assert shown.returncode == 0
@@ -65,19 +65,20 @@ def test_without_a_mount_stats_lists_them(mount: Mounter, monkeypatch: pytest.Mo
     ]
     os.kill(mounted.pid, signal.SIGKILL)
     wait_for(lambda: control.daemon_pid(str(mounted.point)) is None, "the daemon is dead")
-    dead = row_of(mounted, said("stats"))
+    dead = row_of(mounted, run_json("stats"))
     assert "dead mount" in dead["problem"] and dead["budget_bytes"] is None
     shown = llmcache("stats")
-    (line,) = (line for line in shown.stdout.splitlines() if line.endswith(f"  {mounted.point}"))  # others end theirs beside
+    # other tests' mounts may be listed, too
+    (line,) = (line for line in shown.stdout.splitlines() if line.endswith(f"  {mounted.point}"))
     assert shown.returncode == 0 and "no answer" in line and f"{mounted.point} is a dead mount" in shown.stderr
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    assert str(mounted.point) not in {entry.point for entry in mountpoint.of_user()}, "another user's"
+    assert str(mounted.point) not in {entry.point for entry in mountpoint.of_user()}, "a mount of another user"
 
 
 @pytest.mark.mount
-def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
+def test_the_document_of_mount_names_the_daemon(mount: Mounter) -> None:
     own = mount.place()
-    document = told("mount", "mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
+    document = documented("mount", "mount", own.source, own.point, "--cache", "32Mi", "--mode", "arena")
     assert isinstance(document.pop("helper_pid"), int)
     assert document == {
         "schema": "llmcache.mount/1", "pid": own.pid, "source": str(own.source), "mount": str(own.point),
@@ -88,28 +89,26 @@ def test_a_mount_tells_who_serves_it(mount: Mounter) -> None:
 
 @pytest.mark.mount
 @pytest.mark.parametrize(
-    ("options", "said", "flag"),
+    ("options", "summary", "flag"),
     [
         (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
         (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
         (["--spill", ""], "(what memory can spare), read-only", "ro"),
     ],
 )
-def test_people_are_told_the_mode_the_budget_and_what_may_be_written(
-    options: list[str], said: str, flag: str, mount: Mounter
-) -> None:
+def test_mount_prints_mode_budget_and_writable_files(options: list[str], summary: str, flag: str, mount: Mounter) -> None:
     own = mount.place()
     done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
     (line,) = done.stdout.splitlines()
     users = "for all users" if os.geteuid() == 0 else "for this user only"
     assert line.startswith(f"llmcachefs: {own.point}: arena, budget ")
-    assert line.endswith(f"{said}, {users}")
+    assert line.endswith(f"{summary}, {users}")
     (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
     assert shown[3].split(",")[0] == flag
 
 
 @pytest.mark.mount
-def test_programs_that_run_already_are_named_as_they_gain_nothing_over_fuse(mount: Mounter) -> None:
+def test_mount_warns_of_programs_that_have_the_files_open(mount: Mounter) -> None:
     own = mount.place()
     path = own.source / "model.bin"
     path.write_bytes(bytes(4096))

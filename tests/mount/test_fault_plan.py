@@ -1,8 +1,8 @@
-"""Random plans of faults under load, in both modes: the right bytes or a documented error, no hang, nothing left behind.
+"""Random plans of faults under load: reads return the right bytes or a documented error, nothing hangs or is left.
 
-LLMCACHE_FAULT_SECONDS=600 goes on for so long in each mode, with a fresh seed for each plan; a failure prints its seed
-and plan, and LLMCACHE_FAULT_SEED=SEED does that one again. A step is one fault or two at the same time, what is asked of
-the daemon meanwhile, and their repair; every fault is in the deck once before any comes again.
+LLMCACHE_FAULT_SECONDS=600 runs that long in each mode, with a fresh seed per plan. A failure prints its seed and plan,
+and LLMCACHE_FAULT_SEED=SEED repeats it. A step is one or two simultaneous faults, the requests to the daemon during them,
+and the repair. Faults are drawn like cards from a deck: each one once before any repeats.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes, resident_bytes,
 Fault = Callable[[Rig, random.Random], "contextlib.AbstractContextManager[None]"]
 
 DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
-NOBODY = DEAD | {errno.ENOENT, errno.EROFS}  # and then nothing is mounted at all
+NO_MOUNT = DEAD | {errno.ENOENT, errno.EROFS}  # also if nothing is mounted
 FILES = tuple(SIZES)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Faults by name, how long they stay, what is asked of the daemon meanwhile; `seed` is for their details."""
+    """Faults by name, their duration, and the requests to the daemon during them; `seed` determines details."""
 
     faults: tuple[str, ...]
     seconds: float
@@ -47,7 +47,6 @@ class Step:
 
 
 def make_plan(seed: int, steps: int) -> list[Step]:
-    """Return a plan of so many steps."""
     chance, plan = random.Random(seed), []
     deck: list[str] = []
     for _ in range(steps):
@@ -63,7 +62,7 @@ def make_plan(seed: int, steps: int) -> list[Step]:
 
 
 def carry_out(rig: Rig, step: Step) -> None:
-    """Do one step, and repair what it broke."""
+    """Carry out one step, and repair the faults."""
     chance = random.Random(step.seed)
     with contextlib.ExitStack() as stack:
         for name in step.faults:
@@ -95,7 +94,7 @@ def _range(chance: random.Random, path: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def unreadable(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """EIO from a range of a file, and of no other."""
+    """Reads of one range of a file return EIO."""
     path = chance.choice(FILES)
     first, end = _range(chance, path)
     window = rig.model.excuse(Window(frozenset({errno.EIO}), frozenset({"read"}), path, first, end))
@@ -106,7 +105,7 @@ def unreadable(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwritable(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """EIO of every write, or of every fsync, to spill files."""
+    """All writes, or all fsyncs, of spill files return EIO."""
     call = chance.choice(["write", "fsync"])
     window = rig.model.excuse(Window(frozenset({errno.EIO}), frozenset({"write"}), "*.kv"))
     with _rule(rig, Rule("eio", call, "*.kv")):
@@ -116,14 +115,13 @@ def unwritable(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def short(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Reads and writes that do a part of what was asked."""
+    """Reads and writes transfer only a part of the requested bytes."""
     with _rule(rig, Rule("short", "read")), _rule(rig, Rule("short", "write")):
         yield
 
 
 @contextlib.contextmanager
 def slow(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Single requests that take long."""
     path = chance.choice(FILES)
     first, _ = _range(chance, path)
     with _rule(rig, Rule("slow", "read", path, first, first + 200_000, chance.choice([0.3, 1.0, 2.0]))):
@@ -132,14 +130,13 @@ def slow(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def throttled(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Storage that does every request, and takes its time."""
+    """The storage completes every request, slowly."""
     with _rule(rig, Rule("slow", "read", seconds=chance.choice([0.005, 0.02]))):
         yield
 
 
 @contextlib.contextmanager
 def full_disk(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """No block is left."""
     window = rig.model.excuse(Window(frozenset({errno.ENOSPC}), frozenset({"write"})))
     with full(rig.files):
         yield
@@ -147,7 +144,6 @@ def full_disk(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 
 def stop_for(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Let a process not run for so long."""
     process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(seconds)
@@ -157,7 +153,7 @@ def stop_for(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 @contextlib.contextmanager
 def storage_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """The storage answers nothing for a while."""
+    """The storage does not answer for a while."""
     stop_for(rig.storage, chance.choice([0.5, 2.0]))
     yield
 
@@ -167,7 +163,7 @@ def storage_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Another file under the same name, as large as before or not."""
+    """Another file takes over the name, with the same size or not."""
     path = chance.choice(FILES)
     rig.put(path, random_bytes(max(1, SIZES[path] + chance.choice([0, 0, -5000, 70_000])), next(rig.numbers)))
     yield
@@ -175,7 +171,7 @@ def replaced(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rewritten(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """Bytes of a file that are others, in place."""
+    """Some bytes of a file change in place."""
     path = chance.choice(FILES)
     content = rig.model.now(path)
     if content is not None and len(content):
@@ -187,7 +183,7 @@ def rewritten(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def resized_behind(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """A file that is cut, or grows by zeros, and is made anew in the end."""
+    """A file is truncated or extended by zeros, and written again at the end."""
     path = chance.choice(FILES)
     content = rig.model.now(path)
     if content is not None:
@@ -198,7 +194,6 @@ def resized_behind(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deleted(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """A file that is not there for a while."""
     path = chance.choice(FILES)
     if rig.model.now(path) is not None:
         rig.put(path, None)
@@ -211,7 +206,7 @@ def deleted(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wall_clock_jumps(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """The daemon's wall clock is years or seconds wrong, while a file changes and another gets a strange time."""
+    """The daemon's wall clock is wrong by seconds or years, while one file changes and another gets a strange time."""
     rig.set_clock(chance.choice([-1e9, -30.0, 30.0, 1e9]))
     path = chance.choice(FILES)
     when = int(chance.choice([1.0, time.time() + 1e8, time.time() - 1e5]) * 1e9)
@@ -223,7 +218,7 @@ def wall_clock_jumps(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def daemon_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """The daemon does not run for seconds: all its clocks jump."""
+    """The daemon is suspended for seconds, so all its clocks jump."""
     assert rig.daemon is not None
     stop_for(rig.daemon, chance.choice([0.5, 3.0]))
     yield
@@ -234,13 +229,13 @@ def daemon_stops(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def helper_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """kill -9 of the pin helper: it costs nobody anything."""
+    """kill -9 of the pin helper, which no client notices."""
     yield from _killed(rig, "pinhelper")
 
 
 @contextlib.contextmanager
 def sentinel_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """kill -9 of the sentinel: there is another one soon."""
+    """kill -9 of the sentinel; the daemon soon starts another."""
     yield from _killed(rig, "sentinel")
 
 
@@ -260,9 +255,9 @@ def _killed(rig: Rig, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nobody_serves(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
-    """Until another daemon does; of the one that there is."""
-    window = rig.model.excuse(Window(NOBODY))
+def _daemon_replaced(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the current daemon, and start another one on exit. Errors of a missing mount are allowed in between."""
+    window = rig.model.excuse(Window(NO_MOUNT))
     assert rig.daemon is not None
     yield rig.daemon
     rig.start_daemon()
@@ -271,8 +266,8 @@ def _nobody_serves(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.contextmanager
 def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """kill -9 of the daemon: nobody hangs, and `umount --force` cleans up."""
-    with _nobody_serves(rig) as daemon:
+    """kill -9 of the daemon: no client hangs, and `umount --force` cleans up."""
+    with _daemon_replaced(rig) as daemon:
         daemon.kill()
         yield
         daemon.wait(120)
@@ -281,8 +276,8 @@ def daemon_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """kill -9 of the daemon with its sentinel: who reads may hang until `umount --force`."""
-    with _nobody_serves(rig) as daemon:
+    """kill -9 of the daemon and its sentinel: readers may hang until `umount --force`."""
+    with _daemon_replaced(rig) as daemon:
         stopped = psutil.Process(daemon.pid)
         stopped.suspend()
         for child in stopped.children():
@@ -295,8 +290,8 @@ def all_killed(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remounted(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """SIGTERM under load, and a new mount, perhaps in the other mode."""
-    with _nobody_serves(rig) as daemon:
+    """SIGTERM under load, then a new mount."""
+    with _daemon_replaced(rig) as daemon:
         daemon.terminate()
         assert daemon.wait(120) == 0
         yield
@@ -307,36 +302,36 @@ def remounted(rig: Rig, chance: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_shrinks(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """The daemon's cgroup is given little more than it uses, and then what it had."""
+    """The daemon's cgroup gets a limit slightly above its usage; later, the limit is removed."""
     if rig.group is None:
         yield
         return
     least, spare = chance.choice([96, 128]) * MIB, chance.choice([12, 40]) * MIB
     try:
-        with contextlib.suppress(OSError):  # EBUSY: not so little
+        with contextlib.suppress(OSError):  # EBUSY: the limit is too low
             rig.group.set_memory(max(least, rig.group.usage().current_bytes + spare))
         yield
     finally:
         rig.group.set_memory(None)
 
 
-NEIGHBOUR = "import sys, time; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * len(held[::4096]); time.sleep(60)"
+NEIGHBOR = "import sys, time; data = bytearray(int(sys.argv[1])); data[::4096] = b'x' * len(data[::4096]); time.sleep(60)"
 
 
 @contextlib.contextmanager
 def memory_taken(rig: Rig, chance: random.Random) -> Iterator[None]:
-    """A neighbour in the daemon's cgroup takes most of what there is left."""
+    """A neighbor in the daemon's cgroup takes most of the remaining memory."""
     if rig.group is None:
         yield
         return
     rig.group.set_memory(rig.group.usage().current_bytes + 120 * MIB)
     taken = chance.choice([60, 95]) * MIB
-    neighbour = subprocess.Popen(rig.group.wrap([sys.executable, "-c", NEIGHBOUR, str(taken)]))
+    neighbor = subprocess.Popen(rig.group.wrap([sys.executable, "-c", NEIGHBOR, str(taken)]))
     try:
         yield
     finally:
-        neighbour.kill()
-        neighbour.wait()
+        neighbor.kill()
+        neighbor.wait()
         rig.group.set_memory(None)
 
 
@@ -349,30 +344,27 @@ FAULTS: dict[str, Fault] = {
         memory_shrinks, memory_taken,
     )
 }  # fmt: skip
-ENDING = {"daemon_killed", "all_killed", "remounted"}  # there is nobody to ask meanwhile
+ENDING = {"daemon_killed", "all_killed", "remounted"}  # no daemon answers requests during these
 
 
-# What is asked of the daemon
+# Requests to the daemon
 
 
 def resize(rig: Rig, chance: random.Random) -> None:
-    """Another budget; it may be refused under pressure."""
+    """Change the budget; the daemon may refuse under pressure."""
     with contextlib.suppress(MountProblem):
         rig.control(op="resize", cache_bytes=chance.choice([16, 24, 40, 64]) * MIB)
 
 
 def warm(rig: Rig, chance: random.Random) -> None:
-    """A warm-up of everything."""
     rig.control(op="warmup", globs=["*"])
 
 
 def evict(rig: Rig, chance: random.Random) -> None:
-    """Everything given up."""
     rig.control(op="evict", globs=[])
 
 
 def look(rig: Rig, chance: random.Random) -> None:
-    """The counters hold what they promise."""
     check_counters(rig.control(op="stats"))
 
 
@@ -382,7 +374,6 @@ CONTROLS: dict[str, Callable[[Rig, random.Random], None]] = {
 
 
 def check_counters(stats: dict[str, object]) -> None:
-    """What `stats` says is consistent."""
     numbers = {key: value for key, value in stats.items() if isinstance(value, int)}
     assert min(numbers.values()) >= 0, numbers
     assert numbers["read_bytes"] == numbers["hit_bytes"] + numbers["miss_bytes"]
@@ -391,7 +382,7 @@ def check_counters(stats: dict[str, object]) -> None:
 
 
 SHORT_STEPS = 9
-SHORT_SEEDS = {"steer": 272, "arena": 2118}  # both together have every fault, and each has the daemon's ends
+SHORT_SEEDS = {"steer": 272, "arena": 2118}  # together they have every fault, and each has both ways of ending the daemon
 LONG_STEPS = 40
 
 pytestmark = NEEDS
@@ -413,7 +404,7 @@ def test_a_plan_of_faults(tmp_path: Path, mode: str) -> None:
 
 
 def one_plan(directory: Path, mode: str, seed: int, steps: int) -> None:
-    """Carry one plan out; a failure tells which."""
+    """Carry out one plan; a failure reports the plan and its seed."""
     plan, at = make_plan(seed, steps), 0
     with Rig(directory, mode, seed) as rig:
         try:
@@ -426,25 +417,25 @@ def one_plan(directory: Path, mode: str, seed: int, steps: int) -> None:
             assert not rig.failures
             check_end(rig)
         except BaseException as error:
-            told = "\n".join(map(str, plan[max(0, at - 2) : at + 1]))
+            steps_before = "\n".join(map(str, plan[max(0, at - 2) : at + 1]))
             log = "\n".join(rig.log.read_text().splitlines()[-30:])
-            hint = f"LLMCACHE_FAULT_SEED={seed} does it again; step {at} of mode {mode}"
-            raise AssertionError(f"{rig.failures}\n{error}\n{told}\n{hint}\n{log}") from error
+            hint = f"LLMCACHE_FAULT_SEED={seed} repeats it; step {at} of mode {mode}"
+            raise AssertionError(f"{rig.failures}\n{error}\n{steps_before}\n{hint}\n{log}") from error
 
 
 def check_end(rig: Rig) -> None:
-    """All is repaired: every byte is right, the budget is kept, and what is counted is what is there."""
+    """After all repairs, every byte is right, the budget holds, and the counters match the kernel's."""
     rig.control(op="resize", cache_bytes=24 * MIB)
     rig.check_everything()
 
-    def held() -> int:
+    def used_bytes() -> int:
         pids = [rig.daemon.pid, *(child.pid for child in rig.children().values())] if rig.daemon else []
         resident = resident_bytes(*(rig.point / name for name in SIZES))
         return resident + sum(private_bytes(pid) for pid in pids)
 
-    wait_for(lambda: held() <= 24 * MIB + OVERHEAD_BYTES, "the budget is kept")
+    wait_for(lambda: used_bytes() <= 24 * MIB + OVERHEAD_BYTES, "the budget is kept")
     check_counters(rig.control(op="stats"))
     rig.control(op="evict", globs=[])
-    wait_for(lambda: resident_bytes(*(rig.point / name for name in SIZES)) == 0, "what is evicted has gone")
-    wait_for(lambda: rig.control(op="stats")["resident_bytes"] == 0, f"nothing is counted: {rig.control(op='stats')}")
+    wait_for(lambda: resident_bytes(*(rig.point / name for name in SIZES)) == 0, "evicted pages have left the page cache")
+    wait_for(lambda: rig.control(op="stats")["resident_bytes"] == 0, f"resident_bytes is 0: {rig.control(op='stats')}")
     rig.end()

@@ -1,4 +1,4 @@
-"""What goes wrong: more open files than there may be, files that change underneath, storage that fails."""
+"""Too many open files, files that change behind the mount, and storage that fails."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
-def test_programs_have_more_files_open_than_the_daemon_may(tmp_path: Path, mode: str) -> None:
-    """It lives, and once they have closed them it looks after memory and mount as before."""
+def test_clients_open_more_files_than_the_daemon_may(tmp_path: Path, mode: str) -> None:
+    """The daemon survives, and works as before once clients close their files."""
     source = tmp_path / "source"
     source.mkdir()
     if mode == "inplace" and (reason := why_not(str(source))):
@@ -45,22 +45,22 @@ def test_programs_have_more_files_open_than_the_daemon_may(tmp_path: Path, mode:
         os.truncate(path, 4 * MIB)
         os.utime(path, (0, 0))
 
-    def few(command: Sequence[str]) -> list[str]:
+    def limited(command: Sequence[str]) -> list[str]:
         return ["prlimit", "--nofile=100", *command]
 
-    with live(source, tmp_path / "mnt", CACHE, "--mode", mode, wrap=few) as mount, contextlib.ExitStack() as opened:
+    with live(source, tmp_path / "mnt", CACHE, "--mode", mode, wrap=limited) as mount, contextlib.ExitStack() as opened:
         for path in mount.mountpoint.iterdir():
             with contextlib.suppress(OSError):
                 opened.enter_context(path.open("rb")).read(MIB)
         time.sleep(2)
         opened.close()
-        wait_for(lambda: len(os.listdir(f"/proc/{mount.daemon.pid}/fd")) < 60, "it has closed them too")
+        wait_for(lambda: len(os.listdir(f"/proc/{mount.daemon.pid}/fd")) < 60, "the daemon has closed them too")
         assert llmcache("umount", mount.mountpoint).returncode == 0
         assert mount.daemon.wait(60) == 0
 
 
 def read_block(fd: int, offset: int) -> bytes | int:
-    """Return the bytes, or the errno where reading fails."""
+    """Return the bytes, or the errno if the read fails."""
     try:
         return os.pread(fd, 4096, offset)
     except OSError as error:
@@ -68,8 +68,8 @@ def read_block(fd: int, offset: int) -> bytes | int:
 
 
 @pytest.mark.parametrize("how", ["truncated", "replaced", "rewritten", "deleted"])
-def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
-    """An open handle gives what was there, what is there, or an error, and never hangs; whoever opens it anew, what is."""
+def test_changed_behind_an_open_descriptor(source: Path, tmp_path: Path, how: str) -> None:
+    """An open descriptor gives old bytes, new bytes or an error, and never hangs; a new open gives only new bytes."""
     behind = source / "a.bin"
     with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
         through = mount.mountpoint / "a.bin"
@@ -90,9 +90,9 @@ def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
         after = b"" if how == "deleted" else behind.read_bytes()
         for offset in range(0, SIZE, MIB):
             block = read_block(fd, offset)
-            if isinstance(block, bytes):  # at the end as long as the file was known to be
+            if isinstance(block, bytes):  # short only at the end of the file, as the kernel knows it
                 end = offset + len(block)
-                # What is read up to one of the two sizes the kernel pads with zeros to the size that it knows by then.
+                # If the daemon returns less than requested, the kernel pads with zeros up to the size it knows by then.
                 ends = [min(end, len(version)) for version in (before, after)]
                 parts = {version[offset:end] for version in (before, after) for end in ends}
                 assert block in {part and part.ljust(len(block), b"\0") for part in parts}, offset
@@ -108,7 +108,7 @@ def test_changed_underneath(source: Path, tmp_path: Path, how: str) -> None:
 
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A directory with two files, and the image that it is on: truncating that makes real I/O errors.
+    """A directory with two files, and the disk image under it: truncating the image causes real I/O errors.
 
     A loop device answers reads beyond the end of its image with EIO, as a broken disk does.
     """
@@ -120,7 +120,7 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def places_on_disk(path: Path) -> list[int]:
-    """Return where on the disk each block of a file is, in bytes."""
+    """Return the position of each block of a file on the disk, in bytes."""
     fibmap, places = 1, []
     with path.open("rb") as file:
         for number in range(path.stat().st_size // 4096):
@@ -131,7 +131,7 @@ def places_on_disk(path: Path) -> list[int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.ext4"), reason="loop devices need root, e2fsprogs")
-def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_storage_error_affects_only_its_own_read(failing_disk: tuple[Path, Path], tmp_path: Path) -> None:
     source, image = failing_disk
     contents = {path: path.read_bytes() for path in source.glob("*.bin")}
     places = {path: places_on_disk(path) for path in contents}
@@ -145,14 +145,14 @@ def test_storage_errors_stay_with_their_read(failing_disk: tuple[Path, Path], tm
         check_broken(mount.mountpoint / broken.name, contents[broken], bad)
         assert (mount.mountpoint / good.name).read_bytes() == contents[good]
         check_broken(mount.mountpoint / broken.name, contents[broken], bad)
-        with image.open("r+b") as file:  # the disk recovers: nothing of the failure was kept
+        with image.open("r+b") as file:  # the disk recovers, and no error was cached
             file.seek(cut)
             file.write(whole[cut:])
         assert (mount.mountpoint / broken.name).read_bytes() == contents[broken]
 
 
 def check_broken(path: Path, contents: bytes, bad: set[int]) -> None:
-    """Blocks that can be read are right, the others give EIO, whatever was read before and around them."""
+    """Check that readable blocks are right and others give EIO, whatever was read before or next to them."""
     fd = os.open(path, os.O_RDONLY)
     border = sorted(bad)[0]
     around = range(max(0, border - 2 * MIB), min(len(contents), border + 2 * MIB), 4096)

@@ -1,8 +1,8 @@
-"""Random operations on a file of a mount against a bytearray, as fsx does: whatever is written, cut, mapped, renamed, kept,
-pinned, given up and brought back, every read returns what it must, through the mount and behind it, and by another name.
+"""Random operations on a file of a mount, compared with a bytearray, as fsx does.
 
-test_posix_write.py does each operation once, by itself; here they meet, with files that are large enough to be cached in
-extents, read in passes so that they become loops, while the budget changes.
+Whatever is written, truncated, mapped, renamed, pinned, evicted or warmed up, every read returns the right bytes: through
+the mount, behind it, and by another name. test_posix_write.py tests each operation by itself; here they interact, on
+files large enough to be cached in extents and read in passes until they become loops, while the budget changes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from llmcache.fs.client import control
 from tests.fuzz.target import Machine
 from tests.mount.live import MIB, Live, live, wait_for
 
-LEAST_BYTES = 33 * MIB  # a file that is cached in extents has at least 32 MiB
+LEAST_BYTES = 33 * MIB  # files from 32 MiB on are cached in extents
 MOST_BYTES = 36 * MIB
 BLOCK = 4096
 BUDGETS = (17, 24, 64)
-# Places and lengths: anywhere, and next to what pages, extents and ends of files are made of.
+# Offsets and lengths: any, and those next to the borders of pages, extents and files.
 PLACES = st.integers(0, MOST_BYTES) | st.sampled_from([0, 1, BLOCK - 1, MIB - 1, MIB, MIB + BLOCK, 32 * MIB, MOST_BYTES])
 SIZES = st.integers(LEAST_BYTES, MOST_BYTES) | st.sampled_from([0, 1, BLOCK, 5 * MIB, 32 * MIB - 1, 32 * MIB, LEAST_BYTES])
 LENGTHS = st.integers(1, 3 * BLOCK) | st.sampled_from([1, BLOCK, 128 << 10, 300_007, MIB, 2 * MIB + 17])
@@ -42,7 +42,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def mounted(mode: str) -> Iterator[None]:
-    """A mount on which all machines work, each in a directory's worth of files of its own names."""
+    """Mount a directory for all machines, which use files of different names."""
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
         source.mkdir()
@@ -55,10 +55,10 @@ def mounted(mode: str) -> Iterator[None]:
 
 
 class Fsx(RuleBasedStateMachine):
-    """A spill file, open to be read and now and then to be written, and the bytes that it must have.
+    """A spill file, its descriptors, and the bytes that it must contain.
 
-    While somebody may write it, its pages are kept singly; else it is one more file that is read in passes. It may have
-    another name (a hard link): the mount takes that for a file of its own, with the same bytes.
+    While a descriptor is open for writing, its pages are cached one by one; otherwise the file can become a loop. It may
+    have a hard link, which the mount treats as another file with the same bytes.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Fsx(RuleBasedStateMachine):
         self.name = f"{next(_numbers)}.kv"
         self.content = bytearray()
         self.fd = self.writer = -1
-        self.link, self.linked = "", -1  # its other name, and a descriptor that was opened by that
+        self.link, self.linked = "", -1  # its other name, and a descriptor opened by that name
 
     @initialize(size=st.integers(LEAST_BYTES, MOST_BYTES), seed=SEEDS)
     def make(self, size: int, seed: int) -> None:
@@ -109,25 +109,25 @@ class Fsx(RuleBasedStateMachine):
             self.link, self.linked = "", -1
 
     def _written(self) -> bytearray:
-        """The bytes; on storage for other names, also those that were written to a mapping."""
+        """Return the bytes; first make data written to a mapping visible under the other name."""
         if self.fd >= 0:
             os.fsync(self.fd)
         return self.content
 
     def _agrees(self, fd: int, place: int, length: int) -> None:
-        """Who has the file open by one name sees what was written by the other, if not at once."""
-        self._ask(op="warmup", check=True, globs=["*.kv"])  # pages of before are dropped, unless it is written
+        """Check a descriptor of one name after a write by the other name, which may take effect later."""
+        self._ask(op="warmup", check=True, globs=["*.kv"])  # drops stale pages, unless the file is being written
         wait_for(
             lambda: (
                 os.fstat(fd).st_size == len(self.content)
                 and os.pread(fd, length, place) == self.content[place : place + length]
             ),
-            f"{place}+{length} is as it was written by another name",
+            f"{place}+{length} has the bytes written by the other name",
         )
 
     @contextlib.contextmanager
     def _writing(self, flags: int = 0) -> Iterator[int]:
-        """A descriptor that can be written: the one that is open, or one for the moment."""
+        """Yield a descriptor for writing: the one that is open, or a temporary one."""
         if self.writer >= 0 and not flags:
             yield self.writer
             return
@@ -137,7 +137,7 @@ class Fsx(RuleBasedStateMachine):
         finally:
             os.close(fd)
 
-    # Changing it
+    # Changes
 
     def _put(self, place: int, data: bytes) -> None:
         self.content.extend(bytes(max(0, place + len(data) - len(self.content))))
@@ -189,7 +189,7 @@ class Fsx(RuleBasedStateMachine):
             os.posix_fallocate(fd, place, length)
         self.content.extend(bytes(max(0, place + length - len(self.content))))
 
-    # By another name
+    # The other name
 
     @precondition(lambda self: not self.link)
     @rule()
@@ -225,7 +225,7 @@ class Fsx(RuleBasedStateMachine):
         self._agrees(self.linked, 0, len(self._written()))
         self._unlink()
 
-    # Moving and opening it
+    # Renames and opens
 
     @rule()
     def rename(self) -> None:
@@ -234,7 +234,7 @@ class Fsx(RuleBasedStateMachine):
 
     @rule(length=LENGTHS, seed=SEEDS)
     def replace(self, length: int, seed: int) -> None:
-        """What was open stays what it was, under no name; then the new one is used."""
+        """An open file keeps its bytes after another file takes over its name; then the new file is used."""
         if self.link:
             self.unlink()
         new = self.mount.mountpoint / f"new-{self.name}"
@@ -249,7 +249,6 @@ class Fsx(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        """From now on nobody may write it."""
         self._close()
         self._open()
 
@@ -264,7 +263,7 @@ class Fsx(RuleBasedStateMachine):
             os.fsync(fd)
         assert self.behind.read_bytes() == self.content
 
-    # Looking at it
+    # Reads
 
     @rule(place=PLACES, length=LENGTHS)
     def read(self, place: int, length: int) -> None:
@@ -290,14 +289,14 @@ class Fsx(RuleBasedStateMachine):
 
     @rule(passes=st.integers(1, 3), chunk=st.sampled_from([65_521, 128 << 10, MIB]))
     def sweep(self, passes: int, chunk: int) -> None:
-        """In passes, as a model's weights are read: it becomes a loop, if nobody writes it."""
+        """Read in passes, like a model's weights: the file becomes a loop if it is not open for writing."""
         for _ in range(passes):
             for place in range(0, len(self.content) + chunk, chunk):
                 assert os.pread(self.fd, chunk, place) == self.content[place : place + chunk]
 
     @rule(passes=st.integers(1, 3))
     def use_as_a_model(self, passes: int) -> None:
-        """Nobody writes it, and it is brought in: extents are pinned, or held, and the others are fetched ahead."""
+        """Close the writer, warm up the file and read it: extents are pinned or cached, and others are prefetched."""
         self.reopen()
         self.ask("warmup")
         self.sweep(passes, 128 << 10)
@@ -307,11 +306,11 @@ class Fsx(RuleBasedStateMachine):
         assert os.fstat(self.fd).st_size == os.stat(self.path).st_size == len(self.content)
         assert self.path.read_bytes() == self.content
 
-    # What the cache does with it
+    # Cache operations
 
     @rule()
     def forget_pages(self) -> None:
-        """The kernel may drop what it has of it, here and behind."""
+        """Let the kernel drop cached pages, of the mount and of SOURCE."""
         for path in (self.path, self.behind):
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -329,11 +328,11 @@ class Fsx(RuleBasedStateMachine):
         control.request(str(self.mount.mountpoint), message)
 
 
-def around(mode: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def with_mount(mode: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
     return lambda: mounted(mode)
 
 
-MACHINES = [Machine(f"fsx-{mode}", Fsx, around(mode)) for mode in ("steer", "arena")]
+MACHINES = [Machine(f"fsx-{mode}", Fsx, with_mount(mode)) for mode in ("steer", "arena")]
 STEER, ARENA = MACHINES
 
 

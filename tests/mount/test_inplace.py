@@ -1,4 +1,4 @@
-"""In place: the files' own page cache is steered; programs depend on nothing but the file system."""
+"""Mode inplace: the daemon steers the files' own page cache, and clients depend only on the file system."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SIZE = 128 * MIB
 CACHE = 64 * MIB
 CHECK = "loop.bin.crc.json"
 CAP = SIZE
-"""The cap of memory: less than the file, the daemon and what a reader takes, more than CACHE with them."""
+"""The memory limit: less than file, daemon and reader together; more than CACHE, daemon and reader."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Path:
-    """A SOURCE of one test's own."""
     directory = tmp_path / "source"
     directory.mkdir()
     if reason := why_not(str(directory)):
@@ -79,14 +78,14 @@ def mount(source: Path, tmp_path: Path) -> Iterator[Live]:
         yield mount
 
 
-class Passes:
-    """A process that reads a file again and again, and says so."""
+class PassReader:
+    """A process that reads a file repeatedly and reports each pass."""
 
     def __init__(self, command: list[str], name: str) -> None:
         self.process, self.name = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), name
 
     def next(self) -> dict[str, Any]:
-        """The next pass: its seconds, and how many MiB of it were wrong."""
+        """Return the event of the next pass: its seconds, and how many MiB of it were wrong."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event = json.loads(line)
@@ -94,16 +93,16 @@ class Passes:
                 return dict(event)
         raise AssertionError("the reader has ended")
 
-    def until_kept(self, mount: Live, least_bytes: int) -> None:
-        """Passes, all right, until `least_bytes` are pinned, or the file is left to the kernel and nothing is read."""
+    def read_until_pinned(self, mount: Live, least_bytes: int) -> None:
+        """Read passes without a wrong MiB until `least_bytes` are pinned, or until the kernel caches the loop by itself."""
         deadline = time.monotonic() + 120
         while mount.pinned_bytes(self.name) < least_bytes:
             before = mount.stats()
             assert self.next()["wrong"] == 0 and time.monotonic() < deadline, before
-            if is_left(before) and mount.stats()["backing_read_bytes"] == before["backing_read_bytes"]:
+            if is_left_to_the_kernel(before) and mount.stats()["backing_read_bytes"] == before["backing_read_bytes"]:
                 return
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> PassReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,25 +110,24 @@ class Passes:
         self.process.wait()
 
 
-def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[str]] = list) -> Passes:
+def reader(path: Path, check: Path, how: str, wrap: Callable[[list[str]], list[str]] = list) -> PassReader:
     words = [sys.executable, str(LOOP_READER), str(path), "--passes", "1000", "--how", how, "--check", str(check)]
-    return Passes(wrap(words), path.name)
+    return PassReader(wrap(words), path.name)
 
 
-def is_left(stats: dict[str, Any]) -> bool:
-    """Whether the loop is left to the kernel, which would read less."""
+def is_left_to_the_kernel(stats: dict[str, Any]) -> bool:
+    """Return whether the mount leaves a loop to the kernel, because the kernel would read less."""
     return any(loop["left"] for file in stats["files"] for loop in file["loops"])
 
 
 def passes_of(stats: dict[str, Any]) -> int:
-    """How often the one loop was gone through."""
     return max(int(loop["passes"]) for file in stats["files"] for loop in file["loops"])
 
 
 @pytest.mark.cgroup
 @pytest.mark.parametrize("how", ["mmap", "read"])
-def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_path: Path, how: str) -> None:
-    """And every byte of it is right, whatever becomes of the daemon."""
+def test_part_of_a_loop_larger_than_the_budget_is_pinned(source: Path, tmp_path: Path, how: str) -> None:
+    """Every byte is right, even if the daemon is suspended or killed."""
     forget(source / "loop.bin")
     with (
         Cgroup("inplace", directory=source, memory_bytes=CAP) as group,
@@ -137,15 +135,15 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
         reader(mount.mountpoint / "loop.bin", source / CHECK, how, group.wrap) as passes,
     ):
         wrong = [passes.next()["wrong"] for _ in range(8)]
-        # The window is as wide as storage is fast, up to half of the budget.
-        wait_for(lambda: CACHE // 4 < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is kept, less a window")
+        # The window grows with the speed of the storage, up to half of the budget.
+        wait_for(lambda: CACHE // 4 < mount.pinned_bytes("loop.bin") <= CACHE, "what fits is pinned, except a window")
         before = after = mount.stats()
         assert before["mode"] == "inplace" and before["cpu_s"] > 0
         while (count := passes_of(after) - passes_of(before)) < 5:
             wrong.append(passes.next()["wrong"])
             after = mount.stats()
         dropped = (after["invalidated_bytes"] - before["invalidated_bytes"]) / count
-        assert dropped < 0.9 * SIZE, "what is kept is not dropped and read again"
+        assert dropped < 0.9 * SIZE, "pinned pages are not dropped and read again"
 
         mount.daemon.send_signal(signal.SIGSTOP)
         wrong += [passes.next()["wrong"] for _ in range(3)]
@@ -155,7 +153,7 @@ def test_a_loop_that_does_not_fit_is_kept_as_far_as_it_goes(source: Path, tmp_pa
         mount.daemon.wait()
         wrong += [passes.next()["wrong"] for _ in range(3)]
         with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
-            passes.until_kept(another, CACHE // 4)  # it has taken over
+            passes.read_until_pinned(another, CACHE // 4)  # the second mount has taken over
     assert wrong == [0] * len(wrong)
 
 
@@ -238,9 +236,9 @@ CONTAINED = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--"]
 
 
 @pytest.mark.cgroup
-@pytest.mark.parametrize("around", [[], CONTAINED], ids=["here", "in containers"])
-def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: Path, around: list[str]) -> None:
-    if around and subprocess.run([*around, "true"], check=False).returncode:
+@pytest.mark.parametrize("prefix", [[], CONTAINED], ids=["here", "in containers"])
+def test_readers_of_every_kind_read_the_right_bytes(source: Path, tmp_path: Path, prefix: list[str]) -> None:
+    if prefix and subprocess.run([*prefix, "true"], check=False).returncode:
         pytest.skip("no namespaces for mounts and processes here")
     forget(source / "loop.bin")
     crc = zlib.crc32((source / "loop.bin").read_bytes())
@@ -248,34 +246,35 @@ def test_eight_readers_of_every_kind_read_what_is_there(source: Path, tmp_path: 
         Cgroup("inplace-kinds", directory=source, memory_bytes=CAP + 64 * MIB) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
     ):
-        commands = [[*around, sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
+        commands = [[*prefix, sys.executable, "-c", READER, str(mount.mountpoint / "loop.bin"), how, "3"] for how in KINDS]
         readers = [subprocess.Popen(group.wrap(command), stdout=subprocess.PIPE, text=True) for command in commands]
         try:
-            said = [reader.communicate(timeout=300)[0].split() for reader in readers]
+            output = [reader.communicate(timeout=300)[0].split() for reader in readers]
         finally:
             for each in readers:
                 each.kill()
                 each.wait()
-        assert said == [[str(crc)] * 3] * len(KINDS)
+        assert output == [[str(crc)] * 3] * len(KINDS)
         wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "all have ended")
 
 
 @pytest.mark.cgroup
-@pytest.mark.parametrize(("daemons", "programs"), [(None, CAP), (CACHE + 48 * MIB, 48 * MIB)])
-def test_limits_of_daemon_and_program_apart(source: Path, tmp_path: Path, daemons: int | None, programs: int) -> None:
-    """Who first brings a page in pays for it: the daemon for what it brings, a program for what it faults in itself."""
+@pytest.mark.parametrize(("daemon_limit", "client_limit"), [(None, CAP), (CACHE + 48 * MIB, 48 * MIB)])
+def test_separate_memory_limits_of_daemon_and_client(
+    source: Path, tmp_path: Path, daemon_limit: int | None, client_limit: int
+) -> None:
+    """A page is charged to the process that first reads it: to the daemon for prefetches, to a client for its own faults."""
     forget(source / "loop.bin")
     with (
-        Cgroup("inplace-daemon", directory=source, memory_bytes=daemons) as other,
-        Cgroup("inplace-program", directory=source, memory_bytes=programs) as group,
+        Cgroup("inplace-daemon", directory=source, memory_bytes=daemon_limit) as other,
+        Cgroup("inplace-program", directory=source, memory_bytes=client_limit) as group,
         live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=other.wrap) as mount,
         reader(mount.mountpoint / "loop.bin", source / CHECK, "mmap", group.wrap) as passes,
     ):
         assert not any(passes.next()["wrong"] for _ in range(10))
-        # Where only the program has a limit, what the daemon brings stays beside it, and there is nothing to keep.
-        # Where the kernel would read less, the loop is left to it.
-        least, deadline = 0 if daemons is None else CACHE // 3, time.monotonic() + 120
-        while mount.pinned_bytes("loop.bin") < least and not is_left(mount.stats()):
+        # With a limit for the client alone, or a loop that is left to the kernel, nothing needs to be pinned.
+        least, deadline = 0 if daemon_limit is None else CACHE // 3, time.monotonic() + 120
+        while mount.pinned_bytes("loop.bin") < least and not is_left_to_the_kernel(mount.stats()):
             assert time.monotonic() < deadline and not passes.next()["wrong"]
         assert group.usage().oom_kills == other.usage().oom_kills == 0
 
@@ -298,7 +297,7 @@ print("done", flush=True)
 @pytest.mark.cgroup
 @pytest.mark.parametrize("mode", ["inplace", "steer"])
 def test_a_client_whose_cgroup_has_a_limit_of_its_own_is_not_killed(empty: Path, tmp_path: Path, mode: str) -> None:
-    """Its charged pages stay evictable while it needs more and more memory, and the loop is pinned nevertheless."""
+    """Pages charged to the client stay evictable while it needs more memory, and the loop is pinned nevertheless."""
     shape = choose_shape(160 * MIB, BYTES_PER_VALUE["gguf"], None, False)
     (model,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
     forget(model)
@@ -308,15 +307,15 @@ def test_a_client_whose_cgroup_has_a_limit_of_its_own_is_not_killed(empty: Path,
     ):
         command = group.wrap([sys.executable, "-c", GROWING, str(mount.mountpoint / "model.gguf")])
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-            said = [line.strip() for line in client.stdout or ()]
+            output = [line.strip() for line in client.stdout or ()]
             pinned = mount.pinned_bytes("model.gguf")
-        assert client.returncode == 0 and said == ["done"] and group.usage().oom_kills == 0
+        assert client.returncode == 0 and output == ["done"] and group.usage().oom_kills == 0
         assert pinned >= 40 * MIB, mount.stats()
 
 
 @contextmanager
 def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
-    """A loop of SIZE on a file system of its own, the image that this is on, and the checksums of the loop."""
+    """Yield a file of SIZE on its own file system, the disk image, and the checksums of the file."""
     if shutil.which("mkfs.xfs") is None:
         pytest.skip("no mkfs.xfs (package xfsprogs)")
     with small_disk(parent, 512, kind="xfs") as files:
@@ -328,8 +327,8 @@ def xfs(parent: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 
 @pytest.mark.cgroup
-def test_xfs(tmp_path: Path) -> None:
-    """The other file system with large folios; and how far its storage reads ahead, which is nobody else's."""
+def test_a_loop_on_xfs(tmp_path: Path) -> None:
+    """XFS is the other file system with large folios. The mount sets its read-ahead and restores it."""
     with xfs(tmp_path) as (path, _, check), Cgroup("inplace-xfs", directory=tmp_path, memory_bytes=CAP) as group:
         setting = read_ahead_file(str(path.parent))
         assert setting is not None
@@ -338,7 +337,7 @@ def test_xfs(tmp_path: Path) -> None:
         with live(path.parent, tmp_path / "mnt", str(CACHE), *words, wrap=group.wrap) as mount:
             assert setting.read_text() == "64\n"
             with reader(mount.mountpoint / "loop.bin", check, "mmap", group.wrap) as passes:
-                passes.until_kept(mount, CACHE // 4)
+                passes.read_until_pinned(mount, CACHE // 4)
         assert setting.read_text() == before != "64\n"
 
 
@@ -358,8 +357,8 @@ while True:
 
 
 @pytest.mark.cgroup
-def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None:
-    """What cannot be read is asked for in vain, what is kept is there, and so is the rest of what was in one huge page."""
+def test_steering_does_not_worsen_a_failing_disk(tmp_path: Path) -> None:
+    """Unreadable ranges fail, pinned ranges stay readable, and so does the rest of a broken huge page."""
     with xfs(tmp_path) as (path, image, check), Cgroup("inplace-eio", directory=tmp_path, memory_bytes=CAP) as group:
         places = places_on_disk(path)
         run("mount", "-o", "remount,ro", path.parents[1])
@@ -368,7 +367,7 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
         command = [sys.executable, "-c", STUBBORN]
         with (
             live(path.parent, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
-            Passes(group.wrap([*command, str(mount.mountpoint / "loop.bin")]), "loop.bin") as passes,
+            PassReader(group.wrap([*command, str(mount.mountpoint / "loop.bin")]), "loop.bin") as passes,
         ):
             deadline = time.monotonic() + 120
             while mount.pinned_bytes("loop.bin") < CACHE // 2:
@@ -377,8 +376,8 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
                 file.seek(cut)
                 rest = file.read()
                 file.truncate(cut)
-                wait_for(lambda: passes.next()["failed"] != [], "what is broken is asked for")
-                wait_for(lambda: set() < set(passes.next()["failed"]) < bad, "what is pinned is there")
+                wait_for(lambda: passes.next()["failed"] != [], "broken blocks are read")
+                wait_for(lambda: set() < set(passes.next()["failed"]) < bad, "pinned blocks stay readable")
                 file.seek(cut)
                 file.write(rest)
             wait_for(lambda: passes.next()["failed"] == [], "all is read again")
@@ -387,8 +386,8 @@ def test_a_disk_that_fails_is_no_worse_for_being_steered(tmp_path: Path) -> None
 
 
 @pytest.mark.cgroup
-def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
-    """What is kept of one makes room for the other when that is used."""
+def test_two_models_used_alternately(empty: Path, tmp_path: Path) -> None:
+    """Pins of one model make room for the other when that is used."""
     source = empty
     for name in ("one", "two"):
         path = random_file(source / f"{name}.bin", SIZE)
@@ -401,11 +400,11 @@ def test_two_models_in_turns(empty: Path, tmp_path: Path) -> None:
     ):
         for name in ("one", "two", "one"):
             with reader(mount.mountpoint / f"{name}.bin", source / f"{name}.bin.crc.json", "mmap", group.wrap) as passes:
-                passes.until_kept(mount, CACHE // 3)
+                passes.read_until_pinned(mount, CACHE // 3)
 
 
-def test_as_many_files_as_can_be_are_watched_and_few_are_opened(empty: Path, tmp_path: Path) -> None:
-    """Of more than that, the large ones."""
+def test_many_files_are_watched_but_few_are_open(empty: Path, tmp_path: Path) -> None:
+    """If there are more files than the daemon can watch, it watches the large ones."""
     source, point = empty, tmp_path / "mnt"
     for number in range(FILES + 100):
         path = source / f"{number}.bin"
@@ -414,55 +413,55 @@ def test_as_many_files_as_can_be_are_watched_and_few_are_opened(empty: Path, tmp
         os.utime(path, (0, 0))
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
 
-        def known() -> bool:
+        def is_steered() -> bool:
             for number in (3, FILES + 97):
                 (point / f"{number}.bin").read_bytes()
             return len(mount.stats()["files"]) == 2
 
-        wait_for(known, "two files are steered")
+        wait_for(is_steered, "two files are steered")
         assert len(os.listdir(f"/proc/{mount.daemon.pid}/fd")) < 100
         assert mount.memory_bytes() < OVERHEAD_BYTES
 
 
-def test_where_there_is_room_everything_stays(source: Path, mount: Live) -> None:
+def test_everything_stays_cached_while_memory_is_free(source: Path, mount: Live) -> None:
     data = (source / "loop.bin").read_bytes()
 
-    def more_is_kept() -> bool:
+    def more_is_cached() -> bool:
         with open(mount.mountpoint / "loop.bin", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
             assert zlib.crc32(view) == zlib.crc32(data)
         return int(mount.stats()["beyond_bytes"]) > 0
 
-    wait_for(more_is_kept, "more than the budget is kept")
+    wait_for(more_is_cached, "more than the budget is cached")
     assert mount.stats()["invalidated_bytes"] == 0
 
 
-def test_what_is_pinned_in_small_pages_is_read_again_in_huge_ones(source: Path, tmp_path: Path) -> None:
+def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path: Path) -> None:
     path = source / "loop.bin"
     forget(path)
     fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # in single pages
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # into single pages
     while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
     address = syscalls.mmap(fd, SIZE)
 
-    def huge() -> int:
+    def huge_bytes() -> int:
         for offset in range(0, SIZE, HUGE_BYTES):
             syscalls.madvise(address + offset, 4096, syscalls.MADV_POPULATE_READ)
         found = syscalls.huge_bytes(address, SIZE)
         syscalls.madvise(address, SIZE, syscalls.MADV_DONTNEED)
         return found
 
-    assert huge() == 0
+    assert huge_bytes() == 0
     with (
         live(source, tmp_path / "mnt", str(2 * SIZE), "--mode", "inplace") as mount,
         reader(mount.mountpoint / "loop.bin", source / CHECK, "read") as program,
     ):
-        # the mount stops after the first 32 MiB where storage takes longer than 10 ms for 1 MB, as on a busy machine
-        wait_for(lambda: program.next()["wrong"] == 0 and huge() >= 16 * MIB, "16 MiB are in huge pages")
+        # if storage takes over 10 ms for 1 MB, as on a busy machine, the mount stops after the first 32 MiB
+        wait_for(lambda: program.next()["wrong"] == 0 and huge_bytes() >= 16 * MIB, "16 MiB are in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
-        assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # once is enough
+        assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # each block is read again once
     syscalls.munmap(address, SIZE)
     os.close(fd)
 
@@ -479,15 +478,15 @@ sys.stdin.read()
 """
 
 
-def test_the_first_pass_over_what_fits_is_left_to_a_kernel_that_reads_huge_pages(empty: Path, tmp_path: Path) -> None:
-    """What a program has mapped in small ones at first, it has so as long as it lives."""
+def test_the_first_pass_over_a_fitting_loop_is_left_to_the_kernel(empty: Path, tmp_path: Path) -> None:
+    """Pages that a client maps small at first stay small in its mapping."""
     shape = choose_shape(200 * 10**6, BYTES_PER_VALUE["gguf"], None, False)
     (path,) = make_model(empty / "model.gguf", shape, "gguf", 1, 0)
     os.utime(path, (time.time() - 60,) * 2)
 
     @contextmanager
     def populated(of: Path) -> Iterator[int]:
-        """Bytes in huge pages of a program that has mapped it all, and lives on."""
+        """Yield how many bytes a client has mapped in huge pages; it has mapped the whole file, and keeps running."""
         forget(path)
         command = [sys.executable, "-c", POPULATED, str(of)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
@@ -500,14 +499,14 @@ def test_the_first_pass_over_what_fits_is_left_to_a_kernel_that_reads_huge_pages
             if plain < SIZE // 2:
                 pytest.skip("this file system makes no huge pages")
         with live(empty, tmp_path / "mnt", "300M", "--mode", "inplace") as mount:
-            with populated(mount.mountpoint / path.name) as huge:
-                wait_for(lambda: mount.pinned_bytes(path.name) > 0.9 * path.stat().st_size, "it is kept nevertheless")
-            assert huge > 0.9 * plain
+            with populated(mount.mountpoint / path.name) as huge_bytes:
+                wait_for(lambda: mount.pinned_bytes(path.name) > 0.9 * path.stat().st_size, "it is pinned nevertheless")
+            assert huge_bytes > 0.9 * plain
             stats = mount.stats()
             assert stats["backing_read_bytes"] - stats["client_read_bytes"] < SIZE // 4
 
 
-NEIGHBOUR = f"""
+NEIGHBOR = f"""
 import sys, time
 taken = []
 while len(taken) < {3 * SIZE // 2 // MIB}:
@@ -518,8 +517,8 @@ sys.stdin.read()
 
 
 @pytest.mark.cgroup
-def test_memory_gets_short_while_it_is_read_again(source: Path, tmp_path: Path) -> None:
-    """What was let go to be read again is not taken back beyond the limit; every byte is right meanwhile."""
+def test_memory_pressure_during_a_renewal_in_huge_pages(source: Path, tmp_path: Path) -> None:
+    """Pages evicted to be read again in huge pages are not pinned beyond the limit, and every byte stays right."""
     path = source / "loop.bin"
     forget(path)
     with (
@@ -528,18 +527,18 @@ def test_memory_gets_short_while_it_is_read_again(source: Path, tmp_path: Path) 
         reader(mount.mountpoint / "loop.bin", source / CHECK, "read", group.wrap) as program,
     ):
         wait_for(lambda: program.next()["wrong"] == 0 and mount.stats()["backing_read_bytes"] > 0, "it is read again")
-        with subprocess.Popen(group.wrap([sys.executable, "-c", NEIGHBOUR]), stdin=subprocess.PIPE) as neighbour:
+        with subprocess.Popen(group.wrap([sys.executable, "-c", NEIGHBOR]), stdin=subprocess.PIPE) as neighbor:
             wait_for(lambda: program.next()["wrong"] == 0 and mount.stats()["limit_bytes"] < SIZE, "memory is short")
             for _ in range(20):
                 assert program.next()["wrong"] == 0
-            wait_for(lambda: (now := mount.stats())["pinned_bytes"] <= now["limit_bytes"], "what is pinned is what may be")
-            assert neighbour.poll() is None
-            neighbour.communicate()
-        program.until_kept(mount, SIZE - HUGE_BYTES)
+            wait_for(lambda: (now := mount.stats())["pinned_bytes"] <= now["limit_bytes"], "the pins fit the limit")
+            assert neighbor.poll() is None
+            neighbor.communicate()
+        program.read_until_pinned(mount, SIZE - HUGE_BYTES)
         assert group.usage().oom_kills == 0
 
 
-def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
+def test_the_mount_is_only_a_bind_mount(source: Path, tmp_path: Path) -> None:
     point = tmp_path / "mnt"
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
         assert os.path.samefile(point / "loop.bin", source / "loop.bin")
@@ -569,25 +568,25 @@ def test_a_bind_mount_is_all_there_is(source: Path, tmp_path: Path) -> None:
     assert mountpoint.find(str(point)) is None
 
 
-def test_after_a_refused_umount_it_steers_on(empty: Path, tmp_path: Path) -> None:
-    """What is mounted below MOUNT holds it, which is only seen when everything has been given back."""
+def test_steering_continues_after_a_refused_umount(empty: Path, tmp_path: Path) -> None:
+    """A mount below MOUNT makes it busy, which the daemon notices only after it has unpinned everything."""
     source, point = empty, tmp_path / "mnt"
     (source / "below").mkdir()
     path = random_file(source / "loop.bin", 40 * MIB)
     os.utime(path, (0, 0))
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
 
-        def keeps() -> bool:
+        def is_pinned() -> bool:
             (point / "loop.bin").read_bytes()
             return int(mount.stats()["pinned_bytes"]) > 30 * MIB
 
-        wait_for(keeps, "the file is kept")
+        wait_for(is_pinned, "the file is pinned")
         syscalls.bind(str(tmp_path), str(point / "below"), 0)
         try:
             for _ in range(2):
                 refused = llmcache("umount", point)
                 assert refused.returncode == 4 and "busy" in refused.stderr
-                wait_for(keeps, "the file is kept again")
+                wait_for(is_pinned, "the file is pinned again")
         finally:
             syscalls.umount2(str(point / "below"), syscalls.UMOUNT_NOFOLLOW)
         assert llmcache("umount", point).returncode == 0
@@ -595,15 +594,15 @@ def test_after_a_refused_umount_it_steers_on(empty: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it was found changed meanwhile, and nothing is known of it any more."""
-    begun, go_on = threading.Event(), threading.Event()
+    """The file is closed even though it changed during the read and its state was dropped."""
+    begun, resume = threading.Event(), threading.Event()
 
-    def bring(mapping: MappedFile, _offset: int, _length: int) -> int:
+    def populate_slowly(mapping: MappedFile, _offset: int, _length: int) -> int:
         begun.set()
-        assert go_on.wait(60)
+        assert resume.wait(60)
         return os.fstat(mapping.backing.fd).st_size
 
-    monkeypatch.setattr(MappedFile, "bring", bring)
+    monkeypatch.setattr(MappedFile, "bring", populate_slowly)
     engine = Engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
@@ -626,19 +625,19 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         release.join(0.3)
         assert release.is_alive()
         os.fstat(mapping.backing.fd)
-        go_on.set()
+        resume.set()
         release.join(60)
         assert not release.is_alive()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(mapping.backing.fd)
         assert engine.stats()["read_bytes"] == 0
     finally:
-        go_on.set()
+        resume.set()
         engine.stop()
         backend.close()
 
 
-def test_a_file_that_was_cut_to_nothing_is_not_left_open(empty: Path) -> None:
+def test_a_file_truncated_to_zero_is_closed(empty: Path) -> None:
     random_file(empty / "loop.bin", 8 * MIB)
     engine = Engine(CACHE, "inplace", SourceTree(str(empty)))
     backend = engine.backend
@@ -656,7 +655,7 @@ def test_a_file_that_was_cut_to_nothing_is_not_left_open(empty: Path) -> None:
 
 @contextmanager
 def steering(source: Path) -> Iterator[tuple[Engine, InPlaceBackend]]:
-    """An engine in place in this process, whose own reads are those of a warm-up."""
+    """Yield an engine in place in this process; its own reads are those of a warm-up."""
     engine = Engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
@@ -668,12 +667,13 @@ def steering(source: Path) -> Iterator[tuple[Engine, InPlaceBackend]]:
         backend.close()
 
 
-def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a closed file at once; `stats` says what is lacking until then."""
+def test_a_file_without_slots_is_steered_once_slots_are_free(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the slots of a closed file at once; until then `stats` reports how many extents lack one."""
     names = ("one.bin", "two.bin", "three.bin")
     for name in names:
         os.utime(random_file(empty / name, 40 * MIB), (0, 0))
-    monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)  # two files, but each other one takes a place
+    # slots for two files, but each new file takes one more
+    monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)
 
     def lacking(engine: Engine) -> dict[str, int]:
         return {file["path"]: file["lacks_extents"] for file in engine.stats()["files"] if file["lacks_extents"]}
@@ -687,12 +687,12 @@ def test_a_file_that_finds_no_places_is_steered_once_there_are_some(empty: Path,
         assert backend.files.by_number[two].group is not None and backend.files.by_number[one].group is None
         backend.files.release(two)
         three, _ = backend.files.open("/three.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
-        assert not lacking(engine), "the places of closed files are taken at once"
+        assert not lacking(engine), "the slots of closed files are taken at once"
         backend.files.release(three)
 
 
 def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp_path: Path) -> None:
-    """Each would take the reads of the other's daemon for a client's."""
+    """Each daemon would take the reads of the other for reads of clients."""
     (empty / "below").mkdir()
     points = [tmp_path / name for name in ("one", "two")]
     points[1].mkdir()
@@ -707,14 +707,12 @@ def test_a_second_mount_in_place_over_the_same_files_is_refused(empty: Path, tmp
     assert llmcache("umount", points[1]).returncode == 0
 
 
-def test_files_of_a_directory_that_cannot_be_opened_for_a_moment_are_not_forgotten(
-    empty: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_temporarily_unreadable_directory_stay_watched(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (empty / "below").mkdir()
     os.utime(random_file(empty / "below" / "loop.bin", 8 * MIB), (0, 0))
     opened, refused = os.open, list[str]()
 
-    def full(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def open_fails(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if path == "below":
             refused.append(path)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -724,16 +722,16 @@ def test_files_of_a_directory_that_cannot_be_opened_for_a_moment_are_not_forgott
         wait_for(lambda: len(backend.files.by_number) == 1, "it is watched")
         before = list(backend.files.by_number)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", full)
+            patch.setattr(os, "open", open_fails)
             wait_for(lambda: len(refused) > 2, "walks cannot open it")
         wait_for(lambda: not backend.files.turn.locked(), "the walk has ended")
         assert list(backend.files.by_number) == before
 
 
-def test_a_file_that_grows_is_watched_as_far_as_it_has_come(empty: Path) -> None:
+def test_the_new_part_of_a_growing_file_is_watched(empty: Path) -> None:
     path = random_file(empty / "loop.bin", 8 * MIB)
     code = f"import os; os.pread(os.open('{path}', os.O_RDONLY), 4096, {30 * MIB})"
-    command = f'{sys.executable} -c "{code}"; true'  # no child of the daemon
+    command = f'{sys.executable} -c "{code}"; true'  # not a child of the daemon: reads of its children are ignored
     with steering(empty) as (engine, backend):
         wait_for(lambda: len(backend.files.by_number) == 1, "it is watched")
         with path.open("ab") as file:
@@ -748,7 +746,7 @@ def test_a_file_that_grows_is_watched_as_far_as_it_has_come(empty: Path) -> None
 
 
 def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:
-    """It is what programs read that is steered, under the link's name; a link to what its owner may not read is not."""
+    """The target is steered under the link's name, unless the owner of the link may not read it."""
     target, secret = (random_file(tmp_path / name, 40 * MIB) for name in ("blob", "secret"))
     os.utime(target, (0, 0))
     secret.chmod(0o600)
@@ -756,7 +754,8 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
     (empty / "snapshots" / "model.bin").symlink_to("../../blob")
     (empty / "stolen.bin").symlink_to(secret)
     os.lchown(empty / "stolen.bin", 65534, 65534)
-    command = f"{sys.executable} -c \"open('{empty}/snapshots/model.bin', 'rb').read()\"; true"  # no child of the daemon
+    # not a child of the daemon: reads of its children are ignored
+    command = f"{sys.executable} -c \"open('{empty}/snapshots/model.bin', 'rb').read()\"; true"
     with steering(empty) as (engine, backend):
 
         def is_read() -> bool:
@@ -776,29 +775,29 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
         wait_for(lambda: not backend.files.by_number, "it is forgotten with its link")
 
 
-def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) -> None:
-    """The first one to end does not close it under the other, which then says what is kept."""
+def test_simultaneous_warmups_of_a_file_keep_it_open(empty: Path) -> None:
+    """The first warm-up to end does not close the file under the second, which still reports the pinned bytes."""
     os.utime(random_file(empty / "loop.bin", 40 * MIB), (0, 0))
     forget(empty / "loop.bin")
-    said: list[dict[str, Any]] = []
+    output: list[dict[str, Any]] = []
     waits = threading.Event()
     with steering(empty) as (engine, backend):
         warmer = Warmer(engine, backend.files)
-        second = threading.Thread(target=lambda: said.append(warmer.warm(["*.bin"], lambda _: waits.set())))
+        second = threading.Thread(target=lambda: output.append(warmer.warm(["*.bin"], lambda _: waits.set())))
 
         def on_progress(_progress: dict[str, Any]) -> None:
             if second.ident is None:
                 second.start()
                 assert waits.wait(60), "the second waits for its turn"
 
-        said.append(warmer.warm(["*.bin"], on_progress))
+        output.append(warmer.warm(["*.bin"], on_progress))
         second.join(60)
         assert not any(file.programs for file in backend.files.by_number.values())
-    assert [told["warm_bytes"] for told in said] == [told["wanted_bytes"] for told in said] == [40 * MIB] * 2
+    assert [reply["warm_bytes"] for reply in output] == [reply["wanted_bytes"] for reply in output] == [40 * MIB] * 2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ((), "inplace, budget 33.6 MB (--cache), read-only"),
         (("--rw",), "inplace, budget 33.6 MB (--cache), writable"),
@@ -808,13 +807,13 @@ def test_a_warm_up_beside_another_of_the_same_file_keeps_it_open(empty: Path) ->
         (("-o", "max_read=131072"), "steer (-o max_read=131072: is an option of FUSE"),
     ],
 )
-def test_auto_is_in_place_unless_it_cannot_be(source: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_auto_is_in_place_if_possible(source: Path, tmp_path: Path, words: tuple[str, ...], output: str) -> None:
     with live(source, tmp_path / "mnt", "32Mi", "--mode", "auto", *words) as mount:
-        wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {said}" in mount.log.read_text(), "it says what it does")
+        wait_for(lambda: f"llmcachefs: {mount.mountpoint}: {output}" in mount.log.read_text(), "the log names the mode")
         assert (mount.mountpoint / CHECK).read_bytes() == (source / CHECK).read_bytes()
 
 
-def test_a_source_that_the_mount_hides_cannot_be_steered_in_place(empty: Path) -> None:
+def test_a_source_hidden_by_its_mount_cannot_be_steered_in_place(empty: Path) -> None:
     done = llmcache("mount", empty, empty.parent, "--mode", "inplace")
     assert done.returncode == 3 and "SOURCE lies inside MOUNT" in done.stderr
     random_file(empty / "f", MIB)
@@ -832,55 +831,55 @@ def test_warmup_and_evict(source: Path, mount: Live) -> None:
     forget(source / "loop.bin")
     done = llmcache("warmup", mount.mountpoint, "*.bin", "--json")
     assert done.returncode in (0, 4), done.stderr
-    told = json.loads(done.stdout)
-    assert told["warm_bytes"] > 0.8 * CACHE
+    reply = json.loads(done.stdout)
+    assert reply["warm_bytes"] > 0.8 * CACHE
     assert mount.stats()["pinned_bytes"] > 0.8 * CACHE
     mount.resize(32 * MIB)
     wait_for(lambda: mount.stats()["pinned_bytes"] <= 32 * MIB, "less is pinned")
     evicted = llmcache("evict", mount.mountpoint, "*.bin", "--json")
     assert evicted.returncode == 0, evicted.stderr
     wait_for(lambda: mount.stats()["pinned_bytes"] == 0, "nothing is pinned")
-    assert resident_bytes(source / "loop.bin") < 8 * MIB, "though nobody has it open"
+    assert resident_bytes(source / "loop.bin") < 8 * MIB, "although no process has it open"
 
 
-def test_pinned_files_are_brought_in_at_once(source: Path, tmp_path: Path) -> None:
+def test_files_of_pin_are_warmed_up_at_once(source: Path, tmp_path: Path) -> None:
     forget(source / "loop.bin")
     options = ("--mode", "inplace", "--pin", "*.bin", "--metrics", "127.0.0.1:0")
     with live(source, tmp_path / "mnt", str(CACHE), *options) as mount:
-        wait_for(lambda: mount.pinned_bytes("loop.bin") > 0.8 * CACHE, "what fits is kept")
+        wait_for(lambda: mount.pinned_bytes("loop.bin") > 0.8 * CACHE, "what fits is pinned")
         heat = control.request(str(mount.mountpoint), {"op": "heat"})
         assert heat["mode"] == "inplace"
         assert sum(layer["pinned_bytes"] for file in heat["files"] for layer in file["layers"]) > 0.8 * CACHE
-        told = llmcache("stats", mount.mountpoint, "--openmetrics").stdout
-        assert 'mode="inplace"' in told and "llmcache_cpu_seconds_total" in told
+        text = llmcache("stats", mount.mountpoint, "--openmetrics").stdout
+        assert 'mode="inplace"' in text and "llmcache_cpu_seconds_total" in text
 
 
-def test_files_change_beneath_it(empty: Path, tmp_path: Path) -> None:
-    """Rewritten, truncated, replaced and deleted while they are steered: readers see what the file system has."""
+def test_files_change_while_they_are_steered(empty: Path, tmp_path: Path) -> None:
+    """While files are rewritten, truncated, replaced and deleted, readers see the contents of the file system."""
     source, point = empty, tmp_path / "mnt"
     past = time.time() - 60
 
-    def made(name: str, byte: bytes, size: int = 40 * MIB) -> Path:
+    def make_file(name: str, byte: bytes, size: int = 40 * MIB) -> Path:
         path = source / name
         path.write_bytes(byte * size)
         os.utime(path, (past, past))
         return path
 
-    made("one.bin", b"a")
+    make_file("one.bin", b"a")
     with live(source, point, str(CACHE), "--mode", "inplace") as mount:
 
-        def known() -> bool:
+        def is_steered() -> bool:
             (point / "one.bin").read_bytes()
             return any(file["path"] == "/one.bin" for file in mount.stats()["files"])
 
-        wait_for(known, "the file is steered")
+        wait_for(is_steered, "the file is steered")
         (source / "one.bin").write_bytes(b"b" * 40 * MIB)
         assert (point / "one.bin").read_bytes() == b"b" * 40 * MIB
         os.truncate(source / "one.bin", 33 * MIB)
         assert (point / "one.bin").read_bytes() == b"b" * 33 * MIB
-        made("new.bin", b"c").rename(source / "one.bin")
+        make_file("new.bin", b"c").rename(source / "one.bin")
         assert (point / "one.bin").read_bytes() == b"c" * 40 * MIB
-        wait_for(known, "the file is steered")
+        wait_for(is_steered, "the file is steered")
         with open(point / "one.bin", "rb") as file:
             (source / "one.bin").unlink()
             time.sleep(1.5)
@@ -888,12 +887,12 @@ def test_files_change_beneath_it(empty: Path, tmp_path: Path) -> None:
         wait_for(lambda: not mount.stats()["files"] or not any(f["open"] for f in mount.stats()["files"]), "it is closed")
 
 
-def test_who_closes_a_file_and_lives_on_gives_it_back(source: Path, tmp_path: Path) -> None:
+def test_a_file_counts_as_closed_although_its_client_continues(source: Path, tmp_path: Path) -> None:
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace") as mount:
         code = "import sys, time; open(sys.argv[1], 'rb').read(); print(1, flush=True); time.sleep(1000)"
         command = [sys.executable, "-c", code, str(mount.mountpoint / "loop.bin")]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline()
             wait_for(lambda: any(file["open"] for file in mount.stats()["files"]), "it is seen")
-            wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "it is given back")
+            wait_for(lambda: not any(file["open"] for file in mount.stats()["files"]), "it counts as closed")
             process.kill()

@@ -1,6 +1,6 @@
-"""Every byte right through every way of reading, cold and while extents are pinned, evicted and prefetched.
+"""Every byte is right by every way of reading, cold and while extents are pinned, evicted and prefetched.
 
-LLMCACHE_SOAK_SECONDS sets how long that goes on under load: 2 by default, 600 for the real thing.
+LLMCACHE_SOAK_SECONDS sets how long the load lasts: 2 by default, 600 for a thorough run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.mount.live import (
 )
 from tools.bench.runner import crc_file
 
-# much more than the budget; sizes around blocks and extents, and odd ones
+# much larger than the budget; sizes around blocks and extents, and odd ones
 FILES = {
     "big.bin": 64 * MIB + 1234,
     "mid.bin": 33 * MIB + 3 * 4096 + 17,
@@ -77,7 +77,7 @@ def mounted(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Ite
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_cold(mounted: Live, digests: dict[str, str], way: str) -> None:
+def test_cold_reads(mounted: Live, digests: dict[str, str], way: str) -> None:
     seen = {name: WAYS[way](mounted.mountpoint / name) for name in digests}
     assert seen == digests
 
@@ -95,8 +95,8 @@ def test_all_ways_under_load(mounted: Live, digests: dict[str, str], checks: dic
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
 
 
-def test_strides(mounted: Live, source: Path) -> None:
-    """Several threads take the blocks of one file in orders that are neither forward nor backward."""
+def test_threads_with_strides(mounted: Live, source: Path) -> None:
+    """Several threads read the blocks of one file in orders that are neither forward nor backward."""
     size, block = FILES["big.bin"], 300_007
     count = -(-size // block)
     plain, through = (os.open(root / "big.bin", os.O_RDONLY) for root in (source, mounted.mountpoint))
@@ -121,9 +121,9 @@ def test_strides(mounted: Live, source: Path) -> None:
 def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live, checks: dict[str, Path]) -> None:
     budgets = (24, 64, 48, 36)
     most_bytes = max(budgets) * MIB + OVERHEAD_BYTES
-    looks: list[int] = []
+    samples: list[int] = []
 
-    def held() -> int:
+    def used_bytes() -> int:
         return resident_bytes(*(mounted.mountpoint / name for name in FILES)) + mounted.memory_bytes()
 
     jobs = [(mounted.mountpoint / name, checks[name], how) for name in checks for how in ("read", "mmap", "direct")]
@@ -135,10 +135,12 @@ def test_while_the_budget_changes_and_files_are_warmed_and_evicted(mounted: Live
             control.request(str(mounted.mountpoint), {"op": operation, "globs": ["*"]})
             turn += 1
             threading.Event().wait(0.3)
-            looks.append(min(held(), held()))  # what moves from memory to the page cache between the two counts twice
+            samples.append(
+                min(used_bytes(), used_bytes())
+            )  # memory that moves to the page cache between the two counts appears twice
         results = [finish_reader(reader, 120) for reader in running]
     assert all(passes > 0 and wrong == 0 for passes, wrong in results), results
-    # Where others have the processors, what the evictor takes at a time may leave later than other pages come.
-    assert statistics.median(looks) <= most_bytes and max(looks) <= most_bytes + BATCH_BYTES, looks
+    # Under processor contention, the pages of one eviction batch may leave after new pages have arrived.
+    assert statistics.median(samples) <= most_bytes and max(samples) <= most_bytes + BATCH_BYTES, samples
     mounted.resize(48 * MIB)
     assert mounted.stats()["budget_bytes"] == 48 * MIB

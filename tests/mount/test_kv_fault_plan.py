@@ -1,8 +1,8 @@
-"""Random plans of faults under KvStore, on a file and the emulated device, on a disk and within a mount: byte-exact.
+"""Random plans of faults under KvStore, with a file or the emulated device, on a disk or a mount: restores are byte-exact.
 
-LLMCACHE_FAULT_SECONDS and LLMCACHE_FAULT_SEED as in test_fault_plan. `possible` are the states that a crash may bring
-back: all since everything was on the ssd tier last, or on the disk last where that lets go what it cannot write. What is
-restored must be a beginning of one of them, with every whole page of the shortest.
+LLMCACHE_FAULT_SECONDS and LLMCACHE_FAULT_SEED work as in test_fault_plan. `possible` has the states that a crash may
+restore: all since everything was last written to the ssd tier, or since the last sync if the disk drops data that it
+cannot write. A restored context must be a prefix of one of them, with every whole page of the shortest.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ SIZE = SHAPE.page_tokens
 
 @dataclass(frozen=True)
 class Move:
-    """One thing that is done: its name, and a seed for its details."""
-
     name: str
     seed: int
 
 
 def make_moves(seed: int, count: int, mounted: bool, ssd: str) -> list[Move]:
-    """Return a plan of so many moves, one of three a fault: each of them once before any comes again."""
+    """Return a plan of `count` moves; every third is a fault, and each fault occurs once before any repeats."""
     chance, faults = random.Random(seed), ["crash", "full"]
-    names = {"step": 9, "crop": 3, "reorder": 2, "select": 2, "save": 2, "look": 6, "move": 3, "spill": 1}
-    names |= {"again": 1, "repair": 5}
+    names = {"step": 9, "crop": 3, "reorder": 2, "select": 2, "save": 2, "check": 6, "move": 3, "spill": 1}
+    names |= {"reopen": 1, "repair": 5}
     if mounted or ssd == "file":
         faults += ["unreadable", "unwritable", "unsynced", "slow", "short"]
     if not mounted and ssd == "file":
@@ -64,7 +62,7 @@ def make_moves(seed: int, count: int, mounted: bool, ssd: str) -> list[Move]:
 
 
 class KvRig:
-    """A store on `path`, its model, and what is broken at the moment."""
+    """A store on `path`, its model, and the current faults."""
 
     possible: list[Plain]
     unsynced: list[Plain]
@@ -74,18 +72,17 @@ class KvRig:
         self.config = StoreConfig(SHAPE, 2, 4, 8, cpu_pages=5, path=path, ssd=ssd, threads=1)
         self.store = KvStore(self.config)
         self.plain = Plain(SHAPE, 2)
-        self._know()
+        self._reset_possible()
         self.broken: set[str] = set()
         self.errors: list[str] = []
         self._disk = contextlib.ExitStack()
         self._steps = iter(range(10, 1 << 30, 7))
 
     def carry_out(self, move: Move) -> None:
-        """Do one move."""
         getattr(self, "do_" + move.name)(random.Random(move.seed))
 
     def tried(self, call: Callable[[], Any]) -> bool:
-        """Return whether a call went well; an error must have a fault to come from, and say what the user can do."""
+        """Return whether a call succeeded; an error is allowed only during a fault, and must have exit code 3."""
         try:
             call()
             return True
@@ -95,62 +92,61 @@ class KvRig:
             self.errors.append(error.message)
             return False
 
-    def note(self, written: bool) -> None:
-        """Note the model's state as one that a crash may bring back; as the only one if all of it was written."""
+    def record_state(self, written: bool) -> None:
+        """Add the model's state to those that a crash may restore.
+
+        If everything is written and no fault is active, it is the only one.
+        """
         state = copy.deepcopy(self.plain)
         self.possible = [state] if written and not self.broken else [*self.possible, state]
         self.unsynced.append(state)
 
-    # What a program does
+    # Operations of a program
 
     def do_step(self, chance: random.Random) -> None:
-        """Tokens for all layers."""
         count, seed, written = chance.choice([1, 1, 2, 3, 7, 30]), next(self._steps), True
         for layer in chance.sample(range(SHAPE.layers), SHAPE.layers):
             rows = self.plain.grow(layer, count, seed)
             written &= self.tried(partial(self.store.append, layer, *rows))
         ids = self.plain.grow_ids(count, seed)
         written &= self.tried(lambda: self.store.commit(ids, ids + 7))
-        self.note(written)
+        self.record_state(written)
 
     def do_crop(self, chance: random.Random) -> None:
-        """Fewer tokens; where reading fails before anything is changed, as many as before."""
+        """Remove tokens; if a read fails before the change, the length stays the same."""
         tokens = chance.randrange(max(0, self.store.length - 20), self.store.length + 1)
         written = self.tried(lambda: self.store.crop(tokens))
         assert self.store.length in (tokens, self.plain.ids.shape[1])
         self.plain.crop(self.store.length)
-        self.note(written)
+        self.record_state(written)
 
     def do_reorder(self, chance: random.Random) -> None:
-        """Beam search."""
         self._choose([chance.randrange(self.store.batch) for _ in range(self.store.batch)])
 
     def do_select(self, chance: random.Random) -> None:
-        """More sequences, or fewer."""
         self._choose([chance.randrange(self.store.batch) for _ in range(chance.choice([1, 2, 3]))])
 
     def _choose(self, index: list[int]) -> None:
         written = self.tried(lambda: self.store.select(np.array(index)))
         self.plain.choose(np.array(index))
-        self.note(written)
+        self.record_state(written)
 
     def do_save(self, chance: random.Random) -> None:
-        """Everything, the tail too."""
         if self.tried(self.store.save):
-            self.note(True)
+            self.record_state(True)
             self.unsynced = self.unsynced[-1:]
 
     def do_spill(self, chance: random.Random) -> None:
-        """What could not be written before."""
+        """Write the pages that could not be written before."""
         if self.tried(self.store.spill):
-            self.note(True)
+            self.record_state(True)
 
-    def do_look(self, chance: random.Random) -> None:
-        """Every byte, or an error."""
+    def do_check(self, chance: random.Random) -> None:
+        """Check every byte, or get an error."""
         self.tried(lambda: self.plain.check_all(self.store))
 
     def do_move(self, chance: random.Random) -> None:
-        """Pages of the middle up or down, and a part of what is chosen."""
+        """Move pages of the middle up or down, and gather part of a selection."""
         middle = self.store.middle
         if not len(middle):
             return
@@ -164,57 +160,50 @@ class KvRig:
     # Faults
 
     def do_full(self, chance: random.Random) -> None:
-        """No block is left on the disk."""
         if "full" not in self.broken:
             self._disk.enter_context(full(self.rig.files))
             self.broken.add("full")
 
     def do_slow(self, chance: random.Random) -> None:
-        """Requests that take their time."""
         rule = Rule("slow", chance.choice(["read", "write", "fsync"]), "*.kv", seconds=chance.choice([0.002, 0.02]))
         self.rig.set_rules([*self.rig.rules, rule])
 
     def do_short(self, chance: random.Random) -> None:
-        """Answers of fewer bytes than asked for."""
         self.rig.set_rules([*self.rig.rules, Rule("short", chance.choice(["read", "write"]), "*.kv")])
 
     def do_clock(self, chance: random.Random) -> None:
-        """The wall clock of the mount's daemon jumps; the store's own is never asked."""
+        """Shift the wall clock of the mount's daemon; the store itself never reads it."""
         self.rig.set_clock(chance.choice([-1e9, -30.0, 30.0, 1e9]))
 
     def do_pressure(self, chance: random.Random) -> None:
-        """The mount has little more memory than it uses."""
+        """Limit the mount's memory to slightly more than it uses."""
         if self.rig.group is not None:
-            with contextlib.suppress(OSError):  # EBUSY: not so little
+            with contextlib.suppress(OSError):  # EBUSY: the limit is too low
                 used = self.rig.group.usage().current_bytes
                 self.rig.group.set_memory(max(96 * MIB, used + chance.choice([12, 40]) * MIB))
 
-    def _fails(self, call: str, chance: random.Random) -> None:
+    def _add_error(self, call: str, chance: random.Random) -> None:
         first = chance.choice([0, 0, 8192, 200_000])
         end = first + chance.choice([4096, 100_000, 1 << 40])
         self.rig.set_rules([*self.rig.rules, Rule("eio", call, "*.kv", first, end)])
         self.broken.add(call)
 
     def do_unreadable(self, chance: random.Random) -> None:
-        """EIO of reads."""
-        self._fails("read", chance)
+        self._add_error("read", chance)
 
     def do_unwritable(self, chance: random.Random) -> None:
-        """EIO of writes."""
-        self._fails("write", chance)
+        self._add_error("write", chance)
 
     def do_unsynced(self, chance: random.Random) -> None:
-        """EIO of fsync."""
-        self._fails("fsync", chance)
+        self._add_error("fsync", chance)
 
     def do_lost(self, chance: random.Random) -> None:
-        """EIO of fsync, and nothing is left of what was written since the last one."""
+        """fsync returns EIO, and all writes since the last one are lost."""
         self.rig.set_rules([*self.rig.rules, Rule("lost", "fsync", "*.kv")])
         self.broken.add("fsync")
         self.possible = [*self.unsynced, *self.possible]
 
     def do_kill_device(self, chance: random.Random) -> None:
-        """kill -9 of the emulated device."""
         assert isinstance(self.store.ssd, CsdTier)
         device = self.store.ssd.device
         if device.process.poll() is None:
@@ -223,7 +212,6 @@ class KvRig:
         self.broken.add("device")
 
     def do_evict(self, chance: random.Random) -> None:
-        """The mount gives everything up."""
         self.rig.control(op="evict", globs=[])
 
     # Repair and restart
@@ -237,36 +225,35 @@ class KvRig:
         self.broken -= {"full", "read", "write", "fsync"}
 
     def do_repair(self, chance: random.Random) -> None:
-        """Everything works again: all is there, and nothing more than the bound stays in memory."""
+        """Repair everything: all data is there, and memory is within its bound."""
         self._heal()
         if "device" in self.broken:
             self.store.restart_device()
         self.broken.clear()
         self.store.spill()
-        self.note(True)
+        self.record_state(True)
         self.plain.check_all(self.store)
 
-    def do_again(self, chance: random.Random) -> None:
-        """Saved, closed and restored in order."""
+    def do_reopen(self, chance: random.Random) -> None:
         self.do_repair(chance)
         self.store.save()
         self.store.close()
         self._restore(whole=True)
 
     def do_crash(self, chance: random.Random) -> None:
-        """kill -9 of the process, in whatever state."""
+        """kill -9 of the process, in any state."""
         crash(self.store)
         self._heal()
         self.broken.clear()
         self._restore()
 
     def do_kill_daemon(self, chance: random.Random) -> None:
-        """kill -9 of the mount's daemon: the store's descriptors are dead with it."""
+        """kill -9 of the mount's daemon, which invalidates the store's descriptors."""
         assert self.rig.daemon is not None
         self.rig.daemon.kill()
         self.rig.daemon.wait(120)
         self.broken.add("mount")
-        self.do_look(chance)
+        self.do_check(chance)
         crash(self.store)
         self.rig.force_unmount()
         self.rig.start_daemon()
@@ -283,33 +270,31 @@ class KvRig:
             self.path.unlink()
             self.store = KvStore(self.config)
             self.plain = Plain(SHAPE, 2)
-            self._know()
+            self._reset_possible()
             return
         length = self.store.length
         alike = (state for state in reversed(self.possible) if np.array_equal(state.ids[:, :length], self.store.ids))
         found = next(alike, None)
-        told = [state.ids.shape for state in self.possible]
-        assert found is not None, f"[{self.store.batch}, {length}] is a beginning of none of {told}"
-        assert length >= (self.plain.ids.shape[1] if whole else least), f"{length} tokens of {told}"
+        shapes = [state.ids.shape for state in self.possible]
+        assert found is not None, f"[{self.store.batch}, {length}] is a beginning of none of {shapes}"
+        assert length >= (self.plain.ids.shape[1] if whole else least), f"{length} tokens of {shapes}"
         self.plain = copy.deepcopy(found)
         self.plain.crop(length)
         self.plain.check_all(self.store)
-        self._know()
+        self._reset_possible()
 
-    def _know(self) -> None:
-        """Nothing but what the store has can come back from now on."""
+    def _reset_possible(self) -> None:
+        """Record that only the current state of the store can be restored from now on."""
         self.possible = [copy.deepcopy(self.plain)]
         self.unsynced = self.possible.copy()
 
     def end(self) -> None:
-        """End the store, whatever state it is in."""
         self._heal()
         crash(self.store)
 
 
 @contextlib.contextmanager
 def kv_rig(rig: Rig, path: Path, ssd: str) -> Iterator[KvRig]:
-    """Yield a store on `path`, ended in the end."""
     store = KvRig(rig, path, ssd)
     try:
         yield store
@@ -317,7 +302,7 @@ def kv_rig(rig: Rig, path: Path, ssd: str) -> Iterator[KvRig]:
         store.end()
 
 
-SHORT_MOVES = {None: 24, "steer": 36, "arena": 36}  # every fault at least once
+SHORT_MOVES = {None: 24, "steer": 36, "arena": 36}  # each has every fault at least once
 LONG_MOVES = 300
 
 pytestmark = NEEDS
@@ -333,7 +318,7 @@ def test_a_plan_of_faults_under_a_store(tmp_path: Path, mode: str | None, ssd: s
 
 
 def one_plan(rig: Rig, ssd: str, seed: int, count: int) -> None:
-    """Carry one plan out; a failure tells which."""
+    """Carry out one plan; a failure reports the moves and the seed."""
     directory = rig.source if rig.mode is None else rig.point
     moves, at = make_moves(seed, count, rig.mode is not None, ssd), 0
     with kv_rig(rig, directory / "context.kv", ssd) as store:
@@ -341,13 +326,13 @@ def one_plan(rig: Rig, ssd: str, seed: int, count: int) -> None:
             for move in moves:
                 store.carry_out(move)
                 at += 1
-            store.do_again(random.Random(seed))
+            store.do_reopen(random.Random(seed))
             store.store.discard()
         except BaseException as error:
-            told = " ".join(move.name for move in moves[max(0, at - 12) : at + 1])
-            hint = f"LLMCACHE_FAULT_SEED={seed} does it again; move {at} of {rig.mode} {ssd}"
-            raise AssertionError(f"{error}\n{told}\n{hint}\nbroken: {store.broken}, {store.errors[-3:]}") from error
-    # What was deleted while it was open has another name on the faulty file system until it is closed.
+            names = " ".join(move.name for move in moves[max(0, at - 12) : at + 1])
+            hint = f"LLMCACHE_FAULT_SEED={seed} repeats it; move {at} of {rig.mode} {ssd}"
+            raise AssertionError(f"{error}\n{names}\n{hint}\nbroken: {store.broken}, {store.errors[-3:]}") from error
+    # On the faulty file system, a file deleted while open has another name until it is closed.
     wait_for(lambda: os.listdir(rig.files) == [], "nothing is left behind")
     children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]

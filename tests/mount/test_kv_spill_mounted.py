@@ -1,4 +1,4 @@
-"""Spill files and stored prompts on a mount, restored through it and behind it; and spill files on a disk that fails."""
+"""Spill files and stored prompts on a mount, restored through it and behind it; and spill files on a failing disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 
 
 @pytest.mark.parametrize("direct", [None, False])
-def test_spilled_through_a_mount(mount: Mounter, direct: bool | None) -> None:
+def test_a_spill_file_on_a_mount(mount: Mounter, direct: bool | None) -> None:
     mounted = mount()
     path = mounted.point / "context.kv"
     with SpillFile.create(path, SHAPE, direct=direct) as file:
@@ -38,7 +38,7 @@ def test_spilled_through_a_mount(mount: Mounter, direct: bool | None) -> None:
     assert os.listdir(mounted.source) == ["context.kv"]
 
 
-def test_a_name_that_is_no_spill_file_of_the_mount(mount: Mounter) -> None:
+def test_a_name_outside_the_spill_pattern_is_refused(mount: Mounter) -> None:
     mounted = mount()
     with pytest.raises(EnvironmentProblem, match="Read-only file system"):
         SpillFile.create(mounted.point / "context.gguf", SHAPE)
@@ -47,7 +47,7 @@ def test_a_name_that_is_no_spill_file_of_the_mount(mount: Mounter) -> None:
 
 @pytest.mark.parametrize("mode", ["steer", pytest.param("inplace", marks=pytest.mark.bpf)])
 def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) -> None:
-    """Blocks, links and locks as on the file system itself; the limit is kept, and what is behind the mount is the same."""
+    """Blocks, links and locks work as on the underlying file system, the limit holds, and SOURCE has the same files."""
     if mode == "inplace" and (reason := why_not(str(tmp_path))):
         pytest.skip(reason)
     mounted = mount("--mode", mode, "--rw")
@@ -68,22 +68,22 @@ def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) ->
 
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("reopened", [False, True])
-def test_a_failed_write_back_is_no_success_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
-    """The kernel calls clean what it could not write: it is written again, or found missing by who opens the file anew."""
+def test_a_failed_writeback_does_not_succeed_later(tmp_path: Path, direct: bool | None, reopened: bool) -> None:
+    """The kernel marks unwritten pages clean after an error. The file rewrites them, or a new open finds them missing."""
     with loop_disk(tmp_path) as disk, contextlib.ExitStack() as ends:
         path = disk.point / "a.kv"
         file = SpillFile.create(path, TINY, extent_pages=16, direct=direct)
         ends.callback(lambda: file.raw.close())
         append(file, 0, ids(0, 256))
         file.flush()
-        there = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)}
+        old_offsets = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)}
         append(file, 0, ids(256, 232))
-        fresh = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)} - there
-        disk.starve(path, [keys - 4096 for keys in fresh])  # their tables
-        append(file, 0, ids(488, 12))  # whatever the kernel has written back by itself until now is to be written again
+        new_offsets = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)} - old_offsets
+        disk.starve(path, [keys - 4096 for keys in new_offsets])  # the tables of these extents
+        append(file, 0, ids(488, 12))  # pages that the kernel has already tried to write must be written again
         with pytest.raises(EnvironmentProblem, match="writing back"):
             file.flush()
-        append(file, 0, ids(500, 12))  # their entries lie in a block that was not written
+        append(file, 0, ids(500, 12))  # their entries are in a block that was not written
         if reopened:
             with pytest.raises(EnvironmentProblem, match="writing back"):
                 file.close()

@@ -1,4 +1,4 @@
-"""A KV store whose spill file lies on a mount, made with its default --spill."""
+"""A KV store whose spill file is on a mount with the default --spill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_store_on_a_mount(mount: Mounter, ssd: str) -> None:
         plain.crop(500)
         plain.check_all(store)
         store.save()
-    # Behind the mount, as another machine would find it.
+    # SOURCE has a complete store, which another machine could restore.
     with KvStore.restore(mounted.source / "context.kv", config) as store:
         plain.check_all(store)
         store.discard()
@@ -50,8 +50,8 @@ def test_a_store_on_a_mount(mount: Mounter, ssd: str) -> None:
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
 @pytest.mark.parametrize("direct", [None, False])
-def test_a_disk_that_lets_go_what_it_cannot_write(tmp_path: Path, ssd: str, direct: bool | None) -> None:
-    """What memory has is written again: all that does not go around the cache. What it has not is told to be lost."""
+def test_a_disk_that_drops_unwritten_data(tmp_path: Path, ssd: str, direct: bool | None) -> None:
+    """Data still in memory is written again, except with direct I/O; other data is reported as lost."""
     files, point, rules = tmp_path / "files", tmp_path / "point", tmp_path / "rules"
     files.mkdir()
     with faulty(files, point, rules), contextlib.ExitStack() as ends:
@@ -68,7 +68,7 @@ def test_a_disk_that_lets_go_what_it_cannot_write(tmp_path: Path, ssd: str, dire
         if direct is False:
             with pytest.raises(DataError, match="is lost") as caught:
                 store.save()
-            assert caught.value.hint and "compute the context again" in caught.value.hint
+            assert caught.value.hint and "compute it again" in caught.value.hint
             with pytest.raises(DataError, match="is lost"):
                 plain.check_all(store)
             store.crop(80)

@@ -1,4 +1,4 @@
-"""Mounting and ending: over itself, twice, while busy, by signals, after kill -9, as an ordinary user."""
+"""Mounting and unmounting: over SOURCE itself, twice, while busy, by signals, after kill -9, and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llmcache.fs.client.operation import end_mount
 from llmcache.fs.daemon.sentinel import is_dead
 from llmcache.procfs import mounts
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, said, wait_for
+from tests.mount.live import llmcache, run_json, wait_for
 from tests.mount.test_posix_read import fails_with
 from tools.bench.sides import environment
 
@@ -38,7 +38,7 @@ def gone(mounted: Mounted) -> bool:
 
 @pytest.fixture
 def reading(mount: Mounter) -> Mounted:
-    """A mount of the test's own, to be ended."""
+    """A mount of one test, for it to unmount."""
     return mount()
 
 
@@ -53,7 +53,7 @@ def test_mount_umount_mount(mount: Mounter) -> None:
         assert not os.path.exists(mounted.files.socket)
 
 
-def test_over_itself(mount: Mounter, tmp_path: Path) -> None:
+def test_mount_over_its_source(mount: Mounter, tmp_path: Path) -> None:
     place = tmp_path / "models"
     (place / "sub").mkdir(parents=True)
     (place / "sub" / "f").write_text("inside")
@@ -93,12 +93,12 @@ def test_not_empty_mount_point(mount: Mounter, tmp_path: Path) -> None:
     assert os.listdir(mount().point) == []
 
 
-def test_who_frees_its_readers_watches_a_daemon_before_it_serves(reading: Mounted) -> None:
+def test_the_sentinel_runs_before_the_daemon_serves(reading: Mounted) -> None:
     words = [" ".join(child.cmdline()) for child in psutil.Process(reading.pid).children()]
     assert any("sentinel.py" in command for command in words), words
 
 
-def test_two_daemons_are_refused(mount: Mounter) -> None:
+def test_a_second_daemon_is_refused(mount: Mounter) -> None:
     mounted = mount()
     result = llmcache("mount", mounted.source, mounted.point)
     assert result.returncode == 4
@@ -107,7 +107,7 @@ def test_two_daemons_are_refused(mount: Mounter) -> None:
     assert os.listdir(mounted.point) == []
 
 
-def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
+def test_one_of_four_simultaneous_daemons_serves(mount: Mounter) -> None:
     mounted = mount.place()
     command = [sys.executable, "-m", "llmcache", "mount", str(mounted.source), str(mounted.point), "--cache", "32Mi"]
     running = [subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) for _ in range(4)]
@@ -116,7 +116,7 @@ def test_two_daemons_at_the_same_time(mount: Mounter) -> None:
     assert sum(entry.point == str(mounted.point) for entry in mounts().values()) == 1
 
 
-def test_busy_is_refused_and_names_who(reading: Mounted) -> None:
+def test_umount_of_a_busy_mount_names_its_users(reading: Mounted) -> None:
     (reading.source / "f").write_text("x" * 10_000)
     uses = {
         "open file": "f = open(sys.argv[1] + '/f')",
@@ -134,7 +134,7 @@ def test_busy_is_refused_and_names_who(reading: Mounted) -> None:
         if how != "mapped file":
             assert how in result.stderr
         assert "--force" in result.stderr
-        assert (reading.point / "f").read_text() == "x" * 10_000, "it goes on serving"
+        assert (reading.point / "f").read_text() == "x" * 10_000, "it continues to serve"
         user.communicate(b"\n", timeout=120)
     assert llmcache("umount", reading.point).returncode == 0
 
@@ -151,8 +151,8 @@ def test_busy_and_forced(reading: Mounted) -> None:
         fails_with(errno.ENOTCONN, os.fstat, file.fileno())
 
 
-def takes(pid: int, thread: int, number: int) -> bool:
-    """Whether the kernel may give a thread that signal: libfuse's own, which come and go, block it."""
+def accepts_signal(pid: int, thread: int, number: int) -> bool:
+    """Return whether the kernel may deliver the signal to a thread; libfuse's threads block it."""
     status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
     (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     return not int(blocked, 16) >> (number - 1) & 1
@@ -160,9 +160,9 @@ def takes(pid: int, thread: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("which", [0, -1], ids=["main thread", "another thread"])
-def test_signals_end_it_cleanly(reading: Mounted, number: int, which: int) -> None:
+def test_signals_end_the_daemon_cleanly(reading: Mounted, number: int, which: int) -> None:
     pid = reading.pid
-    threads = sorted(thread for thread in map(int, os.listdir(f"/proc/{pid}/task")) if takes(pid, thread, number))
+    threads = sorted(thread for thread in map(int, os.listdir(f"/proc/{pid}/task")) if accepts_signal(pid, thread, number))
     assert ctypes.CDLL(None).tgkill(pid, threads[which], number) == 0
     assert control.wait_until_gone(reading.files, 120)
     assert gone(reading)
@@ -186,7 +186,7 @@ def test_foreground(mount: Mounter, number: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["arena", "inplace"])
-def test_a_foreground_that_cannot_say_that_it_serves_ends(mount: Mounter, mode: str) -> None:
+def test_a_foreground_mount_without_a_working_stdout_ends(mount: Mounter, mode: str) -> None:
     own = mount.place()
     words = ["mount", own.source, own.point, "-f", "--cache", "32Mi", "--mode", mode]
     with open("/dev/full", "wb") as full:
@@ -195,7 +195,7 @@ def test_a_foreground_that_cannot_say_that_it_serves_ends(mount: Mounter, mode: 
     assert gone(own)
 
 
-def test_a_daemon_that_takes_too_long_serves_nothing_later(mount: Mounter) -> None:
+def test_a_daemon_that_starts_too_slowly_ends(mount: Mounter) -> None:
     own = mount.place()
     words = ["mount", str(own.source), str(own.point), "--cache", "32Mi", "--mode", "arena"]
     impatient = "from llmcache import cli; from llmcache.fs.daemon import daemon; daemon.START_S = 0.0; "
@@ -213,7 +213,7 @@ def test_external_umount_ends_the_daemon(reading: Mounted) -> None:
     assert not os.path.exists(reading.files.socket)
 
 
-def test_after_kill_9(reading: Mounted) -> None:
+def test_a_dead_mount_after_kill_9(reading: Mounted) -> None:
     (reading.source / "f").write_text("x")
     assert (reading.point / "f").read_text() == "x"
     os.kill(reading.pid, signal.SIGKILL)
@@ -232,8 +232,8 @@ def test_after_kill_9(reading: Mounted) -> None:
     assert (reading.point / "f").read_text() == "x"
 
 
-def test_caller_is_not_held_by_the_daemon(mount: Mounter) -> None:
-    mounted = mount()  # run with captured pipes: it returned, so the daemon holds none of them
+def test_the_daemon_does_not_keep_the_output_of_its_caller_open(mount: Mounter) -> None:
+    mounted = mount()  # llmcache() captures the output of the command, and would wait for a daemon that kept a pipe open
     for number in (0, 1, 2):
         assert os.readlink(f"/proc/{mounted.pid}/fd/{number}") in (os.devnull, mounted.files.log)
     assert os.getsid(mounted.pid) == mounted.pid
@@ -242,7 +242,7 @@ def test_caller_is_not_held_by_the_daemon(mount: Mounter) -> None:
 def test_stats(reading: Mounted) -> None:
     (reading.source / "f").write_bytes(bytes(1 << 20))
     assert len((reading.point / "f").read_bytes()) == 1 << 20
-    stats = said("stats", reading.point)
+    stats = run_json("stats", reading.point)
     assert {"mode", "budget_bytes", "pinned_bytes", "read_bytes", "backing_read_bytes", "files"} <= set(stats)
     table = llmcache("stats", reading.point).stdout
     assert max(map(len, table.splitlines())) < 80
@@ -259,8 +259,8 @@ def test_stats_ends_normally_by_ctrl_c(reading: Mounted) -> None:
     assert running.stdout is not None
     running.stdout.readline()
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=120)
-    assert (running.returncode, said) == (0, "")
+    _, errors = running.communicate(timeout=120)
+    assert (running.returncode, errors) == (0, "")
 
 
 # An ordinary user
@@ -270,17 +270,17 @@ NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 PACKAGES = ("llmcache", "click", "rich", "pygments", "markdown_it", "mdurl", "mfusepy")
 
 
-def python_of_nobody() -> str:
-    """An interpreter that nobody may run: ours, or the system's where ours lies below a private home."""
+def python_for_nobody() -> str:
+    """Return an interpreter that uid 65534 may run: ours, or the system's if ours is in a private home."""
     for python in (sys.executable, "/usr/bin/python3"):
-        # setpriv itself may still run an interpreter below /root, but its children may not.
+        # setpriv itself can still run an interpreter below /root, but its children cannot.
         if subprocess.run([*NOBODY, "sh", "-c", '"$0" -c ""', python], check=False, timeout=120).returncode == 0:
             return python
     pytest.skip(f"an ordinary user can run neither {sys.executable} nor /usr/bin/python3")
 
 
 def copy_packages(target: Path) -> None:
-    """What the commands import (all pure Python), where everybody can read it."""
+    """Copy the packages that the commands import (all pure Python) to where every user can read them."""
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         assert spec is not None
@@ -295,7 +295,7 @@ def copy_packages(target: Path) -> None:
 def as_nobody(place: Path, *words: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
     more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PATH": path or os.environ["PATH"]}
     return subprocess.run(
-        [str(shutil.which(NOBODY[0])), *NOBODY[1:], python_of_nobody(), "-m", "llmcache", *map(str, words)],
+        [str(shutil.which(NOBODY[0])), *NOBODY[1:], python_for_nobody(), "-m", "llmcache", *map(str, words)],
         env={**environment(), **more, "PYTHONPATH": str(place / "lib")}, cwd=place,
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
@@ -303,7 +303,7 @@ def as_nobody(place: Path, *words: str | Path, path: str | None = None) -> subpr
 
 @pytest.fixture
 def users_place() -> Iterator[Path]:
-    """A directory that nobody (uid 65534) can reach and owns; /dev/fuse is as udev leaves it, open to all."""
+    """A directory that uid 65534 owns and can reach; /dev/fuse is open to all, as udev leaves it."""
     if os.geteuid() != 0 or shutil.which(NOBODY[0]) is None:
         pytest.skip("only root with setpriv can try what an ordinary user can do")
     place = Path(tempfile.mkdtemp(prefix="llmcache-user-"))
@@ -312,7 +312,7 @@ def users_place() -> Iterator[Path]:
         os.chown(directory, 65534, 65534)
     (place / "lib").mkdir()
     copy_packages(place / "lib")
-    # One test at a time has the device open to all: another worker's end would close it to this one.
+    # Lock the device: another worker's test would restore its permissions at its end.
     device = os.open("/dev/fuse", os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(device, fcntl.LOCK_EX)
     bits = stat.S_IMODE(os.fstat(device).st_mode)
@@ -336,11 +336,11 @@ def test_ordinary_user(users_place: Path) -> None:
     assert entry is not None
     assert entry.owner == 65534
     code = f"print(len(open({str(point / 'f')!r}).read())); open({str(point / 'a.kv')!r}, 'w').write('w')"
-    command = [*NOBODY, python_of_nobody(), "-c", code]
+    command = [*NOBODY, python_for_nobody(), "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "100000", done.stderr
     assert (source / "a.kv").read_text() == "w"
-    assert said("stats", point)["mode"] == "arena", "root finds a user's daemon"
+    assert run_json("stats", point)["mode"] == "arena", "root finds a user's daemon"
     assert json.loads(as_nobody(users_place, "stats", "--json", point).stdout)["mode"] == "arena"
     result = as_nobody(users_place, "umount", point)
     assert result.returncode == 0, result.stderr
@@ -368,7 +368,7 @@ def test_user_without_fusermount(users_place: Path) -> None:
     assert "apt install fuse3" in result.stderr
 
 
-def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
+def test_a_user_cannot_mount_on_a_directory_of_root(users_place: Path) -> None:
     os.chown(users_place / "mnt", 0, 0)
     result = as_nobody(
         users_place, "mount", users_place / "source", users_place / "mnt", "--cache", "32Mi", "--mode", "arena"
@@ -377,7 +377,7 @@ def test_user_may_not_mount_on_roots_directory(users_place: Path) -> None:
     assert "cannot mount on" in result.stderr
 
 
-def test_a_link_in_place_of_the_socket_leads_to_no_other_daemon(mount: Mounter, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_socket_is_not_followed(mount: Mounter, tmp_path: Path) -> None:
     first, second = mount(point=tmp_path / "first"), mount(point=tmp_path / "second")
     os.unlink(first.files.socket)
     os.symlink(second.files.socket, first.files.socket)
@@ -394,20 +394,20 @@ def test_a_link_in_place_of_the_socket_leads_to_no_other_daemon(mount: Mounter, 
     assert ask(str(second.point), {"op": "stats"})["budget_bytes"] == 32 << 20
 
 
-def test_a_mount_ends_while_another_one_lives(mount: Mounter, tmp_path: Path) -> None:
-    """A pin helper that was started later has a namespace of its own, which must not keep this mount."""
+def test_a_mount_ends_while_another_continues(mount: Mounter, tmp_path: Path) -> None:
+    """A pin helper that starts later has its own namespace, which must not keep the first mount alive."""
     first = mount("--mode", "arena", point=tmp_path / "first")
     second = mount("--mode", "steer", point=tmp_path / "second")
     (first.source / "f").write_bytes(bytes(100_000))
     for mounted in (first, second):
         assert len((mounted.point / "f").read_bytes()) == 100_000
-    done = llmcache("umount", first.point)  # waits for the end of its daemon, which a copy of the mount would keep
+    done = llmcache("umount", first.point)  # waits until the daemon has ended, which a copy of the mount would prevent
     assert done.returncode == 0, done.stderr
     assert len((second.point / "f").read_bytes()) == 100_000
 
 
 @pytest.mark.bpf
-def test_in_place_over_itself_nothing_is_mounted(tmp_path: Path) -> None:
+def test_in_place_over_its_source_nothing_is_mounted(tmp_path: Path) -> None:
     directory = tmp_path / "models"
     directory.mkdir()
     done = llmcache("mount", directory, directory, "--mode", "inplace", "--cache", "32Mi")

@@ -1,4 +1,4 @@
-"""Metrics of real mounts: what they add up to, who may ask, and scrapers that hang."""
+"""Metrics of real mounts: their totals, access to file names, and scrapers that hang."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.fs.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, random_file, said, wait_for
+from tests.mount.live import MIB, by_read, llmcache, random_file, run_json, wait_for
 
-SIZE = 80 * MIB + 7  # more than budget and window: every pass is seen
+SIZE = 80 * MIB + 7  # more than budget and window, so that every pass reads through the mount
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stats(mounted: Mounted) -> dict[str, Any]:
-    return said("stats", mounted.point)
+    return run_json("stats", mounted.point)
 
 
-def know(mounted: Mounted) -> None:
-    """The mount knows every file from now on: what is read before is not seen, and the kernel keeps it meanwhile."""
+def wait_until_found(mounted: Mounted) -> None:
+    """Wait until the mount has found every file; earlier reads are not counted and stay in the kernel's page cache."""
     control.request(str(mounted.point), {"op": "warmup", "check": True})
 
 
@@ -41,7 +41,7 @@ def scrape(address: str) -> str:
 
 
 def values(text: str) -> dict[str, float]:
-    """Sums of all values with one name."""
+    """Return the sum of all samples with the same name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
         for sample in family.samples:
@@ -49,44 +49,44 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-def test_they_add_up_to_what_was_read(mount: Mounter, source: Path, mode: str) -> None:
+def test_metrics_add_up_to_the_bytes_read(mount: Mounter, source: Path, mode: str) -> None:
     mounted = mount("--mode", mode, "--metrics", "127.0.0.1:0", source=source)
     address = stats(mounted)["metrics"]
     first = values(scrape(address))
     assert first["llmcache_read_bytes_total"] == 0 and first["llmcache_budget_bytes"] == 32 * MIB
-    know(mounted)
+    wait_until_found(mounted)
     path = mounted.point / "secret-loop.bin"
     expected = by_read(source / "secret-loop.bin")
     for _ in range(3):
         assert by_read(path) == expected
-        assert values(scrape(address))  # while it is open, and while it loops
-    facts: dict[str, Any] = {}
+        assert values(scrape(address))  # while the file is open and while it loops
+    counters: dict[str, Any] = {}
     found: dict[str, float] = {}
 
     def at_rest() -> bool:
-        """What is fetched ahead of the last reader may still come between one command and the next."""
+        """Return whether no counter moves: the prefetches for the last reader may still end between two commands."""
         before = stats(mounted)
         found.update(values(llmcache("stats", mounted.point, "--openmetrics").stdout))
-        facts.update(stats(mounted))
-        return all(before[key] == facts[key] for key in ("backing_read_bytes", "stored_bytes", "prefetch", "waits"))
+        counters.update(stats(mounted))
+        return all(before[key] == counters[key] for key in ("backing_read_bytes", "stored_bytes", "prefetch", "waits"))
 
-    wait_for(at_rest, "nothing moves")
+    wait_for(at_rest, "no counter moves")
     for name, key in (("storage_read", "backing_read_bytes"), ("requested", "requested_bytes"), ("fetched", "stored_bytes")):
-        assert found[f"llmcache_{name}_bytes_total"] == facts[key]
-    assert found["llmcache_read_bytes_total"] == facts["read_bytes"]
+        assert found[f"llmcache_{name}_bytes_total"] == counters[key]
+    assert found["llmcache_read_bytes_total"] == counters["read_bytes"]
     if mode == "arena":
-        # Each pass is seen. What was asked for before the mount knew the file is asked for twice. What is not dropped yet
-        # when the next pass comes to it, of the budget at most, is not asked for at all.
-        assert -2 * 32 * MIB <= facts["read_bytes"] - 3 * SIZE <= 2 * MIB
-    waits = facts["waits"]
+        # Each pass reads through the mount, with two exceptions. Requests from before the mount found the file are
+        # repeated. Pages that are not dropped before the next pass, at most the budget, are not requested again.
+        assert -2 * 32 * MIB <= counters["read_bytes"] - 3 * SIZE <= 2 * MIB
+    waits = counters["waits"]
     assert found["llmcache_wait_seconds_count"] == sum(sum(waits[reason]["counts"]) for reason in ("late", "demand"))
-    assert found["llmcache_prefetch_bytes_total"] == sum(facts["prefetch"].values())
-    assert sum(facts["prefetch"].values()) > 0 and found["llmcache_wait_seconds_count"] > 0
+    assert found["llmcache_prefetch_bytes_total"] == sum(counters["prefetch"].values())
+    assert sum(counters["prefetch"].values()) > 0 and found["llmcache_wait_seconds_count"] > 0
 
 
-def test_names_of_files_are_told_to_the_user_and_to_others_only_on_request(mount: Mounter, source: Path) -> None:
+def test_file_names_are_exported_only_to_the_user_or_on_request(mount: Mounter, source: Path) -> None:
     mounted = mount("--metrics", "127.0.0.1:0", source=source)
-    know(mounted)
+    wait_until_found(mounted)
     by_read(mounted.point / "secret-loop.bin")
     by_read(mounted.point / "secret-loop.bin")
     assert "secret" in llmcache("stats", mounted.point, "--openmetrics").stdout
@@ -95,13 +95,13 @@ def test_names_of_files_are_told_to_the_user_and_to_others_only_on_request(mount
         urllib.request.urlopen(f"http://{stats(mounted)['metrics']}/secret-loop.bin", timeout=60)
     assert llmcache("umount", mounted.point).returncode == 0
     open_to_all = mount("--metrics", "127.0.0.1:0", "--metrics-files", source=source)
-    know(open_to_all)
+    wait_until_found(open_to_all)
     by_read(open_to_all.point / "secret-loop.bin")
     by_read(open_to_all.point / "secret-loop.bin")
     assert 'file="/secret-loop.bin"' in scrape(stats(open_to_all)["metrics"])
 
 
-def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path) -> None:
+def test_hanging_scrapers_do_not_disturb_the_mount(mount: Mounter, source: Path) -> None:
     mounted = mount("--metrics", "127.0.0.1:0", source=source)
     host, _, port = stats(mounted)["metrics"].rpartition(":")
     hanging = [socket.create_connection((host, int(port)), timeout=60) for _ in range(40)]
@@ -119,7 +119,7 @@ def test_scrapers_that_hang_harm_nobody(mount: Mounter, source: Path) -> None:
             connection.close()
 
 
-def test_a_port_in_use_is_told_before_there_is_a_mount(mount: Mounter, tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused_before_mounting(mount: Mounter, tmp_path: Path) -> None:
     first = mount("--metrics", "127.0.0.1:0")
     address = stats(first)["metrics"]
     other = tmp_path / "other"
@@ -130,11 +130,11 @@ def test_a_port_in_use_is_told_before_there_is_a_mount(mount: Mounter, tmp_path:
         assert f"metrics: cannot listen on {address}: Address already in use" in refused.stderr
         assert "hint: choose another port" in refused.stderr and not os.path.ismount(other)
     assert llmcache("umount", first.point).returncode == 0
-    again = mount("--metrics", address)  # the port is free with the mount
+    again = mount("--metrics", address)  # the port is free after the mount has ended
     assert stats(again)["metrics"] == address
 
 
-def test_a_mount_without_metrics_listens_nowhere(mount: Mounter) -> None:
+def test_a_mount_without_metrics_opens_no_port(mount: Mounter) -> None:
     mounted = mount()
     assert stats(mounted)["metrics"] is None
     links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{mounted.pid}/fd")]

@@ -1,4 +1,4 @@
-"""Mixtures of experts, in all modes: what is kept of them, and every byte of them right."""
+"""MoE models, in all modes: how many experts are cached, and that every byte is right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS, WARM = 60, 20
 
 @dataclass(frozen=True)
 class Model:
-    """A generated mixture, alone in its directory."""
+    """A generated MoE model, alone in its directory."""
 
     path: Path
     experts: Experts
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def budget(self) -> int:
-        """For all that is dense and a third of the experts."""
+        """The budget for everything dense and a third of the experts."""
         return self.dense_bytes + self.experts.count * self.expert_bytes // 3
 
 
@@ -68,8 +68,8 @@ def mode(request: pytest.FixtureRequest, model: Model) -> str:
 
 @pytest.mark.cgroup
 @pytest.mark.parametrize("mode", ["inplace", "steer"], indirect=True)
-def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path: Path, mode: str) -> None:
-    """Those of 32 experts a layer that were used last, kept whole and exactly, are what the mount has to reach."""
+def test_reads_are_close_to_those_of_lru_over_experts(model: Model, tmp_path: Path, mode: str) -> None:
+    """The reference is an exact LRU cache of whole experts with the same budget, with 32 experts per layer."""
     habits = routing.Habits(zipf=1.2)
     routed, ranks = routing.ranked(TOKENS, model.layers, EXPERTS, USED, habits)
     passes = patterns.routed_passes(routing.layout_of(model.path), routed.tolist())
@@ -87,13 +87,13 @@ def test_it_reads_no_more_than_with_the_experts_used_last(model: Model, tmp_path
         (file,) = mount.stats()["files"]
     assert len(done.steps) == TOKENS
     assert 0.2 * model.experts.count < file["experts"]["kept"] < 0.7 * model.experts.count
-    # On a quiet machine .7 to 1; beside others' work the kernel reads the further around faults the later it is answered.
+    # On a quiet machine 0.7 to 1; on a busy one, the kernel reads further around each fault, because faults take longer.
     assert sum(step.storage_bytes for step in done.steps[WARM:]) < 1.2 * expected
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena"], indirect=True)
-def test_uses_are_seen_where_nothing_is_asked_for(model: Model, tmp_path: Path, mode: str) -> None:
-    """All fits, so that no page is taken out: page tables tell who is used."""
+def test_uses_of_cached_experts_are_seen_without_requests(model: Model, tmp_path: Path, mode: str) -> None:
+    """Everything fits and no page is evicted, so that only page tables show which experts are used."""
     try:
         PageTables().close()
     except Unreadable as reason:
@@ -105,20 +105,20 @@ def test_uses_are_seen_where_nothing_is_asked_for(model: Model, tmp_path: Path, 
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view,
     ):
 
-        def seen() -> int:
-            """How often it is known to have been used."""
+        def uses_seen() -> int:
+            """Read an expert and return how often the mount has counted a use of it."""
             for offset, length in model.experts.ranges(expert):
                 bytes(view[offset : offset + length : mmap.PAGESIZE])
             return int(mount.stats()["hit_bytes"]) // model.expert_bytes
 
-        wait_for(lambda: seen() >= 1, "a use was seen", 60)
+        wait_for(lambda: uses_seen() >= 1, "a use was seen", 60)
         before = mount.stats()["backing_read_bytes"]
-        wait_for(lambda: seen() >= 5, "uses were seen", 60)
-        assert mount.stats()["backing_read_bytes"] == before, "nothing was asked for"
+        wait_for(lambda: uses_seen() >= 5, "uses were seen", 60)
+        assert mount.stats()["backing_read_bytes"] == before, "no request reached storage"
 
 
-def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: Path, mode: str) -> None:
-    """Read by four threads, mapped and not, whole slices and pieces across their ends; then the file is another one."""
+def test_every_byte_is_right_while_experts_are_loaded_and_evicted(model: Model, tmp_path: Path, mode: str) -> None:
+    """Four threads read by mmap and pread, whole slices and ranges across their ends; then the file changes."""
     source = tmp_path / "source"
     source.mkdir()
     path = source / "mixture.gguf"
@@ -158,10 +158,10 @@ def test_every_byte_is_right_while_experts_come_and_go(model: Model, tmp_path: P
         read_for(1500, through)
         stats = mount.stats()
         assert stats["files"][0]["experts"]["kept"] > 0
-        # In place what is beyond the budget stays while memory is free.
+        # In place, pages beyond the budget stay while memory is free.
         assert mode == "inplace" or stats["invalidated_bytes"] > 0
         last = bytes(byte ^ 255 for byte in path.read_bytes()[-(1 << 20) :])
-        with path.open("r+b") as file:  # the last layer's experts change
+        with path.open("r+b") as file:  # change the experts of the last layer
             file.seek(-len(last), os.SEEK_END)
             file.write(last)
         os.utime(path, (1, 1))

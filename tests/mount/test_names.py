@@ -1,4 +1,4 @@
-"""Models whose files are named by checksums: a hub cache and an Ollama store, over FUSE and in place."""
+"""Models whose files are named by checksums: a Hugging Face cache and an Ollama store, over FUSE and in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, said, wait_for
+from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
 from tests.unit.names_parts import blob_of, hub_snapshot, ollama_model
 from tools import make_model
 
@@ -20,14 +20,14 @@ CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
 def made(directory: Path, *words: str) -> list[Path]:
-    """The files of a generated model of about 24 MB."""
+    """Generate a model of about 24 MB and return its files."""
     assert make_model.main([str(directory / "model.x"), "--size", "24M", *words]) == 0
     return sorted(directory.glob("model*.x"))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A SOURCE with one model in a hub cache, in two shards, and one in an Ollama store."""
+    """A SOURCE with a model of two shards in a Hugging Face cache, and one in an Ollama store."""
     source, scratch = tmp_path / "source", tmp_path / "scratch"
     shards = made(scratch, "--format", "safetensors", "--split", "2")
     hub_snapshot(source / "hub", "org/tiny", dict(zip(SHARDS, shards, strict=True)) | {"config.json": b"{}"})
@@ -37,8 +37,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def files(mounted: Mounted) -> dict[str, dict[str, Any]]:
-    """What `stats` reports of the files, by name."""
-    return {file["name"]: file for file in said("stats", mounted.point)["files"]}
+    return {file["name"]: file for file in run_json("stats", mounted.point)["files"]}
 
 
 def pinned_bytes(mounted: Mounted, name: str) -> int:
@@ -46,14 +45,14 @@ def pinned_bytes(mounted: Mounted, name: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena", "inplace"])
-def test_models_go_by_their_names(mount: Mounter, store: Path, mode: str) -> None:
-    """The shards are one loop, in their order; globs, tables and documents speak of models."""
+def test_commands_use_the_names_of_models(mount: Mounter, store: Path, mode: str) -> None:
+    """The shards are one loop, in their order; globs, tables and JSON use the names of models."""
     mounted = mount("--mode", mode, "--cache", "100Mi", "--pin", "llama3*", source=store)
     snapshot = next((mounted.point / "hub/models--org--tiny/snapshots").iterdir())
     wait_for(lambda: pinned_bytes(mounted, "llama3.2:3b") > 20 * MIB, "it is pinned under the name of the model")
 
-    warm = said("warmup", mounted.point, f"org/tiny/{SHARDS[1]}")
-    assert [row["name"] for row in warm["files"]] == NAMES, "they go together"
+    warm = run_json("warmup", mounted.point, f"org/tiny/{SHARDS[1]}")
+    assert [row["name"] for row in warm["files"]] == NAMES, "the shards are one model"
     blobs = [f"/hub/models--org--tiny/blobs/{blob_of(snapshot / shard)}" for shard in SHARDS]
     assert [row["path"] for row in warm["files"]] == blobs
     assert [by_read(snapshot / shard) for shard in SHARDS] == [by_read(store / blob[1:]) for blob in blobs]
@@ -66,18 +65,18 @@ def test_models_go_by_their_names(mount: Mounter, store: Path, mode: str) -> Non
     shown += [llmcache("warmup", mounted.point, "--check").stdout, llmcache("evict", mounted.point, "llama*").stderr]
     for text in shown:
         assert "llama3.2:3b" in text and not CHECKSUM.search(text), text
-    assert all("org/tiny/model-00001-of" in text or SHARDS[0][-20:] in text for text in shown[:3]), "as far as there is room"
-    told = said("top", mounted.point, "--once")
-    assert {file["name"] for file in told["heat"]} >= {"llama3.2:3b", *NAMES}
+    assert all("org/tiny/model-00001-of" in text or SHARDS[0][-20:] in text for text in shown[:3]), "shortened to the width"
+    document = run_json("top", mounted.point, "--once")
+    assert {file["name"] for file in document["heat"]} >= {"llama3.2:3b", *NAMES}
     assert 'file="llama3.2:3b"' in llmcache("stats", mounted.point, "--openmetrics").stdout
-    (group,) = said("evict", mounted.point, "org/tiny/model*")["groups"]
+    (group,) = run_json("evict", mounted.point, "org/tiny/model*")["groups"]
     assert group["names"] == NAMES and group["evicted_bytes"] > 20 * MIB
-    assert said("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"]
+    assert run_json("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"]
 
 
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
-def test_a_model_that_comes_while_mounted_has_its_name(mount: Mounter, tmp_path: Path, mode: str) -> None:
-    """As `ollama pull` does it: the blob is written and read first, and the manifest comes last."""
+def test_a_model_pulled_while_mounted_gets_its_name(mount: Mounter, tmp_path: Path, mode: str) -> None:
+    """Like `ollama pull`: the blob is written and read first, and the manifest last."""
     (model,) = made(tmp_path / "scratch")
     (tmp_path / "source" / "blobs").mkdir(parents=True)
     mounted = mount("--mode", mode, "--cache", "100Mi", "--pin", "llama3*")
@@ -86,9 +85,9 @@ def test_a_model_that_comes_while_mounted_has_its_name(mount: Mounter, tmp_path:
     text = manifest.read_text()
     manifest.unlink()
     (blob,) = (mounted.point / "blobs").iterdir()
-    time.sleep(2.5)  # in place, files that have just changed are left alone
+    time.sleep(2.5)  # in place, files that have just changed are not steered
     wait_for(lambda: blob.read_bytes() == content and f"blobs/{blob.name}" in files(mounted), "it is read without a name")
     manifest.write_text(text)
-    said("warmup", mounted.point, "llama3.2*")
+    run_json("warmup", mounted.point, "llama3.2*")
     wait_for(lambda: pinned_bytes(mounted, "llama3.2:3b") > 20 * MIB, "it is pinned under its name")
-    assert said("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"], "by --pin"
+    assert run_json("evict", mounted.point, "llama3.2:3b")["pinned_names"] == ["llama3.2:3b"], "by --pin"

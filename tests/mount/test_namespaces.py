@@ -1,4 +1,4 @@
-"""Mounts and other namespaces: copies in mount namespaces, a daemon in a chroot, and daemons and readers in containers."""
+"""Mounts and namespaces: copies in other mount namespaces, a daemon in a chroot, daemons and readers in containers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
-    """A directory that is a shared mount, as every mount is under systemd."""
+    """A directory that is a shared mount, as mounts are under systemd."""
     subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
     subprocess.run(["mount", "--make-shared", tmp_path], check=True)
     yield tmp_path
@@ -43,7 +43,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def namespace(propagation: str) -> Iterator[int]:
-    """Yield a process with a mount namespace of its own."""
+    """Yield a process with its own mount namespace."""
     process = subprocess.Popen(["unshare", "--mount", "--propagation", propagation, "sleep", "600"])
     own = os.readlink("/proc/self/ns/mnt")
     wait_for(lambda: os.readlink(f"/proc/{process.pid}/ns/mnt") != own, "it has left our namespace")
@@ -55,7 +55,6 @@ def namespace(propagation: str) -> Iterator[int]:
 
 
 def in_namespace(pid: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in the mount namespace of a process."""
     return subprocess.run(["nsenter", "-t", str(pid), "-m", "--", *words], capture_output=True, text=True, check=False)
 
 
@@ -75,7 +74,7 @@ def test_a_read_only_mount_in_place_is_read_only_in_every_namespace(shared: Path
             refused = in_namespace(pid, "touch", point / "file")
             assert refused.returncode != 0 and "Read-only" in refused.stderr
             assert not (source / "file").exists()
-            # What is mounted in SOURCE later stays out of MOUNT, and the other way round.
+            # A file system mounted in SOURCE later does not appear in MOUNT, and vice versa.
             subprocess.run(["mount", "-t", "tmpfs", "none", source / "below"], check=True)
             try:
                 assert not [mount for mount in mounts().values() if mount.point == str(point / "below")]
@@ -96,7 +95,7 @@ while True:
 
 @contextmanager
 def contained(source: Path, point: Path, mode: str) -> Iterator[int]:
-    """Yield the daemon of a mount of its own mount and pid namespaces, where it is process 1."""
+    """Yield the daemon of a mount in its own mount and pid namespaces, where it is process 1."""
     words: list[str | Path] = ["mount", source, point, "--mode", mode, "--cache", "32Mi", "--foreground"]
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "llmcache"]
     log = point.with_suffix(".log")
@@ -107,7 +106,7 @@ def contained(source: Path, point: Path, mode: str) -> Iterator[int]:
         assert outer.poll() is None, log.read_text()
         yield int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text())
     finally:
-        outer.kill()  # and the daemon with it
+        outer.kill()  # kills the daemon, too
         outer.wait()
         control.files(str(point)).remove()
     assert "Traceback" not in log.read_text(), log.read_text()
@@ -115,9 +114,9 @@ def contained(source: Path, point: Path, mode: str) -> Iterator[int]:
 
 @pytest.mark.bpf
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
-@pytest.mark.parametrize("around", [[], ["unshare", "--pid", "--fork", "--kill-child"]], ids=["outside", "in another"])
-def test_readers_of_other_pid_namespaces_are_readers(tmp_path: Path, mode: str, around: list[str]) -> None:
-    """Outside of the daemon's, or process 1 of another container as the daemon is of its own."""
+@pytest.mark.parametrize("prefix", [[], ["unshare", "--pid", "--fork", "--kill-child"]], ids=["outside", "in another"])
+def test_readers_of_other_pid_namespaces_count_as_clients(tmp_path: Path, mode: str, prefix: list[str]) -> None:
+    """Readers outside the daemon's pid namespace, or in another container, where they may be process 1 like the daemon."""
     source, point = tmp_path / "source", tmp_path / "mnt"
     for directory in (source, point):
         directory.mkdir()
@@ -129,7 +128,7 @@ def test_readers_of_other_pid_namespaces_are_readers(tmp_path: Path, mode: str, 
         return control.request(str(point), {"op": "stats"})
 
     with contained(source, point, mode) as daemon:
-        enter = ["nsenter", "-t", str(daemon), "-m", "--", *around]
+        enter = ["nsenter", "-t", str(daemon), "-m", "--", *prefix]
         reader = subprocess.Popen([*enter, sys.executable, "-c", READER, point / "loop.bin"])
         try:
             wait_for(lambda: stats()["pinned_bytes"] > 8 * MIB and stats()["hit_bytes"] > 0, "a loop is seen", state=stats)
@@ -142,8 +141,8 @@ def test_readers_of_other_pid_namespaces_are_readers(tmp_path: Path, mode: str, 
     assert point.with_suffix(".log").read_text().count("outside this PID namespace") == 1
 
 
-# In a pid namespace: two readers, one after the other, that have one number outside and two inside. They are no children of
-# the observer, whose own reads are not reported.
+# Runs in a pid namespace. Two successive readers have the same number outside and different numbers inside. They are not
+# children of the observer, whose own reads are not reported.
 REUSED = """
 import array, ctypes, os, signal, sys, time
 from llmcache.fs.backends.touches import QUIET_NS, Touches
@@ -176,7 +175,7 @@ touches.close()
 
 
 @pytest.mark.bpf
-def test_a_process_is_not_taken_for_one_that_had_its_number_before(tmp_path: Path) -> None:
+def test_a_reused_process_number_is_another_process(tmp_path: Path) -> None:
     if reason := why_not(str(tmp_path)):
         pytest.skip(reason)
     path = random_file(tmp_path / "file", MIB)
@@ -190,10 +189,8 @@ def test_a_process_is_not_taken_for_one_that_had_its_number_before(tmp_path: Pat
 
 
 @pytest.mark.parametrize("call", ["_OPEN_TREE", "_MOUNT_SETATTR", "_MOVE_MOUNT"])
-def test_a_kernel_without_the_calls_gives_no_writable_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setattr(syscalls, call, 9999)  # ENOSYS, as before Linux 5.12 and under old seccomp filters
+def test_a_kernel_without_the_system_calls_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(syscalls, call, 9999)  # ENOSYS, as before Linux 5.12 or under old seccomp filters
     mount = BindMount("/", str(tmp_path), 0, Mock(), Mock(), Mock())
     with pytest.raises(MountProblem, match=call[1:].lower()) as caught:
         mount.run()
@@ -203,7 +200,7 @@ def test_a_kernel_without_the_calls_gives_no_writable_mount(
 
 @pytest.fixture
 def jail(shared: Path) -> Iterator[Path]:
-    """A root directory for chroot(2) that is no mount point, with the system's directories mounted in it."""
+    """A root directory for chroot(2) that is not a mount point, with the system's directories mounted in it."""
     root = shared / "jail"
     root.mkdir()
     made = []
@@ -220,13 +217,13 @@ def jail(shared: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", at], check=False, capture_output=True)
 
 
-def test_a_daemon_in_a_chroot_leaves_all_mounts_but_its_own_alone(jail: Path) -> None:
-    """Its helper and its sentinel need a mount that only they see, and propagation cannot be ended in a chroot."""
+def test_a_daemon_in_a_chroot_changes_only_its_own_mount(jail: Path) -> None:
+    """The helper and the sentinel need a private mount, but a chroot cannot change propagation."""
 
     def in_jail() -> list[tuple[str, str]]:
         return [(mount.point, mount.fstype) for mount in mounts().values() if mount.point.startswith(f"{jail}/")]
 
-    # Below /tmp and /run, which are the same directories inside.
+    # /tmp and /run are the same directories inside.
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         source, point, inside = Path(directory) / "source", Path(directory) / "mnt", f"{jail}{directory}"
         source.mkdir()

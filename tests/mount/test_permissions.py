@@ -1,6 +1,6 @@
-"""Rights: a mount that a root daemon opens to others (allow_other) shows nobody more than SOURCE would.
+"""Permissions: a root daemon's mount with allow_other grants users exactly the access they have in SOURCE.
 
-Every question is asked twice, in SOURCE and through the mount, by a process of that user.
+A process of each user tries every call twice: in SOURCE and through the mount.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.mount.conftest import Mounted, Mounter, mounting
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import llmcache, wait_for
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try other users' rights")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can test other users' permissions")
 
 ALICE, BOB, TEAM = 60_001, 60_002, 60_100
-NO_ID = 2**32 - 1  # in an access list, of entries that are about nobody in particular
+NO_ID = 2**32 - 1  # id of access list entries for owner, group, mask and others
 USERS = {
     "alice": (ALICE, ALICE, ()),
     "bob": (BOB, BOB, ()),
@@ -38,7 +38,7 @@ USERS = {
 }
 SECRET = b"secret" * 1000
 
-# Standard library only, by the system's Python: another user may not be able to reach ours.
+# Standard library only, run by the system's Python: other users may be unable to reach ours.
 PROBE = """
 import json, os, sys
 uid, gid, groups, base, names = json.loads(sys.argv[1])
@@ -60,14 +60,14 @@ print(json.dumps({name: [tried(os.open, os.path.join(base, name), os.O_RDONLY),
 
 
 def access_list(*entries: tuple[int, int, int]) -> bytes:
-    """A POSIX access list as its extended attribute has it: entries of (tag, rights, id)."""
+    """Return a POSIX access list as stored in its extended attribute; entries are (tag, permissions, id)."""
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
 @contextlib.contextmanager
 def reachable() -> Iterator[Path]:
-    """A directory that every user can reach, unlike pytest's."""
-    directory = Path(tempfile.mkdtemp(prefix="llmcache-rights-"))
+    """Yield a directory that every user can reach, unlike pytest's."""
+    directory = Path(tempfile.mkdtemp(prefix="llmcache-permissions-"))
     directory.chmod(0o755)
     yield directory
     if mountpoint.find(str(directory / "mnt")) is not None:
@@ -77,13 +77,12 @@ def reachable() -> Iterator[Path]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that every user can reach."""
     with reachable() as directory:
         yield directory
 
 
-def opened(mount: Mounter, place: Path) -> Mounted:
-    """A mount that everybody may use; --rw, so that SOURCE's rights alone decide."""
+def mount_for_all(mount: Mounter, place: Path) -> Mounted:
+    """Mount with allow_other, and with --rw, so that only SOURCE's permissions decide."""
     for name in ("source", "mnt"):
         (place / name).mkdir()
         (place / name).chmod(0o755)
@@ -91,26 +90,23 @@ def opened(mount: Mounter, place: Path) -> Mounted:
 
 
 @pytest.fixture(scope="module")
-def everybodys() -> Iterator[Mounted]:
-    """A mount that everybody may use."""
+def mount_of_all_users() -> Iterator[Mounted]:
+    """A mount for all users."""
     with reachable() as directory, mounting(directory) as mounter:
-        yield opened(mounter, directory)
+        yield mount_for_all(mounter, directory)
 
 
 @pytest.fixture
-def shared(everybodys: Mounted, tmp_path: Path) -> Mounted:
-    """A directory of that mount."""
-    return everybodys.directory(tmp_path.name)
+def shared(mount_of_all_users: Mounted, tmp_path: Path) -> Mounted:
+    return mount_of_all_users.directory(tmp_path.name)
 
 
 @pytest.fixture
 def alone(place: Path, mount: Mounter) -> Mounted:
-    """A mount that everybody may use, for one test."""
-    return opened(mount, place)
+    return mount_for_all(mount, place)
 
 
 def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") -> Path:
-    """A file with its rights."""
     path.write_bytes(data)
     os.chown(path, uid, gid)
     path.chmod(mode)
@@ -118,25 +114,25 @@ def make(path: Path, mode: int, uid: int = 0, gid: int = 0, data: bytes = b"x") 
 
 
 def run_as(uid: int, code: str, *words: str | Path, fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
-    """A process of that user, of no supplementary groups, that runs `code`; it is told to go on by lines on stdin."""
+    """Start a process of a user without supplementary groups; it runs `code`."""
     begin = f"import os, sys; os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n"
     command = [python(), "-c", begin + code, *map(str, words)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds)
 
 
 def results(base: Path, names: list[str], uid: int, gid: int, groups: tuple[int, ...]) -> dict[str, list[int]]:
-    """errno, or 0, of opening each name in three modes and of listing it, and whether it may be run, for that user."""
-    asked = json.dumps([uid, gid, groups, str(base), names])
-    done = subprocess.run([python(), "-c", PROBE, asked], capture_output=True, text=True, timeout=120, check=True)
+    """Return for each name: errno (0: success) of three opens and of a listing, and whether it is executable."""
+    request = json.dumps([uid, gid, groups, str(base), names])
+    done = subprocess.run([python(), "-c", PROBE, request], capture_output=True, text=True, timeout=120, check=True)
     return dict(json.loads(done.stdout))
 
 
 def python() -> str:
-    """An interpreter outside of root's private directories."""
+    """Return an interpreter outside root's private directories."""
     return shutil.which("python3", path="/usr/bin:/bin") or sys.executable
 
 
-def test_everybody_may_what_they_may_in_source(shared: Mounted) -> None:
+def test_each_user_has_the_permissions_of_source(shared: Mounted) -> None:
     source = shared.source
     for mode in (0o000, 0o004, 0o040, 0o400, 0o044, 0o222, 0o640, 0o611, 0o666):
         make(source / f"root {mode:o}", mode, 0, TEAM)
@@ -154,11 +150,11 @@ def test_everybody_may_what_they_may_in_source(shared: Mounted) -> None:
         os.chown(below, 0, TEAM)
         below.chmod(mode)
     names = [str(path.relative_to(source)) for path in sorted(source.rglob("*"))]
-    for who, user in USERS.items():
-        assert results(shared.point, names, *user) == results(source, names, *user), who
+    for user_name, user in USERS.items():
+        assert results(shared.point, names, *user) == results(source, names, *user), user_name
 
 
-def test_what_is_made_belongs_to_who_makes_it_and_has_their_mode(shared: Mounted) -> None:
+def test_new_files_have_the_owner_and_mode_of_their_creator(shared: Mounted) -> None:
     for name, mode in (("open", 0o777), ("team", 0o2775)):
         (shared.source / name).mkdir()
         os.chown(shared.source / name, 0, TEAM)
@@ -180,14 +176,15 @@ for refused in (lambda: os.unlink("open/root's"), lambda: os.rename("open/root's
 """
     child = run_as(BOB, code, shared.point)
     assert child.communicate(timeout=120)[0] == "" and child.returncode == 0
-    made = {path.name: path.lstat() for path in (shared.source / "open").iterdir() if path.name != "root's"}
-    assert {(status.st_uid, status.st_gid) for status in made.values()} == {(BOB, BOB)}
-    modes = {name: stat.S_IMODE(status.st_mode) for name, status in made.items() if name != "link"}
+    created = {path.name: path.lstat() for path in (shared.source / "open").iterdir() if path.name != "root's"}
+    assert {(status.st_uid, status.st_gid) for status in created.values()} == {(BOB, BOB)}
+    modes = {name: stat.S_IMODE(status.st_mode) for name, status in created.items() if name != "link"}
     assert modes == {"file": 0o6755, "dir": 0o775, "node": 0o664}
     team = subprocess.run(
         ["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "mkdir", shared.point / "team/x"]
     )
-    assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM  # by a supplementary group
+    # by a supplementary group of the process
+    assert team.returncode == 0 and (shared.source / "team/x").stat().st_gid == TEAM
 
 
 MAKING = """
@@ -203,25 +200,25 @@ for umask in (0o027, 0o777):
 """
 
 
-def test_a_umask_counts_where_there_is_no_default_access_list(shared: Mounted, place: Path) -> None:
-    everybody = [(1, 7, NO_ID), (2, 7, ALICE), (4, 5, NO_ID), (16, 7, NO_ID), (32, 5, NO_ID)]
+def test_the_umask_applies_without_a_default_access_list(shared: Mounted, place: Path) -> None:
+    entries = [(1, 7, NO_ID), (2, 7, ALICE), (4, 5, NO_ID), (16, 7, NO_ID), (32, 5, NO_ID)]
     for base in (shared.source, place):
         for name in ("plain", "listed"):
             (base / name).mkdir()
             (base / name).chmod(0o777)
-        os.setxattr(base / "listed", "system.posix_acl_default", access_list(*everybody))
-    made = []
+        os.setxattr(base / "listed", "system.posix_acl_default", access_list(*entries))
+    created = []
     for base, below in ((place, place), (shared.point, shared.source)):
         for uid in (BOB, 0):
             assert run_as(uid, MAKING, base).wait(120) == 0
         paths = sorted(path for name in ("plain", "listed") for path in (below / name).iterdir())
         attributes = [{name: os.getxattr(path, name) for name in os.listxattr(path)} for path in paths]
         modes = [f"{path.relative_to(below)}: {path.stat().st_mode:o}" for path in paths]
-        made.append((modes, attributes))
-    assert made[0] == made[1] and len(made[0][0]) == 48
+        created.append((modes, attributes))
+    assert created[0] == created[1] and len(created[0][0]) == 48
 
 
-def test_others_see_no_attributes_of_roots(shared: Mounted) -> None:
+def test_other_users_do_not_see_trusted_attributes(shared: Mounted) -> None:
     file = make(shared.source / "file", 0o644, BOB, BOB)
     for name in ("trusted.secret", "user.known"):
         os.setxattr(file, name, b"x")
@@ -235,13 +232,13 @@ for path in sys.argv[1:]:
             found.append(error.errno)
     print(found)
 """
-    said, _ = run_as(BOB, code, file, shared.point / "file").communicate(timeout=120)
-    plain, through = said.splitlines()
+    output, _ = run_as(BOB, code, file, shared.point / "file").communicate(timeout=120)
+    plain, through = output.splitlines()
     assert plain == through and "user.known" in plain and "trusted" not in plain
-    assert set(os.listxattr(shared.point / "file")) == {"trusted.secret", "user.known"}  # root does
+    assert set(os.listxattr(shared.point / "file")) == {"trusted.secret", "user.known"}  # root sees it
 
 
-def test_groups_are_those_of_the_process_that_asked_and_not_of_a_later_one_of_its_number() -> None:
+def test_groups_of_a_process_with_a_reused_number_are_not_used() -> None:
     with subprocess.Popen(["setpriv", f"--reuid={BOB}", f"--regid={BOB}", f"--groups={TEAM}", "sleep", "600"]) as process:
         try:
             wait_for(lambda: os.stat(f"/proc/{process.pid}").st_uid == BOB, "it is Bob's")
@@ -284,7 +281,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="a file system of its own needs e2fsprogs")
-def test_others_leave_the_blocks_that_are_reserved_for_root(place: Path, mount: Mounter) -> None:
+def test_other_users_cannot_use_blocks_reserved_for_root(place: Path, mount: Mounter) -> None:
     with small_disk(place, 8, "-m", "25") as files:
         before = os.statvfs(files)
         reserve = before.f_bfree - before.f_bavail
@@ -299,13 +296,13 @@ def test_others_leave_the_blocks_that_are_reserved_for_root(place: Path, mount: 
                 assert set(refused.values()) <= {errno.ENOSPC, errno.EIO}
                 os.sync()
                 assert os.statvfs(files).f_bfree > 0.9 * reserve
-                assert inherited.write(bytes(1 << 19)) == 1 << 19  # root may
+                assert inherited.write(bytes(1 << 19)) == 1 << 19  # root may use the reserve
         finally:
             ended = llmcache("umount", "--force", mounted.point)
         assert ended.returncode == 0, ended.stderr
 
 
-def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(alone: Mounted) -> None:
+def test_set_id_bits_are_cleared_by_writes_and_ignored_in_the_mount(alone: Mounted) -> None:
     make(alone.source / "tool", 0o6777, 0, TEAM)
     child = run_as(BOB, "open(sys.argv[1], 'r+').write('y')", alone.point / "tool")
     assert child.wait(120) == 0
@@ -316,7 +313,7 @@ def test_set_id_bits_go_when_another_user_writes_and_do_not_count_in_the_mount(a
     )
 
 
-def test_who_has_a_file_open_never_sees_one_in_its_place_that_they_may_not_read(alone: Mounted) -> None:
+def test_an_open_file_never_shows_an_unreadable_replacement(alone: Mounted) -> None:
     file = make(alone.source / "file", 0o644, data=b"public" * 1000)
     code = """
 fd = os.open(sys.argv[1], os.O_RDONLY)
@@ -326,17 +323,17 @@ for _ in sys.stdin:
     reader = run_as(BOB, code, alone.point / "file")
     assert reader.stdin is not None and reader.stdout is not None
 
-    def seen() -> str:
+    def read_again() -> str:
         print(file=reader.stdin, flush=True)
         assert reader.stdout is not None
         return reader.stdout.readline().strip()
 
-    before = seen()
+    before = read_again()
     make(alone.source / "new", 0o600, data=SECRET).rename(file)
     with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
         (alone.point / "file").read_bytes()
     assert llmcache("warmup", alone.point, "file").returncode == 4
-    assert seen() == before
+    assert read_again() == before
     make(alone.source / "new", 0o644, data=b"newer!" * 1000).rename(file)
     assert (alone.point / "file").read_bytes() == b"newer!" * 1000
     make(alone.source / "new", 0o600, data=SECRET).rename(file)
@@ -344,18 +341,18 @@ for _ in sys.stdin:
     assert reader.wait(120) == 0
 
     def closed() -> bool:
-        """Whether the kernel has told of the end of their file: it does so when it gets to it."""
+        """Return whether the kernel has reported that the reader closed the file, which may take a moment."""
         try:
             return (alone.point / "file").read_bytes() == SECRET
         except OSError as error:
             assert error.errno == errno.EBUSY
             return False
 
-    wait_for(closed, "nobody has it open")
+    wait_for(closed, "the file is closed")
 
 
-def test_what_is_swapped_in_between_is_not_read_or_changed(shared: Mounted) -> None:
-    """Bob exchanges what is at a path, in a directory of his own, while he uses it through the mount."""
+def test_paths_exchanged_during_a_call_give_no_access(shared: Mounted) -> None:
+    """Bob exchanges two paths in his own directory while he uses them through the mount."""
     own, others = shared.source / "own", shared.source / "own" / "secrets"
     others.mkdir(parents=True)
     make(others / "file", 0o644, data=SECRET)
@@ -390,7 +387,8 @@ while time.monotonic() < end:
 """
     swapper = run_as(BOB, swapping, own, "2")
     readers = [run_as(BOB, reading, shared.point / "own", "2") for _ in range(2)]
-    while any(reader.poll() is None for reader in readers):  # root may have what is there now, but not in their place
+    # root may read either file, but its reads must not open a file for Bob
+    while any(reader.poll() is None for reader in readers):
         with contextlib.suppress(OSError):
             (shared.point / "own" / "public").read_bytes()
     assert [reader.communicate(timeout=120)[0] for reader in readers] == ["", ""]
@@ -403,13 +401,13 @@ while time.monotonic() < end:
             assert not path.is_dir() or os.listdir(path) == ["file"]
 
 
-def test_links_lead_nobody_out_of_source_with_the_daemons_rights(alone: Mounted, place: Path) -> None:
-    """Links are resolved by the kernel, for the client: inside the mount, or outside with the client's own rights."""
+def test_links_out_of_source_use_the_permissions_of_the_client(alone: Mounted, place: Path) -> None:
+    """The kernel resolves links for the client: inside the mount, or outside with the client's permissions."""
     hub = alone.source / "models--org--name"
     (hub / "blobs").mkdir(parents=True)
     (hub / "snapshots" / "main").mkdir(parents=True)
     make(hub / "blobs" / "0123", 0o644, data=b"weights")
-    (hub / "snapshots" / "main" / "model.gguf").symlink_to("../../blobs/0123")  # as Hugging Face's hub has it
+    (hub / "snapshots" / "main" / "model.gguf").symlink_to("../../blobs/0123")  # as in a Hugging Face cache
     outside = place / "outside"
     outside.mkdir()
     make(outside / "secret", 0o600, data=SECRET)
@@ -425,11 +423,11 @@ def test_links_lead_nobody_out_of_source_with_the_daemons_rights(alone: Mounted,
     assert (alone.point / "models--org--name/snapshots/main/model.gguf").read_bytes() == b"weights"
     names = ["relative/secret", "absolute/secret", "absolute/public", "memory", "relative/../source/memory"]
     found = results(alone.point, names, *USERS["bob"])
-    assert [found[name][0] for name in names] == [errno.EACCES, errno.EACCES, 0, errno.EACCES, 0]  # nodev in the mount
+    assert [found[name][0] for name in names] == [errno.EACCES, errno.EACCES, 0, errno.EACCES, 0]  # the mount has nodev
     code = "print(os.readlink(sys.argv[1] + '/itself/../self'), os.getpid())"
-    said, _ = run_as(BOB, code, alone.point).communicate(timeout=120)
-    assert len(set(said.split())) == 1  # their process, not the daemon's
-    done = llmcache("warmup", alone.point, "*")  # the daemon opens what lies in SOURCE, and neither pipes nor devices
+    output, _ = run_as(BOB, code, alone.point).communicate(timeout=120)
+    assert len(set(output.split())) == 1  # their process, not the daemon's
+    done = llmcache("warmup", alone.point, "*")  # the daemon opens files in SOURCE, but no pipes and devices
     assert done.returncode == 0 and "secret" not in done.stdout, done.stderr
 
 
@@ -443,7 +441,7 @@ def test_links_lead_nobody_out_of_source_with_the_daemons_rights(alone: Mounted,
         (True, ["-o", "noallow_other"], False, None),
     ],
 )
-def test_roots_mount_is_for_all_users_unless_source_is_closed_to_them(
+def test_a_mount_of_root_is_for_all_users_if_source_is(
     place: Path, closed: bool, options: list[str], is_open: bool, note: str | None
 ) -> None:
     source = place / "above" / "source"

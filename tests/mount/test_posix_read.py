@@ -1,4 +1,4 @@
-"""Reading through the mount: the same bytes, attributes, names and errors as the directory behind it."""
+"""Reading through the mount gives the same bytes, attributes, names and errors as SOURCE."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import random_file, said
+from tests.mount.live import random_file, run_json
 
 SIZE = (3 << 20) + 777
 
 
 @pytest.fixture
 def data(reading: Mounted) -> tuple[Path, bytes]:
-    """A file of odd size: (its path in the mount, its bytes)."""
+    """A file of odd size: its path in the mount, and its bytes."""
     random_file(reading.source / "data.bin", SIZE)
     return reading.point / "data.bin", (reading.source / "data.bin").read_bytes()
 
@@ -81,7 +81,7 @@ def test_o_direct(data: tuple[Path, bytes], how: str) -> None:
         os.close(fd)
 
 
-def test_o_direct_counts_as_read_from_storage(mount: Mounter, mode: str) -> None:
+def test_reads_by_o_direct_count_as_reads_from_storage(mount: Mounter, mode: str) -> None:
     mounted = mount("--mode", mode)
     random_file(mounted.source / "f", 3 << 20)
     fd = os.open(mounted.point / "f", os.O_RDONLY | os.O_DIRECT)
@@ -90,14 +90,14 @@ def test_o_direct_counts_as_read_from_storage(mount: Mounter, mode: str) -> None
             assert os.preadv(fd, [mmap.mmap(-1, 4 << 20)], 0) == 3 << 20
     finally:
         os.close(fd)
-    stats = said("stats", mounted.point)
+    stats = run_json("stats", mounted.point)
     names = ("read_bytes", "miss_bytes", "requested_bytes", "backing_read_bytes")
     assert {name: stats[name] for name in names} == dict.fromkeys(names, 6 << 20)
 
 
-def test_stat_is_the_sources(reading: Mounted) -> None:
+def test_stat_is_that_of_source(reading: Mounted) -> None:
     file = random_file(reading.source / "f", 12345)
-    os.truncate(file, 1 << 20)  # sparse: st_blocks is less than the size
+    os.truncate(file, 1 << 20)  # sparse: fewer blocks than its size
     os.utime(file, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
     os.chmod(file, 0o640)
     os.link(file, reading.source / "f2")
@@ -212,7 +212,7 @@ def test_errors(reading: Mounted) -> None:
     os.close(fd)
 
 
-def test_nothing_but_spill_files_may_be_changed(reading: Mounted) -> None:
+def test_only_spill_files_can_be_changed(reading: Mounted) -> None:
     source, point = reading.source, reading.point
     (source / "file").write_text("x")
     (source / "dir").mkdir()

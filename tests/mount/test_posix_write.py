@@ -1,4 +1,4 @@
-"""Writing through the mount: spill files by default, everything under --rw, and what happens to SOURCE."""
+"""Writing through the mount: spill files by default, everything with --rw, and the effect on SOURCE."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_deleted_while_open(reading: Mounted) -> None:
     with path.open("x+b", buffering=0) as file:
         file.write(b"still here")
         path.unlink()
-        assert not os.listdir(reading.source), "nothing may be left if the daemon dies now"
+        assert not os.listdir(reading.source), "nothing is left if the daemon dies now"
         assert not os.listdir(reading.point)
         fails_with(errno.ENOENT, os.stat, path)
         assert os.pread(file.fileno(), 100, 0) == b"still here"
@@ -110,7 +110,7 @@ def test_deleted_while_open(reading: Mounted) -> None:
     assert not hidden(reading.source)
 
 
-def test_directory_of_a_deleted_open_file_can_go(writing: Mounted) -> None:
+def test_the_directory_of_a_deleted_open_file_can_be_removed(writing: Mounted) -> None:
     directory = writing.point / "dir"
     directory.mkdir()
     with (directory / "f").open("w+b", buffering=0) as file:
@@ -139,7 +139,7 @@ def test_spill_globs(mount: Mounter) -> None:
         fails_with(errno.EROFS, os.open, mounted.point / name, os.O_CREAT | os.O_WRONLY)
 
 
-def test_no_spill_is_read_only_for_the_kernel(mount: Mounter) -> None:
+def test_a_mount_without_spill_files_is_read_only(mount: Mounter) -> None:
     mounted = mount("--spill", "")
     assert os.statvfs(mounted.point).f_flag & os.ST_RDONLY
     fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
@@ -155,7 +155,7 @@ def test_attributes_of_spill_files(reading: Mounted) -> None:
     assert (status.st_atime_ns, status.st_mtime_ns) == (10**18 + 1, 10**18 + 2)
 
 
-def test_everything_under_rw(writing: Mounted) -> None:
+def test_all_changes_with_rw(writing: Mounted) -> None:
     point, source = writing.point, writing.source
     (point / "d" / "e").mkdir(parents=True)
     (point / "d" / "f").write_text("f")
@@ -174,7 +174,7 @@ def test_everything_under_rw(writing: Mounted) -> None:
     assert sorted(os.listdir(source / "moved")) == ["f", "h", "s"]
 
 
-def test_a_deleted_name_of_an_open_file_agrees_with_the_one_that_is_left(writing: Mounted) -> None:
+def test_writes_by_a_deleted_name_are_seen_by_the_other_name(writing: Mounted) -> None:
     one, two = writing.point / "one", writing.point / "two"
     one.write_bytes(b"a" * 8192)
     os.link(one, two)
@@ -188,8 +188,8 @@ def test_a_deleted_name_of_an_open_file_agrees_with_the_one_that_is_left(writing
             wait_for(lambda now=letter: os.pread(deleted.fileno(), 3, 99) == b"a%ca" % now, "it is one file", 30)  # type: ignore[misc]
 
 
-def test_a_name_as_libfuse_gives_it_to_deleted_files(writing: Mounted) -> None:
-    """A user's rename to it is an ordinary one, of a file that was closed just now, and of an open one."""
+def test_a_name_like_those_of_libfuse_for_deleted_files(writing: Mounted) -> None:
+    """A user can rename a file to a name like libfuse's names for deleted files, whether it is open or was just closed."""
     names = [f".fuse_hidden{2:08x}{number:08x}" for number in range(1, 4)]
     first, second, third = (writing.point / name for name in names)
     first.with_name("f").write_bytes(b"content")
@@ -257,7 +257,7 @@ def test_locks_between_processes(reading: Mounted) -> None:
         assert "BlockingIOError" in result.stderr
 
 
-def test_read_only_option_beats_spill(mount: Mounter) -> None:
+def test_option_ro_overrides_spill(mount: Mounter) -> None:
     mounted = mount("-o", "ro,nofail,x-systemd.automount,_netdev")
     fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
     assert llmcache("umount", mounted.point).returncode == 0
@@ -275,12 +275,12 @@ def test_deleted_file_opened_again_by_its_descriptor(reading: Mounted) -> None:
     assert not hidden(reading.source)
 
 
-def test_made_anew_while_the_deleted_one_is_open(reading: Mounted) -> None:
+def test_created_again_while_the_deleted_file_is_open(reading: Mounted) -> None:
     path, behind = reading.point / "a.kv", reading.source / "a.kv"
     with path.open("xb", buffering=0) as file:
         file.write(b"1" * 10_000)
-    with path.open("rb", buffering=0) as held:
-        assert held.read() == b"1" * 10_000
+    with path.open("rb", buffering=0) as old_file:
+        assert old_file.read() == b"1" * 10_000
         behind.unlink()
         with path.open("xb", buffering=0) as file:
             file.write(b"2" * 5_000)

@@ -1,4 +1,4 @@
-"""What others get to see of a daemon: its files are closed to them, and its log names no model."""
+"""What other users can see of a daemon: they cannot read its files, and its log names no model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "secret-model"
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    """Nothing is taken off the mode of new files, for this process and what it starts."""
+    """Set the umask of this process and its children to 0."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -32,19 +32,19 @@ def open_umask() -> Iterator[None]:
 
 def test_files_of_a_mount_are_closed_to_others(mount: Mounter, open_umask: None, tmp_path: Path) -> None:
     mounted = mount("--access-log", str(tmp_path / "log.parquet"))
-    made = [mounted.files.socket, mounted.files.info, mounted.files.lock, mounted.files.log]
-    made += map(str, tmp_path.glob("new-*-log.parquet*"))
-    assert len(made) == 5
-    for path in made:
+    paths = [mounted.files.socket, mounted.files.info, mounted.files.lock, mounted.files.log]
+    paths += map(str, tmp_path.glob("new-*-log.parquet*"))
+    assert len(paths) == 5
+    for path in paths:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600, path
     assert stat.S_IMODE(os.stat(os.path.dirname(mounted.files.socket)).st_mode) == 0o700
     (mounted.point / "spill.kv").write_bytes(b"x")
-    assert stat.S_IMODE((mounted.source / "spill.kv").stat().st_mode) == 0o666  # as its maker wants it
+    assert stat.S_IMODE((mounted.source / "spill.kv").stat().st_mode) == 0o666  # with the mode that its creator chose
     assert llmcache("umount", mounted.point).returncode == 0
     assert stat.S_IMODE((tmp_path / "log.parquet").stat().st_mode) == 0o600
 
 
-def test_the_umask_of_the_daemon_is_nobody_elses(mount: Mounter) -> None:
+def test_files_of_clients_ignore_the_umask_of_the_daemon(mount: Mounter) -> None:
     before = os.umask(0o077)
     try:
         mounted = mount()
@@ -55,8 +55,7 @@ def test_the_umask_of_the_daemon_is_nobody_elses(mount: Mounter) -> None:
     assert stat.S_IMODE((mounted.source / "spill.kv").stat().st_mode) == 0o664
 
 
-def said_to(files: control.ControlFiles, line: bytes) -> bytes:
-    """What the daemon answers to a line."""
+def reply_to(files: control.ControlFiles, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(files.socket)
         client.sendall(line)
@@ -88,7 +87,7 @@ def test_a_log_names_no_model(mount: Mounter, mode: str, tmp_path: Path) -> None
         llmcache(*words)
     llmcache("evict", mounted.point, f"{SECRET}*")
     for line in (f'{{"op": "{SECRET}"}}', f'{{"op": "warmup", "globs": "{SECRET}"}}', SECRET, f'["{SECRET}"]'):
-        assert b"error" in said_to(mounted.files, line.encode() + b"\n")
+        assert b"error" in reply_to(mounted.files, line.encode() + b"\n")
     os.kill(mounted.pid, signal.SIGHUP)
     wait_for(lambda: Path(f"{log}.1").exists(), "the log is rotated")
     assert llmcache("umount", mounted.point).returncode == 0
@@ -98,7 +97,7 @@ def test_a_log_names_no_model(mount: Mounter, mode: str, tmp_path: Path) -> None
     assert SECRET not in text
 
 
-def test_bugs_are_logged_without_the_names_in_their_text(tmp_path: Path) -> None:
+def test_exceptions_are_logged_without_their_messages(tmp_path: Path) -> None:
     code = f"""
 import ctypes, logging, os, threading
 from llmcache.fs.daemon import logs

@@ -1,4 +1,4 @@
-"""Mounts in place that change the read-ahead of their storage, and the value that they restore."""
+"""In-place mounts that change the read-ahead of their storage, and the value that they restore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mounted = Callable[..., AbstractContextManager[Live]]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[LoopDisk]:
-    """A disk whose read-ahead nothing else uses."""
+    """A disk whose read-ahead no other process uses."""
     with loop_disk(tmp_path) as disk:
         if reason := why_not(str(disk.point)):
             pytest.skip(reason)
@@ -31,7 +31,6 @@ def disk(tmp_path: Path) -> Iterator[LoopDisk]:
 
 @pytest.fixture
 def setting(disk: LoopDisk) -> Path:
-    """Its read_ahead_kb."""
     path = read_ahead_file(str(disk.point))
     assert path is not None
     return path
@@ -39,7 +38,7 @@ def setting(disk: LoopDisk) -> Path:
 
 @pytest.fixture
 def mounted(disk: LoopDisk, tmp_path: Path) -> Mounted:
-    """A function that mounts a directory of the disk, with a file larger than the budget."""
+    """Return a function that mounts a directory of the disk, with a file larger than the budget."""
 
     def mount(name: str, kib: int | None, mode: str = "inplace") -> AbstractContextManager[Live]:
         source = disk.point / name
@@ -59,14 +58,14 @@ def test_the_last_mount_restores_read_ahead(setting: Path, mounted: Mounted) -> 
         second.enter_context(mounted("second", 32))
         assert setting.read_text() == "32\n"
         first.close()
-        assert setting.read_text() == "32\n", "the other one is still there"
+        assert setting.read_text() == "32\n", "the other mount still exists"
         second.close()
         assert setting.read_text() == before
 
 
 @pytest.mark.parametrize("mode", ["inplace", "steer"])
 def test_the_next_mount_restores_read_ahead_after_a_killed_one(setting: Path, mounted: Mounted, mode: str) -> None:
-    """Though it does not set one itself."""
+    """The next mount does not change read-ahead itself."""
     before = setting.read_text()
     with mounted("first", 64) as killed:
         killed.daemon.kill()
@@ -82,7 +81,7 @@ def test_a_forced_umount_restores_read_ahead(setting: Path, mounted: Mounted) ->
         killed.daemon.kill()
         killed.daemon.wait()
         assert llmcache("umount", "--force", killed.mountpoint).returncode == 0
-        assert setting.read_text() == "32\n", "the other one needs it"
+        assert setting.read_text() == "32\n", "the other mount needs it"
         second.daemon.kill()
         second.daemon.wait()
         assert llmcache("umount", "--force", second.mountpoint).returncode == 0
@@ -103,7 +102,7 @@ def test_read_ahead_is_set_while_files_do_not_fit(disk: LoopDisk, setting: Path,
         wait_for(lambda: setting.read_text() == before, "it is restored, as one does")
 
 
-def test_read_ahead_that_harms_an_moe_model_is_logged(disk: LoopDisk, setting: Path, tmp_path: Path) -> None:
+def test_read_ahead_too_large_for_an_moe_model_is_logged(disk: LoopDisk, setting: Path, tmp_path: Path) -> None:
     shape = Shape(256, 704, 2000, layers=2, tied=False, experts=8, used=2)
     (path,) = make_model(disk.point / "moe.gguf", shape, "gguf", 1, 0)
     os.utime(path, (0, 0))

@@ -1,4 +1,4 @@
-"""`llmcache run` with real commands: as root in place, over FUSE for ordinary users, and however either side ends."""
+"""`llmcache run` with real commands: in place for root, over FUSE for ordinary users, and when either process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmcache.fs.client import control, mountpoint
 from llmcache.memory import cgroup_version
 from llmcache.procfs import mounts
 from tests.mount.live import llmcache, wait_for
-from tests.mount.test_lifecycle import NOBODY, copy_packages, python_of_nobody
+from tests.mount.test_lifecycle import NOBODY, copy_packages, python_for_nobody
 from tools.bench.runner import forget
 from tools.bench.sides import environment
 from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model
@@ -35,7 +35,7 @@ for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 0):
     open(sys.argv[1], 'rb').read()
     time.sleep(.1)
 """
-# Refuses new namespaces for a program, as AppArmor does on Ubuntu. Installed by root, the filter leaves setuid alone.
+# Denies new namespaces to a program, as AppArmor does on Ubuntu. Root installs the filter, so it does not block setuid.
 NO_NAMESPACES = """
 import ctypes, os, struct, sys
 number = {"x86_64": 272, "aarch64": 97}[os.uname().machine]
@@ -53,7 +53,7 @@ needs_in_place = pytest.mark.skipif(why_not() is not None, reason=f"mode inplace
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GGUF, alone in its directory."""
+    """A small GGUF model, alone in its directory."""
     path = tmp_path_factory.mktemp("models") / "model.gguf"
     make_model(path, choose_shape(SIZE, BYTES_PER_VALUE["gguf"], None, False), "gguf", 1, 0)
     return path
@@ -61,26 +61,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def digest(model: Path) -> str:
-    """What READER prints of the model."""
+    """The output of READER for the model."""
     return subprocess.run([sys.executable, "-c", READER, model], capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(model: Path) -> Iterator[None]:
-    """After each test nothing steers the directory of the model, and nothing is mounted there."""
+    """Check after each test that the model's directory is neither steered nor a mount point."""
     yield
     wait_for(lambda: not is_steered(model.parent), "steering has ended")
     assert mountpoint.find(str(model.parent)) is None
 
 
 def is_steered(directory: Path) -> bool:
-    """Whether a daemon serves `directory`."""
     return control.is_locked(control.files(str(directory)))
 
 
 @contextlib.contextmanager
 def running(*words: str | Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
-    """`llmcache run WORDS` in a process group of its own; killed at the end if it still runs."""
+    """Start `llmcache run WORDS` in its own process group; kill it at the end if it still runs."""
     command = [sys.executable, "-m", "llmcache", "run", *map(str, words)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes, **more)
@@ -92,17 +91,17 @@ def running(*words: str | Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def said_by(process: subprocess.Popen[str], text: str) -> str:
-    """The line of stderr with `text`, read from a running process."""
+def stderr_line(process: subprocess.Popen[str], text: str) -> str:
+    """Return the line of stderr with `text`, read from a running process."""
     assert process.stderr is not None
     for line in process.stderr:
         if text in line:
             return line
-    raise AssertionError(f"it never says {text!r}")
+    raise AssertionError(f"stderr never contains {text!r}")
 
 
 @needs_in_place
-def test_root_steers_in_place_and_the_exit_code_is_that_of_the_command(model: Path, digest: str) -> None:
+def test_root_steers_in_place_and_gets_the_exit_code_of_the_command(model: Path, digest: str) -> None:
     forget(model.parent)
     done = llmcache("run", "--", sys.executable, "-c", READER + "sys.exit(7)", model)
     assert done.returncode == 7
@@ -115,7 +114,7 @@ def test_root_steers_in_place_and_the_exit_code_is_that_of_the_command(model: Pa
 def test_a_model_that_the_command_opens_later_is_steered(model: Path, digest: str) -> None:
     code = f"import sys, time; sys.argv[1:] = ['{model}', '40']; file = open(sys.argv[1], 'rb'); time.sleep(3)" + READER
     with running("--", sys.executable, "-c", code) as process:
-        assert "in place" in said_by(process, "steering model.gguf")
+        assert "in place" in stderr_line(process, "steering model.gguf")
         out, _ = process.communicate(timeout=60)
         assert out.split()[0] == digest and process.returncode == 0
 
@@ -151,10 +150,10 @@ def test_the_command_survives_the_death_of_run_and_of_its_daemon(model: Path, di
         os.kill(process.pid if victim == "run" else daemon, signal.SIGKILL)
         if victim == "run":
             wait_for(lambda: not is_steered(model.parent), "the daemon ends with run")
-            assert Path(f"/proc/{child}").exists(), "the command goes on"
+            assert Path(f"/proc/{child}").exists(), "the command continues"
             wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends by itself")
         else:
-            assert "its daemon has ended" in said_by(process, "is no longer steered")
+            assert "its daemon has ended" in stderr_line(process, "is no longer steered")
             process.communicate(timeout=60)
             assert process.returncode == 0
             assert not os.path.exists(control.files(str(model.parent)).info), "nothing of the daemon is left"
@@ -167,16 +166,16 @@ def children_of(pid: int) -> list[int]:
 @needs_in_place
 def test_two_runs_on_one_model(model: Path) -> None:
     with running("--", sys.executable, "-c", READER, model, "40") as first:
-        said_by(first, "steering model.gguf")
+        stderr_line(first, "steering model.gguf")
         with running("--", sys.executable, "-c", READER, model, "100") as second:
-            assert "already steered by the mount on" in said_by(second, "model.gguf")
+            assert "already steered by the mount on" in stderr_line(second, "model.gguf")
             first.communicate(timeout=60)
             assert first.returncode == 0
-            assert "in place" in said_by(second, "steering model.gguf"), "the second takes over"
+            assert "in place" in stderr_line(second, "steering model.gguf"), "the second takes over"
 
 
 @needs_in_place
-def test_a_mount_point_of_a_mount_in_place_is_steered_already(model: Path, tmp_path: Path) -> None:
+def test_a_model_on_an_in_place_mount_is_steered_already(model: Path, tmp_path: Path) -> None:
     assert llmcache("mount", model.parent, tmp_path, "--mode", "inplace", "--cache", "16Mi").returncode == 0
     try:
         done = llmcache("run", "--", "wc", "-c", tmp_path / model.name)
@@ -186,24 +185,24 @@ def test_a_mount_point_of_a_mount_in_place_is_steered_already(model: Path, tmp_p
 
 
 @needs_in_place
-def test_a_model_that_is_removed_while_its_mount_ends(model: Path) -> None:
+def test_a_model_removed_while_its_mount_ends(model: Path) -> None:
     with running("--", sys.executable, "-c", READER, model, "40") as first:
-        said_by(first, "steering model.gguf")
+        stderr_line(first, "steering model.gguf")
         path = model.parent / "removed.gguf"
         shutil.copy(model, path)
         code = "import sys, time; file = open(sys.argv[1]); print('opened', flush=True); time.sleep(8); sys.exit(5)"
         with running("--", sys.executable, "-c", code, path) as second:
-            said_by(second, "already steered by the mount on")
+            stderr_line(second, "already steered by the mount on")
             assert second.stdout is not None and second.stdout.readline() == "opened\n"
             path.unlink()
             first.kill()
-            said_by(second, "the mount on")
-            _, said = second.communicate(timeout=60)
-            assert second.returncode == 5, said
+            stderr_line(second, "the mount on")
+            _, errors = second.communicate(timeout=60)
+            assert second.returncode == 5, errors
 
 
 @needs_in_place
-def test_ctrl_c_while_the_daemon_starts_reaches_the_command_alone(model: Path) -> None:
+def test_ctrl_c_while_the_daemon_starts_reaches_only_the_command(model: Path) -> None:
     code = (
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); file = open(sys.argv[1] + '.gguf')"
         "; print('opened', flush=True); time.sleep(4); sys.exit(5)"
@@ -213,23 +212,23 @@ def test_ctrl_c_while_the_daemon_starts_reaches_the_command_alone(model: Path) -
         for _ in range(15):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.1)
-        assert "in place" in said_by(process, "steering model.gguf")
+        assert "in place" in stderr_line(process, "steering model.gguf")
         process.communicate(timeout=60)
         assert process.returncode == 5
 
 
 @needs_in_place
-def test_ctrl_c_before_the_command_starts_is_no_success(model: Path) -> None:
+def test_ctrl_c_before_the_command_starts_is_reported(model: Path) -> None:
     with running("--", "sleep", "60", model) as process:
         wait_for(lambda: bool(children_of(process.pid)), "the command waits, or the daemon starts")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGINT, said
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGINT, errors
 
 
 @needs_in_place
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_command_goes_on_without_a_reader_of_stderr(model: Path, options: list[str]) -> None:
+def test_a_command_continues_without_a_reader_of_stderr(model: Path, options: list[str]) -> None:
     with running(*options, "--", "sh", "-c", "echo ready; sleep 2; exit 5", "sh", model) as process:
         assert process.stderr is not None and process.stdout is not None and process.stdout.readline() == "ready\n"
         process.stderr.close()
@@ -238,11 +237,11 @@ def test_a_command_goes_on_without_a_reader_of_stderr(model: Path, options: list
 
 
 @needs_in_place
-def test_signals_that_are_ignored_stay_ignored() -> None:
-    """As by `nohup`. Those that the interpreter ignores are not: `SigIgn` is a mask of all signals."""
+def test_ignored_signals_stay_ignored() -> None:
+    """As with `nohup`, but signals that only the Python interpreter ignores are reset."""
 
     def ignore() -> None:
-        for number in (signal.SIGINT, signal.SIGQUIT):  # which a shell ignores for what it starts in the background
+        for number in (signal.SIGINT, signal.SIGQUIT):  # a shell ignores these for background jobs
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -256,7 +255,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 
 
 @needs_in_place
-def test_a_working_directory_that_was_removed(model: Path, tmp_path: Path) -> None:
+def test_a_removed_working_directory(model: Path, tmp_path: Path) -> None:
     code = 'rmdir "$PWD"; exec "$@"'
     words = ["sh", "-c", code, "sh", sys.executable, "-m", "llmcache", "run", "--", "wc", "-c", str(model)]
     (tmp_path / "removed").mkdir()
@@ -268,7 +267,7 @@ def test_a_working_directory_that_was_removed(model: Path, tmp_path: Path) -> No
 
 @needs_in_place
 @pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
-def test_a_command_that_runs_out_of_memory(model: Path) -> None:
+def test_a_command_that_is_killed_for_memory_is_reported(model: Path) -> None:
     code = "print('started', flush=True); bytearray(400 << 20)"
     done = llmcache("run", "--memory", "200M", "--", sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "started\n")
@@ -280,7 +279,7 @@ def test_a_command_that_runs_out_of_memory(model: Path) -> None:
 
 @needs_in_place
 @pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
-def test_the_cgroup_of_a_run_that_was_killed_is_removed_by_the_next(model: Path) -> None:
+def test_the_next_run_removes_the_cgroup_of_a_killed_one(model: Path) -> None:
     with running("--memory", "256Mi", "--", "sh", "-c", "echo ready; sleep 2") as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         (child,) = children_of(process.pid)
@@ -292,17 +291,17 @@ def test_the_cgroup_of_a_run_that_was_killed_is_removed_by_the_next(model: Path)
 
 
 @needs_in_place
-def test_a_running_process_is_attached_to(model: Path, digest: str) -> None:
+def test_run_attaches_to_a_running_process(model: Path, digest: str) -> None:
     with subprocess.Popen([sys.executable, "-c", READER, model, "600"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline().strip() == digest
             with running("--pid", str(process.pid)) as run:
-                said_by(run, "steering model.gguf")
+                stderr_line(run, "steering model.gguf")
                 run.send_signal(signal.SIGINT)
                 run.communicate(timeout=60)
                 assert run.returncode == 0 and process.poll() is None, "Ctrl-C detaches"
             with running("--pid", str(process.pid)) as run:
-                said_by(run, "steering model.gguf")
+                stderr_line(run, "steering model.gguf")
                 process.kill()
                 run.communicate(timeout=60)
                 assert run.returncode == 0, "the end of the process is the end of the run"
@@ -313,11 +312,11 @@ def test_a_running_process_is_attached_to(model: Path, digest: str) -> None:
 @needs_in_place
 @pytest.mark.skipif(cgroup_version() is None, reason="no memory controller")
 def test_memory_limits_the_command_by_a_cgroup(model: Path) -> None:
-    show = (
+    find = (
         "find /sys/fs/cgroup -path '*llmcache-run-*' -name memory.limit_in_bytes -o -path '*llmcache-run-*' -name memory.max"
     )
-    show = f"cat /proc/self/cgroup $({show})"
-    done = llmcache("run", "--memory", "256Mi", "--", "sh", "-c", f"{show}; cat {model} > /dev/null")
+    command = f"cat /proc/self/cgroup $({find})"
+    done = llmcache("run", "--memory", "256Mi", "--", "sh", "-c", f"{command}; cat {model} > /dev/null")
     assert done.returncode == 0, done.stderr
     (name,) = set(re.findall("llmcache-run-[0-9]+", done.stdout))
     assert str(256 << 20) in done.stdout and not list(Path("/sys/fs/cgroup").glob(f"**/{name}"))
@@ -333,7 +332,7 @@ def test_a_command_of_root_runs_as_the_user_of_sudo(model: Path) -> None:
 
 
 @needs_in_place
-def test_a_user_that_cannot_be_become_is_an_error_before_the_command_starts() -> None:
+def test_an_impossible_change_of_user_is_refused_before_the_start() -> None:
     bare = ["setpriv", "--bounding-set=-setuid,-setgid", "--inh-caps=-setuid,-setgid"]
     done = llmcache("run", "--user", "nobody", "--", "true", wrap=lambda words: [*bare, *words])
     assert done.returncode == 3 and "cannot become user 'nobody'" in done.stderr, done.stderr
@@ -352,7 +351,7 @@ def test_models_in_memory_are_not_steered(model: Path) -> None:
         shutil.rmtree(directory)
 
 
-def test_bad_input(model: Path) -> None:
+def test_bad_arguments_give_the_documented_exit_code(model: Path) -> None:
     for words, code, text in (
         (["--", "nosuch-program"], 127, "cannot run 'nosuch-program'"),
         (["--", str(model)], 126, "it is not executable"),
@@ -373,7 +372,7 @@ def test_bad_input(model: Path) -> None:
 
 @pytest.fixture
 def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Starts `llmcache run` as the user nobody on a model of theirs, and returns the process and the path of the model."""
+    """Return a function that starts `llmcache run` as uid 65534, on a model of that user."""
     if os.geteuid() != 0 or shutil.which(NOBODY[0]) is None:
         pytest.skip("only root with setpriv can try what an ordinary user can do")
     if os.stat("/dev/fuse").st_mode & 0o006 != 0o006:
@@ -382,11 +381,11 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     (place / "models").mkdir(parents=True)
     (place / "lib").mkdir()
     copy_packages(place / "lib")
-    theirs = shutil.copy(model, place / "models/theirs.gguf")
-    for path in (place, place / "models", theirs):
+    own_model = shutil.copy(model, place / "models/theirs.gguf")
+    for path in (place, place / "models", own_model):
         os.chown(path, 65534, 65534)
     (place / "no_namespaces.py").write_text(NO_NAMESPACES)
-    python = python_of_nobody()
+    python = python_for_nobody()
 
     def start(
         *words: str, namespaces: bool = True, code: str = READER, below: str = "", **variables: str
@@ -396,7 +395,7 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         more = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "", "PYTHONPATH": str(place / "lib")}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         variables = {**environment(), **more, **variables}
-        return subprocess.Popen([*command, theirs, *words], env=variables, cwd=place / below, **pipes)
+        return subprocess.Popen([*command, own_model, *words], env=variables, cwd=place / below, **pipes)
 
     try:
         yield start
@@ -405,12 +404,12 @@ def as_user(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def points_of(run: subprocess.Popen[str]) -> list[str]:
-    """Mount points that a run has made, as other processes see them."""
+    """Return the mount points made by a run, as other processes see them."""
     return [one.point for one in mounts().values() if os.path.basename(one.point).startswith(f"run-{run.pid}-")]
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
-def test_ordinary_users_have_a_mount_that_ends_with_the_command(
+def test_the_mount_of_an_ordinary_user_ends_with_the_command(
     as_user: Callable[..., Any], digest: str, namespaces: bool
 ) -> None:
     process = as_user("30", namespaces=namespaces)
@@ -418,29 +417,29 @@ def test_ordinary_users_have_a_mount_that_ends_with_the_command(
         assert process.stdout.readline().strip() == digest, process.stderr.read()
         points = points_of(process)
         assert bool(points) is not namespaces, "a private mount is seen by the command alone"
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0
-    assert ("in a private mount namespace" if namespaces else "with the model paths in the arguments changed") in said
-    assert "not in place: mode inplace needs root" in said and "over FUSE (arena)" in said
+    assert ("in a private mount namespace" if namespaces else "with the model paths in the arguments changed") in errors
+    assert "not in place: mode inplace needs root" in errors and "over FUSE (arena)" in errors
     wait_for(lambda: not points_of(process), "nothing is mounted any more")
     assert not [point for point in points if os.path.exists(point)]
 
 
-def test_a_command_in_the_directory_of_its_model_is_in_the_private_mount(
+def test_the_working_directory_is_inside_the_private_mount(
     as_user: Callable[..., Any],
 ) -> None:
     code = "import os; print(os.major(os.stat('theirs.gguf').st_dev)); open('log.txt', 'w').write('written')"
     process = as_user(below="models", code=code)
-    out, said = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "0\n"), said  # a file system without a device: FUSE
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "0\n"), errors  # a file system without a device: FUSE
     assert Path(f"/var/tmp/llmcache-run-{os.getpid()}/models/log.txt").read_text() == "written"
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
 @pytest.mark.parametrize("victim", ["run", "command"])
-def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any], namespaces: bool, victim: str) -> None:
+def test_the_mount_of_an_ordinary_user_ends_after_a_kill(as_user: Callable[..., Any], namespaces: bool, victim: str) -> None:
     process = as_user("40", namespaces=namespaces)
     try:
         process.stdout.readline()
@@ -451,25 +450,25 @@ def test_no_mount_of_ordinary_users_outlives_a_kill(as_user: Callable[..., Any],
             assert process.returncode == -signal.SIGKILL
         wait_for(lambda: not Path(f"/proc/{child}").exists(), "the command ends")
         wait_for(lambda: not points_of(process), "its mount ends with it")
-        wait_for(lambda: not daemons_for(child), "and its daemon")
+        wait_for(lambda: not daemons_for(child), "and its daemon ends")
     finally:
         process.kill()
         process.communicate()
 
 
-def test_variables_and_links_lead_to_a_mount_elsewhere(as_user: Callable[..., Any]) -> None:
+def test_variables_and_links_are_redirected_to_the_mount(as_user: Callable[..., Any]) -> None:
     place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
     (place / "links").mkdir()
     link, real = place / "links/link.gguf", place / "models/theirs.gguf"
     link.symlink_to("../models/theirs.gguf")
     code = "import os, sys; open(sys.argv[2]); print(os.environ['LLAMA_ARG_MODEL'], sys.argv[2])"
-    out, said = as_user(str(link), namespaces=False, code=code, LLAMA_ARG_MODEL=str(real)).communicate(timeout=60)
-    assert out.split(), said
+    out, errors = as_user(str(link), namespaces=False, code=code, LLAMA_ARG_MODEL=str(real)).communicate(timeout=60)
+    assert out.split(), errors
     for path in out.split():
         assert "/run-" in path and str(place) not in path
 
 
-def test_a_mount_whose_run_and_daemon_were_killed_is_removed_by_the_next_run(as_user: Callable[..., Any]) -> None:
+def test_the_next_run_removes_a_mount_left_by_kills(as_user: Callable[..., Any]) -> None:
     process = as_user("20", namespaces=False)
     try:
         process.stdout.readline()
@@ -492,13 +491,13 @@ def test_a_run_within_a_run_uses_its_mount(as_user: Callable[..., Any]) -> None:
         f"os.execv(sys.executable, [sys.executable, '-m', 'llmcache', 'run', '--cache', '16Mi', '--', 'wc', '-c', '{path}'])"
     )
     process = as_user(code=f"import os, sys; {inner}")
-    out, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.split()[0] == str(os.stat(path).st_size), said
-    assert "already steered by the mount on" in said
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.split()[0] == str(os.stat(path).st_size), errors
+    assert "already steered by the mount on" in errors
 
 
 def daemons_for(pid: int) -> list[int]:
-    """Daemons that end with process `pid`."""
+    """Return the daemons that end when process `pid` ends."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -509,8 +508,8 @@ def daemons_for(pid: int) -> list[int]:
 
 
 def test_ordinary_users_must_name_the_model(as_user: Callable[..., Any]) -> None:
-    """Over FUSE a file that is opened later is not served: the error says what was looked at."""
-    python = python_of_nobody()
+    """Over FUSE, a file opened later is not served; the error lists the arguments that were examined."""
+    python = python_for_nobody()
     with as_user() as process:
         process.communicate(timeout=60)
     place = Path(f"/var/tmp/llmcache-run-{os.getpid()}")
@@ -521,8 +520,8 @@ def test_ordinary_users_must_name_the_model(as_user: Callable[..., Any]) -> None
     assert "no model file is named in '-c echo started'" in done.stderr
 
 
-def test_stats_of_a_copying_client_name_the_flag(model: Path) -> None:
-    """`doctor --pid` on a process that holds the whole file in private memory."""
+def test_doctor_of_a_copying_client_names_the_flag(model: Path) -> None:
+    """`doctor --pid` examines a process that has the whole file in private memory."""
     code = "import sys; data = open(sys.argv[1], 'rb').read(); print('read', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

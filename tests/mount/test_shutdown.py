@@ -1,4 +1,4 @@
-"""A mount that is told to end, or goes on, while files change and storage is slow: nobody waits for ever."""
+"""A mount that ends, or continues, while files change and storage is slow: no process waits forever."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.property.kernel import wait_until
 
 SIZE = 1 << 20
 SLOW_S = 3.0
-AT_ONCE = """
+READ_ON_REQUEST = """
 import os, sys
 fd = os.open(sys.argv[1], os.O_RDONLY)
 print("open", flush=True)
 sys.stdin.readline()
 os.pread(fd, 4096, 0)
 """
-PAIRS = 80  # more than the daemon has threads, and the kernel slots for what it asks for ahead
+PAIRS = 80  # more than the daemon's threads, and more than the kernel's slots for background requests
 TWO_NAMES = """
 import mmap, os, sys, threading
 root, pairs = sys.argv[1], range(int(sys.argv[2]))
@@ -43,7 +43,7 @@ for pages in maps:
 jobs = [lambda fd=fd: os.fsync(fd) for fd in written], [lambda fd=fd: os.pread(fd, 1, 0) for fd in read]
 threads = []
 for each in jobs:
-    print("go on", flush=True)
+    print("ready", flush=True)
     sys.stdin.readline()
     threads += [threading.Thread(target=job) for job in each]
     for thread in threads[-len(each):]:
@@ -58,15 +58,15 @@ for number in pairs:
 
 @contextmanager
 def reader(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that has opened a file, and reads a page once it is told to."""
-    with client(AT_ONCE, str(path)) as process:
+    """Yield a process that has opened a file and reads a page after `resume`."""
+    with client(READ_ON_REQUEST, str(path)) as process:
         assert process.stdout is not None and process.stdout.readline() == "open\n"
         yield process
 
 
 @contextmanager
 def client(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that runs `code`; it is killed in the end."""
+    """Yield a process that runs `code`; kill it at the end."""
     command = [sys.executable, "-I", "-S", "-c", code, *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
@@ -77,21 +77,19 @@ def client(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def tell(process: subprocess.Popen[str]) -> None:
-    """Let a process go on."""
+def resume(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
 def change(path: Path) -> None:
-    """Change a file behind the mount."""
     with path.open("r+b") as file:
         file.write(os.urandom(10))
 
 
 def ends(mount: Live, minor: int) -> bool:
-    """Return whether the daemon ends; if not, nobody is left waiting."""
+    """Return whether the daemon ends; if it does not, abort its connection so that no process keeps waiting."""
     try:
         return mount.daemon.wait(120) == 0
     except subprocess.TimeoutExpired:
@@ -100,23 +98,23 @@ def ends(mount: Live, minor: int) -> bool:
         return False
 
 
-def test_a_process_that_was_killed_and_cannot_go_is_dead(tmp_path: Path) -> None:
-    """It waits in the kernel for an answer, as the main thread of a daemon does that asks its own mount."""
+def test_a_killed_process_that_waits_in_the_kernel_is_dead(tmp_path: Path) -> None:
+    """Like the main thread of a daemon that uses its own mount, it waits in the kernel for a reply."""
     files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
     files.mkdir()
     random_file(files / "slow.bin", SIZE)
     with faulty(files, source, rules), reader(source / "slow.bin") as process:
         assert not sentinel.is_dead(process.pid)
         write_rules(rules, [Rule("slow", "read", "slow.bin", seconds=SLOW_S / 2)])
-        tell(process)
+        resume(process)
         time.sleep(SLOW_S / 8)  # it waits now
         process.kill()
         assert sentinel.is_dead(process.pid)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system for others needs root")
-def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> None:
-    """Dropping waits for a slow read; what comes after the signal is not what the next drop waits for."""
+def test_sigterm_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> None:
+    """An invalidation waits for a slow read; reads after the signal do not delay the next invalidation."""
     files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
     files.mkdir()
     for name in ("slow.bin", "slower.bin", "other.bin"):
@@ -124,7 +122,8 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
     with faulty(files, source, rules), live(source, tmp_path / "mnt", "32Mi", "--mode", "steer") as mount:
         entry = mountpoint.find(str(mount.mountpoint))
         assert entry is not None
-        for helper in mount.helpers():  # it tells of no node: what drops pages is the thread that an open has told to
+        # without the helper's report of inodes, the thread that an open wakes drops the pages
+        for helper in mount.helpers():
             helper.suspend()
         with ExitStack() as stack:
             slow, slower, other = (
@@ -134,8 +133,8 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
                 rules,
                 [Rule("slow", "read", "slow.bin", seconds=SLOW_S), Rule("slow", "read", "slower.bin", seconds=2 * SLOW_S)],
             )
-            tell(slow)
-            tell(slower)
+            resume(slow)
+            resume(slower)
             time.sleep(SLOW_S / 8)  # they wait for storage now
             for name in ("slow.bin", "other.bin"):
                 change(files / name)
@@ -144,13 +143,13 @@ def test_the_end_while_pages_of_changed_files_are_dropped(tmp_path: Path) -> Non
                 pass
             mount.daemon.send_signal(signal.SIGTERM)
             time.sleep(SLOW_S / 3)  # the signal has arrived
-            tell(other)
+            resume(other)
             assert ends(mount, os.minor(entry.dev))
             for process in (slow, slower, other, opener):
                 process.wait(120)
 
 
-# What storage may take long for, of a file that is open: (descriptor, path)
+# Calls that storage may delay, on an open file: (descriptor, path)
 CALLS: dict[str, Callable[[int, Path], object]] = {
     "fsync": lambda fd, _path: os.fsync(fd),
     "write": lambda fd, _path: os.pwrite(fd, b"x", 0),
@@ -160,15 +159,14 @@ CALLS: dict[str, Callable[[int, Path], object]] = {
 }
 
 
-def use(path: Path) -> None:
-    """Open files as others do, while storage is busy with one."""
+def use_other_files(path: Path) -> None:
+    """Open, write and read other files while storage delays one."""
     for number in range(6):
         (path / f"other{number % 3}.kv").write_bytes(b"1")
     assert (path / "other1.kv").read_bytes() == b"1"
 
 
 def started(*jobs: Callable[[], object]) -> list[threading.Thread]:
-    """Start threads."""
     threads = [threading.Thread(target=job, daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
@@ -176,7 +174,7 @@ def started(*jobs: Callable[[], object]) -> list[threading.Thread]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system for others needs root")
-def test_a_file_whose_storage_is_slow_keeps_nobody_from_others(tmp_path: Path) -> None:
+def test_slow_storage_of_one_file_does_not_delay_others(tmp_path: Path) -> None:
     files, source, rules = tmp_path / "files", tmp_path / "source", tmp_path / "rules.json"
     files.mkdir()
     with faulty(files, source, rules), live(source, tmp_path / "mnt", "32Mi") as mount:
@@ -190,14 +188,14 @@ def test_a_file_whose_storage_is_slow_keeps_nobody_from_others(tmp_path: Path) -
                     fd = os.open(slow, os.O_RDWR)
                     stack.callback(os.close, fd)
                 write_rules(rules, [Rule("held", call, slow.name)])
-                stack.callback(lambda: wait_until(lambda: not held_by(rules).exists(), "it goes on"))
+                stack.callback(lambda: wait_until(lambda: not held_by(rules).exists(), "it continues"))
                 stack.callback(write_rules, rules, [])
                 threads = started(lambda do=do, fd=fd, slow=slow: do(fd, slow))  # type: ignore[misc]
                 wait_until(held_by(rules).exists, f"storage is busy with {call}")
                 again = started(lambda slow=slow: slow.read_bytes())  # type: ignore[misc]
-                others = started(lambda: use(point))
+                others = started(lambda: use_other_files(point))
                 others[0].join(60)
-                assert not others[0].is_alive(), f"others go on at a slow {call}"
+                assert not others[0].is_alive(), f"other calls continue during a slow {call}"
                 if call == "fsync":
                     again[0].join(60)
                     assert not again[0].is_alive(), "a file is opened while it is synced"
@@ -210,16 +208,16 @@ def in_kernel(pid: int) -> int:
     """Return how many threads of a process wait for a file system."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             waits = (task / "wchan").read_text()
             found += not any(word in waits for word in ("futex", "pipe", "poll")) and waits != "0"
     return found
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="where others wait is told to root")
-@pytest.mark.parametrize("ending", [False, True], ids=["goes on", "ends"])
-def test_pages_of_other_names_wait_for_reads_that_are_queued_behind_writes(tmp_path: Path, ending: bool) -> None:
-    """A write concerns the pages of the file's other names; those are locked until reads are answered that come later."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read wchan of other processes")
+@pytest.mark.parametrize("ending", [False, True], ids=["continues", "ends"])
+def test_invalidating_other_names_waits_for_reads_queued_behind_writes(tmp_path: Path, ending: bool) -> None:
+    """A write invalidates pages of the file's other names, which stay locked until reads queued behind it are answered."""
     source = tmp_path / "source"
     source.mkdir()
     for number in range(PAIRS):
@@ -227,17 +225,17 @@ def test_pages_of_other_names_wait_for_reads_that_are_queued_behind_writes(tmp_p
         os.link(source / f"a{number}.kv", source / f"b{number}.kv")
     with live(source, tmp_path / "mnt", "32Mi") as mount, client(TWO_NAMES, str(mount.mountpoint), str(PAIRS)) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "go on\n"
+        assert process.stdout.readline() == "ready\n"
         mount.daemon.send_signal(signal.SIGSTOP)
         try:
             for waiting in (PAIRS, 2 * PAIRS):
-                tell(process)
-                wait_until(lambda least=waiting: in_kernel(process.pid) >= least, "all are asked for")  # type: ignore[misc]
+                resume(process)
+                wait_until(lambda least=waiting: in_kernel(process.pid) >= least, "all requests wait")  # type: ignore[misc]
             mount.daemon.send_signal(signal.SIGCONT)
             if ending:
                 control.request(str(mount.mountpoint), {"op": "stop", "force": True})
                 assert mount.daemon.wait(60) == 0
             assert process.wait(60) == 0 or ending
         except BaseException:
-            mount.daemon.kill()  # its sentinel ends all waiting
+            mount.daemon.kill()  # the sentinel then ends all waiting
             raise

@@ -1,4 +1,4 @@
-"""`llmcache tokens` on a mount: all clients of it, with what its daemon has read for them."""
+"""`llmcache tokens` on a mount observes all its clients, and includes the reads of its daemon."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_clients_of_a_mount_are_observed(mode: str, mount: Mounter, tmp_path: Pa
             subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=120)
         finally:
             tokens.terminate()
-            said = tokens.communicate(timeout=60)[1]
-    assert tokens.returncode == 0, said
+            errors = tokens.communicate(timeout=60)[1]
+    assert tokens.returncode == 0, errors
     passes = [json.loads(line) for line in lines.read_text().splitlines()]
     summary = passes.pop()
     assert len(passes) == PASSES
     assert {one["model"] for one in passes} == {str(path)}
     assert summary["tokens"] + summary["prefill_passes"] == PASSES
-    if mode == "steer":  # what the daemon reads is read for the clients
+    if mode == "steer":  # the daemon reads for the clients
         assert sum(one["read_bytes"] for one in passes) > 0
 
 

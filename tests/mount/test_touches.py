@@ -1,4 +1,4 @@
-"""Which touches of files the kernel reports to a mount in place: `llmcache.fs.backends.touches` alone, without a mount."""
+"""Which accesses to files the kernel reports to an in-place mount; tests `llmcache.fs.backends.touches` without a mount."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def works_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("faults", ["tracepoint", pytest.param("function", marks=pytest.mark.fexit), "nothing"])
-def test_mappings_by_huge_pages_are_touches(
+def test_mapping_huge_pages_is_reported(
     faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the kernel has no tracepoint at page faults (arm64), the function behind shows them; else nothing does."""
+    """Without the tracepoint for page faults (arm64), a probe at a kernel function is used; without both, none are seen."""
     if faults != "tracepoint":
         monkeypatch.setattr(
             touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)
@@ -44,11 +44,11 @@ def test_mappings_by_huge_pages_are_touches(
     )
     touch = "for at in range(0, len(data), 4096): data[at]\n"
     subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
-    # The faults of programs that are not known as readers are not looked at.
+    # Faults are reported only for processes that have read the file before.
     become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"
     report = "print(sum(map(int, re.findall(r'FilePmdMapped: *(\\d+)', open('/proc/self/smaps').read()))), flush=True)\n"
     code = begin + become_known + touch + report
-    # Children of this process are its own: the client is a grandchild.
+    # Reads of this process's children are ignored, so the client is a grandchild.
     command = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, code, str(path)]
     caplog.set_level(logging.WARNING)
     touches = Touches()
@@ -68,8 +68,8 @@ def test_mappings_by_huge_pages_are_touches(
         touches.close()
 
 
-def test_touches_are_few(tmp_path: Path) -> None:
-    """A program that reads what is cached at full speed costs a touch for each extent and quiet time, not for each read."""
+def test_touches_are_reported_once_per_quiet_time(tmp_path: Path) -> None:
+    """A program that reads cached data at full speed causes a touch per extent and quiet time, not per read."""
     path = random_file(tmp_path / "file", 64 * MIB)
     touches = Touches()
     try:
@@ -78,10 +78,10 @@ def test_touches_are_few(tmp_path: Path) -> None:
         code = f"for _ in range(30):\n f = open({str(path)!r}, 'rb', buffering=0)\n while f.read(65536): pass"
         subprocess.run(["sh", "-c", 'python3 -c "$0"; true', code], check=True)
         quiet_times = (time.monotonic_ns() - began) // QUIET_NS + 1
-        told = touches.wait(0)
-        assert {touch.extent for touch in told} == set(range(32))
-        assert {touch.file for touch in told} == {7}
-        assert 32 <= len(told) <= 32 * quiet_times
+        found = touches.wait(0)
+        assert {touch.extent for touch in found} == set(range(32))
+        assert {touch.file for touch in found} == {7}
+        assert 32 <= len(found) <= 32 * quiet_times
         assert touches.lost == 0
     finally:
         touches.close()

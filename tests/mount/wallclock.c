@@ -1,5 +1,5 @@
-/* Preloaded into a daemon: its wall clock is off by as many nanoseconds as the file $WALLCLOCK says (8 bytes, mapped).
-   CLOCK_MONOTONIC stays as it is: that one is never set on a running machine. */
+/* Preloaded into a daemon: shifts its wall clock by the nanoseconds in the file $WALLCLOCK (8 bytes, mapped).
+ * CLOCK_MONOTONIC is not shifted, because a running machine never sets it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

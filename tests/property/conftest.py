@@ -1,4 +1,4 @@
-"""The engine with its modelled kernel, in both modes."""
+"""The fixture that runs the engine with the modeled kernel, in both modes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,5 @@ from tests.property.rig import Rig, running
 
 @pytest.fixture(params=["steer", "arena"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A rig whose engine runs."""
-    with running(tmp_path, request.param, monkeypatch) as made:
-        yield made
+    with running(tmp_path, request.param, monkeypatch) as rig:
+        yield rig

@@ -1,4 +1,4 @@
-"""What every policy keeps to, as functions that raise AssertionError: `test_policies.py` runs them on the whole table."""
+"""The contract of all policies, as functions that raise AssertionError; `test_policies.py` runs them on every policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmcache.cache.policies.base import Policy
 
 @dataclass(frozen=True)
 class Case:
-    """A trace in runs (first, count) over the ids 0 .. blocks - 1 and a cache for it."""
+    """A trace of runs (first, count) over the ids 0 .. blocks - 1, and the capacity of a cache for it."""
 
     capacity: int
     blocks: int
@@ -23,30 +23,27 @@ class Case:
 
     @property
     def first(self) -> Int64s:
-        """First id of each run."""
         return np.array([first for first, _ in self.runs], np.int64)
 
     @property
     def count(self) -> Int64s:
-        """Blocks of each run."""
         return np.array([count for _, count in self.runs], np.int64)
 
     def references(self) -> list[int]:
-        """All references, block by block."""
+        """Return all references, block by block."""
         return [block for first, count in self.runs for block in range(first, first + count)]
 
     def policy(self, name: str) -> Policy:
-        """A fresh cache of the policy called `name`."""
         return policy_class(name)(self.capacity, self.blocks)
 
     def hits(self, name: str) -> list[int]:
-        """Hits of each run, all in one call of `replay`."""
+        """Return the hits of each run, from one call of `replay`."""
         return [int(hits) for hits in self.policy(name).replay(self.first, self.count)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Runs, single references, and stretches that come again, over at most 48 blocks."""
+    """Generate runs, single references and repeated stretches over at most 48 blocks."""
     blocks = draw(st.integers(1, 48))
     run = st.integers(0, blocks - 1).flatmap(lambda first: st.tuples(st.just(first), st.integers(1, blocks - first)))
     single = st.tuples(st.integers(0, blocks - 1), st.just(1))
@@ -56,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def long_case(capacity: int, seed: int) -> Case:
-    """Thousands of references over 600 blocks: a loop in fragments, scans and hot blocks; windows and ghosts fill."""
+    """Return thousands of references over 600 blocks, enough to fill windows and ghosts: a loop, scans and hot blocks."""
     source = np.random.default_rng(seed)
     runs: list[tuple[int, int]] = []
     for _ in range(15):
@@ -67,8 +64,8 @@ def long_case(capacity: int, seed: int) -> Case:
     return Case(capacity, 600, tuple(runs))
 
 
-def holds_no_more_than_capacity(name: str, case: Case) -> None:
-    """What is resident at the end is int64, ascending, each id once, at most `capacity` of them."""
+def resident_blocks_fit_the_capacity(name: str, case: Case) -> None:
+    """The resident ids at the end are int64, ascending and unique, at most `capacity` of them."""
     policy = case.policy(name)
     policy.replay(case.first, case.count)
     resident = policy.resident()
@@ -78,15 +75,14 @@ def holds_no_more_than_capacity(name: str, case: Case) -> None:
     assert ((resident >= 0) & (resident < case.blocks)).all()
 
 
-def holds_only_what_was_referenced(name: str, case: Case) -> None:
-    """Nothing is resident that the trace does not have."""
+def only_referenced_blocks_are_resident(name: str, case: Case) -> None:
     policy = case.policy(name)
     policy.replay(case.first, case.count)
     assert np.isin(policy.resident(), case.references()).all()
 
 
-def hits_what_is_resident(name: str, case: Case) -> None:
-    """Block by block: a hit if and only if it was resident, resident afterwards, and nothing else came in."""
+def resident_blocks_hit(name: str, case: Case) -> None:
+    """A block hits if and only if it was resident; it is resident afterwards, and no other block was added."""
     policy = case.policy(name)
     one = np.ones(1, np.int64)
     before: set[int] = set()
@@ -97,12 +93,12 @@ def hits_what_is_resident(name: str, case: Case) -> None:
         assert block in after
         assert after - before <= {block}
         assert len(after) <= case.capacity
-        assert hit[0] or len(before) == case.capacity or not before - after, "evicted while there was room"
+        assert hit[0] or len(before) == case.capacity or not before - after, "evicted although the cache was not full"
         before = after
 
 
-def does_not_see_where_calls_end(name: str, case: Case) -> None:
-    """A trace cut into several calls of `replay` gives the same hits and the same content."""
+def calls_can_be_split(name: str, case: Case) -> None:
+    """A trace cut into several calls of `replay` gives the same hits and the same contents."""
     whole, cut = case.policy(name), case.policy(name)
     hits = whole.replay(case.first, case.count).tolist()
     pieces: list[int] = []
@@ -113,16 +109,16 @@ def does_not_see_where_calls_end(name: str, case: Case) -> None:
     assert cut.evictions == whole.evictions
 
 
-def sees_blocks_and_not_runs(name: str, case: Case) -> None:
-    """Each run has as many hits as its blocks have when they are replayed one by one."""
+def runs_count_as_their_blocks(name: str, case: Case) -> None:
+    """The hits of a run are the sum of the hits of its blocks, replayed one by one."""
     blocks = np.array(case.references(), np.int64)
     single = case.policy(name).replay(blocks, np.ones_like(blocks))
     ends = np.cumsum(case.count)
     assert case.hits(name) == [int(single[end - count : end].sum()) for end, count in zip(ends, case.count, strict=True)]
 
 
-def misses_only_first_uses_when_all_fits(name: str, case: Case) -> None:
-    """With room for all blocks, only the first reference to each misses and nothing is evicted."""
+def only_first_references_miss_if_all_fits(name: str, case: Case) -> None:
+    """If all blocks fit, only the first reference to each misses, and nothing is evicted."""
     roomy = Case(len(set(case.references())), case.blocks, case.runs)
     policy = roomy.policy(name)
     misses = int((roomy.count - policy.replay(roomy.first, roomy.count)).sum())
@@ -138,16 +134,16 @@ def is_not_better_than_belady(name: str, case: Case) -> None:
 Clause = Callable[[str, Case], None]
 
 ALWAYS: tuple[Clause, ...] = (
-    holds_no_more_than_capacity,
-    holds_only_what_was_referenced,
-    sees_blocks_and_not_runs,
-    misses_only_first_uses_when_all_fits,
+    resident_blocks_fit_the_capacity,
+    only_referenced_blocks_are_resident,
+    runs_count_as_their_blocks,
+    only_first_references_miss_if_all_fits,
     is_not_better_than_belady,
 )
-ONLINE: tuple[Clause, ...] = (hits_what_is_resident, does_not_see_where_calls_end)
-"""What can be asked only of a policy that does not need the whole trace at once."""
+ONLINE: tuple[Clause, ...] = (resident_blocks_hit, calls_can_be_split)
+"""Clauses for policies that do not need the whole trace at once."""
 
 
 def clauses(name: str) -> tuple[Clause, ...]:
-    """Return the clauses that the policy called `name` has to keep."""
+    """Return the clauses of the contract for the policy `name`."""
     return ALWAYS if policy_class(name).offline else ALWAYS + ONLINE

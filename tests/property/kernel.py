@@ -1,8 +1,8 @@
 """A small model of the kernel's side of a FUSE mount: page cache, READ, STORE, INVAL, mlock and reclaim.
 
-It keeps the rules that the engine has to live with: only missing pages are asked for; pages of an unanswered READ are
-locked; STORE, INVAL and the second reader wait for locked pages; unlocked pages vanish when the kernel likes. Every wait
-is bounded, so that a deadlock is a failure.
+It follows the rules that the engine depends on: only missing pages are requested; pages of an unanswered READ are locked;
+STORE, INVAL and a second reader wait for locked pages; unlocked pages can vanish at any time. Every wait has a limit, so
+that a deadlock becomes a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmcache.fs.vfs.backing import Backing
 
 PAGE = 4096
 READ_AHEAD_PAGES = 32
-PATIENCE_S = 120.0  # for a locked page
+PATIENCE_S = 120.0  # limit of waiting for a locked page
 SETTLE_S = 120.0
 HELPER_PID = 4242
 READER_PID = 77
@@ -33,7 +33,7 @@ READER_PID = 77
 
 @dataclass(eq=False)
 class File:
-    """A file as the kernel knows it: node, pages by index, pages of unanswered READs, mlocked pages."""
+    """A file as the kernel sees it: node id, pages by index, pages of unanswered READs, mlocked pages."""
 
     node: int
     backing: SlowBacking
@@ -43,7 +43,7 @@ class File:
 
 
 class Kernel:
-    """Page cache of one mount; also the engine's notifier."""
+    """The page cache of one mount; also the engine's notifier."""
 
     def __init__(self) -> None:
         self.engine: Engine
@@ -58,7 +58,7 @@ class Kernel:
         self._nodes = 1000
 
     def add(self, backing: SlowBacking) -> File:
-        """A file that is looked up; a path that is known keeps its node and its pages."""
+        """Look a file up; a path that is already known keeps its node and its pages."""
         known = self.files.get(backing.path)
         if known is not None:
             known.backing = backing
@@ -68,16 +68,16 @@ class Kernel:
         return file
 
     def open(self, file: File) -> None:
-        """An application opens `file`; pages are dropped unless they may be kept."""
+        """Open `file` as a client; its pages are dropped unless the engine allows them to stay."""
         if not self.engine.opened(file.backing, file.backing.path, READER_PID):
             self.invalidate(file.node, 0, 0)
 
     def resident_bytes(self) -> int:
-        """Bytes in the page cache. Lock held."""
+        """Return the bytes in the page cache. The lock must be held."""
         return sum(len(file.pages) for file in self.files.values()) * PAGE
 
     def read(self, file: File, offset: int, size: int, pid: int = READER_PID) -> bytes:
-        """The bytes that an application gets; OSError as it would see it."""
+        """Return the bytes that a client reads; raise the OSError that it gets."""
         end = min(offset + size, file.backing.size)
         page, parts = offset // PAGE, []
         while page * PAGE < end:
@@ -87,7 +87,7 @@ class Kernel:
         return b"".join(parts)
 
     def _page(self, file: File, page: int, last: int, pid: int) -> bytes:
-        for ahead in (READ_AHEAD_PAGES, 1):  # a read-ahead that fails is repeated for the page alone
+        for ahead in (READ_AHEAD_PAGES, 1):  # a failed read-ahead is repeated for the page alone
             with self.lock:
                 self._wait_for(file, page)
                 if page in file.pages:
@@ -104,7 +104,7 @@ class Kernel:
         raise AssertionError("not reached")
 
     def _request(self, file: File, first: int, end: int, pid: int) -> bytes:
-        """READ of some pages, which are locked until it is answered."""
+        """Send a READ for some pages, which are locked until the reply."""
         length = (end - first) * PAGE
         memory = ctypes.create_string_buffer(length)
         data: list[bytes] = []
@@ -129,7 +129,7 @@ class Kernel:
             raise AssertionError(f"deadlock: page {page} of {file.backing.path} stays locked")
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """FUSE_NOTIFY_STORE: page by page, each once it is not locked."""
+        """FUSE_NOTIFY_STORE: store page by page, each as soon as it is not locked."""
         if self.refuse_store(offset, length):
             return -errno.ENOMEM
         file = self._by_node(nodeid)
@@ -145,7 +145,7 @@ class Kernel:
         return 0
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """FUSE_NOTIFY_INVAL_INODE: whole pages, mlocked ones too; length 0 or less is to the end."""
+        """FUSE_NOTIFY_INVAL_INODE: drop whole pages, even mlocked ones; a length of 0 or less means to the end."""
         file = self._by_node(nodeid)
         with self.lock:
             last = (offset + length - 1) // PAGE if length > 0 else max([*file.pages, *file.busy], default=0)
@@ -155,7 +155,7 @@ class Kernel:
         return 0
 
     def reclaim(self, source: random.Random, pages: int) -> None:
-        """The kernel takes some pages that nobody has locked."""
+        """Drop some pages that are not mlocked, as the kernel may."""
         with self.lock:
             for file in self.files.values():
                 free = [page for page in file.pages if page not in file.pinned]
@@ -167,7 +167,7 @@ class Kernel:
 
 
 class Pins:
-    """Stands in for PinService: the helper faults in, through the modelled mount, what it locks."""
+    """Replaces PinService: like the helper, it faults pages in through the modeled mount before it locks them."""
 
     def __init__(self, kernels: list[Kernel], on_attached: Callable[[str, int], None]) -> None:
         self._kernels = kernels
@@ -178,19 +178,18 @@ class Pins:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """One helper."""
         return (self.pid,)
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, which is made after the engine that makes this."""
+        """The kernel, which is created after the engine that creates this object."""
         return self._kernels[0]
 
     def start(self, _mountpoint: str) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """As PinService: all locks are gone with the helper."""
+        """Stop like PinService: all locks end with the helper."""
         self._queue.put(None)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -237,18 +236,17 @@ class Pins:
 
 
 class CalmGauge(PressureGauge):
-    """A gauge that never feels any pressure."""
+    """A gauge that never reports memory pressure."""
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """Everything can be had."""
+        pass
 
     def limit(self, held_bytes: int) -> int:
-        """The whole budget."""
         return self.budget_bytes
 
 
 class SlowBacking(Backing):
-    """A Backing whose storage takes its time, fails in one range, and lets tests look in."""
+    """A Backing with slow storage that fails in one range and calls a hook after each read."""
 
     failing = range(0)
     delays: random.Random | None = None
@@ -265,13 +263,12 @@ class SlowBacking(Backing):
 
 
 def open_backing(path: str, real: Any, writable: bool = False) -> SlowBacking:
-    """A SlowBacking of the real file `real`, known as `path` below the mount."""
+    """Return a SlowBacking of the file `real`, with the path `path` below the mount."""
     fd = os.open(real, os.O_RDWR if writable else os.O_RDONLY)
     return SlowBacking(path, fd, os.fstat(fd), writable)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait, not for ever, for `condition`."""
     deadline = time.monotonic() + SETTLE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited too long until {what}"

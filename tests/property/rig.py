@@ -1,4 +1,4 @@
-"""An engine with its modelled kernel and real files, and threads that read and compare."""
+"""An engine with its modeled kernel and real files, and threads that read and compare."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ SLACK = 16 * MIB + WINDOW_ALLOWANCE_BYTES
 
 
 @functools.cache
-def _noise() -> bytes:
+def _random_bytes() -> bytes:
     return random.Random(0).randbytes(48 * MIB)
 
 
 def content(size: int, seed: str) -> bytes:
-    """Bytes of a file: a part of one noise, from elsewhere for each seed. Its own would take a third of the time."""
+    """Return the bytes of a file: a part of one long random string, chosen by the seed. New bytes would take longer."""
     start = zlib.crc32(seed.encode()) % (8 * MIB)
-    assert start + size <= len(_noise())
-    return _noise()[start : start + size]
+    assert start + size <= len(_random_bytes())
+    return _random_bytes()[start : start + size]
 
 
 class Rig:
-    """An engine, its kernel, and files with known content."""
-
     def __init__(self, directory: Path, mode: str, budget_bytes: int = BUDGET) -> None:
         self.directory = directory
         self.kernel = Kernel()
@@ -50,7 +48,7 @@ class Rig:
         self.content: dict[str, bytes] = {}
 
     def file(self, name: str, size: int, seed: int = 0, attached: bool = True) -> File:
-        """A file of random bytes, open; what is read of it before it is attached is not counted."""
+        """Create and open a file of random bytes; reads before it is attached are not counted."""
         self.write(name, content(size, f"{name}{seed}"))
         file = self.kernel.add(open_backing(f"/{name}", self.directory / name))
         self.kernel.open(file)
@@ -59,33 +57,31 @@ class Rig:
         return file
 
     def write(self, name: str, data: bytes) -> None:
-        """New content on storage; nobody is told."""
+        """Write new content to storage, without notifying the engine."""
         self.content[f"/{name}"] = data
         with open(self.directory / name, "r+b" if (self.directory / name).exists() else "wb") as stream:
             stream.write(data)
 
     def expected(self, file: File, offset: int, size: int) -> bytes:
-        """What a read has to return."""
         return self.content[file.backing.path][offset : offset + size]
 
     def check(self, file: File, offset: int, size: int) -> None:
-        """One read, compared."""
         got = self.kernel.read(file, offset, size)
         assert got == self.expected(file, offset, size), f"wrong bytes in {file.backing.path} at {offset}+{size}"
 
     def sweep(self, file: File, passes: int = 1) -> None:
-        """Whole passes over the file."""
+        """Read and compare the whole file `passes` times."""
         for _ in range(passes):
             for offset in range(0, file.backing.size, 256 << 10):
                 self.check(file, offset, 256 << 10)
 
     def node_known(self, file: File) -> bool:
-        """True once extents of `file` can be fetched."""
+        """Return whether extents of `file` can be fetched."""
         owner = self.engine.state.owners.get(file.backing)
         return owner is not None and owner[1].node is not None
 
     def until_pinned(self, file: File) -> None:
-        """Passes over a loop until something of it is pinned: a pin that found no time waits for the next pass."""
+        """Read passes over a loop until part of it is pinned; a pin that missed one pass is made in the next."""
         wait_until(lambda: self._swept(file) and self.engine.state.pinned_bytes() > 0, "something is pinned")
 
     def _swept(self, file: File) -> bool:
@@ -93,13 +89,13 @@ class Rig:
         return True
 
     def bound_holds(self) -> None:
-        """The engine never believes that the kernel holds less than it does."""
+        """Check that the engine counts at least as many resident bytes as the kernel has."""
         with self.engine.state.lock, self.kernel.lock:
             resident = self.kernel.resident_bytes()
             assert self.engine.state.resident_bytes >= resident
 
     def charges_add_up(self) -> None:
-        """Every charged byte belongs to a group that can give it back, or is a debt, once no eviction is under way."""
+        """Check that every accounted byte is in a loop space or a pending invalidation, once no eviction runs."""
         wait_until(self._adds_up, "charges add up")
 
     def _adds_up(self) -> bool:
@@ -109,7 +105,7 @@ class Rig:
             return state.resident_bytes == charged + sum(debt[3] for debt in state.debts)
 
     def settled(self) -> bool:
-        """Memory is within the budget and nothing is under way."""
+        """Return whether memory is within the budget and no load or eviction runs."""
         state = self.engine.state
         with state.lock, self.kernel.lock:
             held = self.kernel.resident_bytes() + state.held_bytes + state.pool.count * MIB
@@ -119,7 +115,7 @@ class Rig:
 
 @contextmanager
 def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_bytes: int = BUDGET) -> Iterator[Rig]:
-    """A rig whose engine runs; the pin helper, the gauge and the mount table are stand-ins."""
+    """Yield a rig with a running engine; the pin helper, the gauge and the mount table are replaced."""
     kernels: list[Kernel] = []
     monkeypatch.setattr("llmcache.fs.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
     monkeypatch.setattr("llmcache.fs.engine.engine.PressureGauge", CalmGauge)
@@ -135,7 +131,7 @@ def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_
 
 
 def in_threads(*jobs: Callable[[], None]) -> None:
-    """Run `jobs` together; the first failure is raised, and waiting for ever is one."""
+    """Run `jobs` concurrently; raise the first failure, and fail if a job does not end."""
     failures: list[BaseException] = []
 
     def guarded(job: Callable[[], None]) -> None:
@@ -160,7 +156,7 @@ def in_threads(*jobs: Callable[[], None]) -> None:
 
 
 def reader(rig: Rig, files: list[File], seed: int, reads: int) -> Callable[[], None]:
-    """A thread's work: sequential runs, strides and single pages, each read compared."""
+    """Return a thread's work: sequential runs, strides and single pages, each read compared."""
 
     def work() -> None:
         source = random.Random(seed)
@@ -179,5 +175,4 @@ def reader(rig: Rig, files: list[File], seed: int, reads: int) -> Callable[[], N
 
 
 def looper(rig: Rig, file: File, rounds: int) -> Callable[[], None]:
-    """A thread's work: whole passes."""
     return lambda: rig.sweep(file, rounds)

@@ -1,4 +1,4 @@
-"""The detector on anything: bounded, nothing lost or counted twice, and the same classes however the rows are cut."""
+"""The detector on arbitrary input: bounded memory, each access counted once, and classes that do not depend on row cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmcache.cache.streams import MAX_STREAMS
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from llmcache.trace.shapes import SHAPES
 
-LEAST_BYTES = 128 << 10  # a read-ahead window: smaller places may be told or not
+LEAST_BYTES = 128 << 10  # a read-ahead window; smaller ranges may be reported or not
 Row = tuple[int, int, int, int, int]
 """Time, file, first block, blocks, op."""
 
@@ -32,7 +32,7 @@ ACCESSES = st.lists(
 )
 
 
-def built(rows: Iterable[Row], files: Iterable[TraceFile]) -> Trace:
+def trace_of(rows: Iterable[Row], files: Iterable[TraceFile]) -> Trace:
     columns = np.array(list(rows), np.int64).reshape(-1, 5).T
     return Trace.build(*columns, files=list(files), provenance=Provenance("test"))
 
@@ -42,34 +42,33 @@ def rows_of(trace: Trace) -> list[Row]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def table(classes: Iterable[Classification], moved: int = 0) -> dict[tuple[int, str, str], int]:
-    """Returns bytes by file, op and class, without what is small."""
+def table(classes: Iterable[Classification], offset: int = 0) -> dict[tuple[int, str, str], int]:
+    """Return bytes by file, op and class, without small amounts."""
     found: dict[tuple[int, str, str], int] = {}
     for row in classes:
-        key = row.file - moved, row.op, row.kind
+        key = row.file - offset, row.op, row.kind
         found[key] = found.get(key, 0) + row.size_bytes
     return {key: size for key, size in found.items() if size >= LEAST_BYTES}
 
 
 @functools.cache
 def table_of(name: str) -> dict[tuple[int, str, str], int]:
-    """Returns the table of a shape by itself."""
     return table(classify(SHAPES[name]().batches()).rows)
 
 
 def merged(first: Trace, second: Trace, source: random.Random) -> Trace:
-    """Both at the same time; the files of the second are numbered behind those of the first."""
-    moved = len(first.files)
-    files = [TraceFile(file.id + moved, file.path, 2, file.inode, 0, file.size_bytes) for file in second.files]
-    others = [(t_ns, file + moved, begin, count, op) for t_ns, file, begin, count, op in rows_of(second)]
-    left = [iter(rows_of(first)), iter(others)]
+    """Interleave two traces; the files of the second get numbers after those of the first."""
+    offset = len(first.files)
+    files = [TraceFile(file.id + offset, file.path, 2, file.inode, 0, file.size_bytes) for file in second.files]
+    others = [(t_ns, file + offset, begin, count, op) for t_ns, file, begin, count, op in rows_of(second)]
+    remaining = [iter(rows_of(first)), iter(others)]
     order = sorted((source.random(), which) for which, trace in enumerate((first, second)) for _ in range(len(trace)))
-    rows = [(number * 10_000, *next(left[which])[1:]) for number, (_, which) in enumerate(order)]
-    return built(rows, [*first.files, *files])
+    rows = [(number * 10_000, *next(remaining[which])[1:]) for number, (_, which) in enumerate(order)]
+    return trace_of(rows, [*first.files, *files])
 
 
-def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str], int]) -> None:
-    """Asserts that two tables name the same, and sizes that differ by no more than a window, or 2 %."""
+def assert_similar(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str], int]) -> None:
+    """Check that two tables have the same keys, with sizes that differ by at most a window or 2 %."""
     edge = {key for key in one.keys() ^ other.keys() if max(one.get(key, 0), other.get(key, 0)) < 2 * LEAST_BYTES}
     assert one.keys() - edge == other.keys() - edge
     for key in one.keys() & other.keys():
@@ -77,24 +76,24 @@ def alike(one: dict[tuple[int, str, str], int], other: dict[tuple[int, str, str]
 
 
 @given(ACCESSES)
-def test_any_accesses_are_counted_once_and_where_they_were(accesses: list[tuple[int, int, int, bool]]) -> None:
+def test_each_access_is_counted_once_and_in_its_range(accesses: list[tuple[int, int, int, bool]]) -> None:
     detector = Detector()
     for number, (file, first, count, write) in enumerate(accesses):
         detector.note(number, number, file, first, count, count, write)
     detector.finish()
     total = 0
     for (file, write), trail in detector.trails.items():
-        mine = [(first, first + count) for name, first, count, wrote in accesses if (name, wrote) == (file, write)]
+        ranges = [(first, first + count) for name, first, count, wrote in accesses if (name, wrote) == (file, write)]
         places = list(trail.places())
         total += trail.forgotten[1] + sum(place.accesses for place in places)
         for place in places:
-            assert min(first for first, _ in mine) <= place.first < place.end <= max(end for _, end in mine)
+            assert min(first for first, _ in ranges) <= place.first < place.end <= max(end for _, end in ranges)
             assert 0 < place.blocks <= place.end - place.first
             assert place.since <= place.last <= detector.now
     assert total == sum(count for _, _, count, _ in accesses)
 
 
-def bounded(trail: Trail) -> bool:
+def is_bounded(trail: Trail) -> bool:
     streams, cells = len(trail.streams) <= MAX_STREAMS, len(trail.scattered) <= MAX_CELLS
     regions, strides = len(trail.sweeps.regions) <= MAX_REGIONS, len(trail.strides) <= MAX_STRIDES
     strided = sum(len(sweeps.regions) for sweeps in trail.strides.values()) <= MAX_REGIONS
@@ -116,44 +115,44 @@ def test_metadata_is_bounded(kind: str) -> None:
         }[kind]
         detector.note(number, number, 0, first, count, count, False)
         if number % 500 == 0:
-            assert bounded(detector.trails[0, False])
+            assert is_bounded(detector.trails[0, False])
 
 
 @pytest.mark.parametrize("name", ["ai_notes", "claude", "write_loops", "multi_loop"])
 def test_the_classes_do_not_depend_on_how_rows_are_cut(name: str) -> None:
     trace = SHAPES[name]()
     source = random.Random(name)
-    cut: list[Row] = []
+    parts: list[Row] = []
     for t_ns, file, first, count, op in rows_of(trace):
         at = 0
         while at < count:
             step = min(count - at, source.choice((1, 3, 30, 100)))
-            cut.append((t_ns + at, file, first + at, step, op))
+            parts.append((t_ns + at, file, first + at, step, op))
             at += step
-    cut.sort(key=lambda row: row[0])
-    again = built(cut, trace.files)
-    alike(table_of(name), table(classify(again.batches(rows=997)).rows))
+    parts.sort(key=lambda row: row[0])
+    again = trace_of(parts, trace.files)
+    assert_similar(table_of(name), table(classify(again.batches(rows=997)).rows))
 
 
 @pytest.mark.parametrize(("one", "other"), [("ai_notes", "ai_translate")])
-def test_what_others_do_meanwhile_does_not_change_a_class(one: str, other: str) -> None:
-    """Two applications at the same time: the files of each are classed as if it had been alone."""
+def test_a_simultaneous_application_does_not_change_classes(one: str, other: str) -> None:
+    """With two simultaneous applications, the files of each get the same classes as if it ran alone."""
     first, second = SHAPES[one](), SHAPES[other]()
-    moved = len(first.files)
+    offset = len(first.files)
     together = classify(merged(first, second, random.Random(one)).batches()).rows
-    alike(table_of(one), table(row for row in together if row.file < moved))
-    alike(table_of(other), table((row for row in together if row.file >= moved), moved))
+    assert_similar(table_of(one), table(row for row in together if row.file < offset))
+    assert_similar(table_of(other), table((row for row in together if row.file >= offset), offset))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1))
 def test_runs_hold_all_accesses_in_order(rows: list[tuple[int, int, int, int]]) -> None:
     files = [TraceFile(number, str(number), 0, 0, 0, 0) for number in range(2)]
-    trace = built([(number, *row) for number, row in enumerate(rows)], files)
-    made = list(runs(trace))
-    assert sum(accesses for *_, accesses, _ in made) == trace.accesses
-    begins = [begin for begin, *_ in made]
+    trace = trace_of([(number, *row) for number, row in enumerate(rows)], files)
+    found = list(runs(trace))
+    assert sum(accesses for *_, accesses, _ in found) == trace.accesses
+    begins = [begin for begin, *_ in found]
     assert begins == sorted(begins)
-    for begin, until, file, first, count, accesses, write in made:
+    for begin, until, file, first, count, accesses, write in found:
         part = [row for at, row in enumerate(rows) if begin <= at <= until]
         assert {(row[0], row[3] == 1) for row in part} == {(file, write)}
         assert {block for row in part for block in range(row[1], row[1] + row[2])} == set(range(first, first + count))

@@ -1,4 +1,4 @@
-"""Oracles over random streams and runs: AERP by brute force, refreshes by a controller played nanosecond by nanosecond."""
+"""Oracles over random streams and runs: AERP by brute force, and refreshes simulated nanosecond by nanosecond."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.unit.edram_parts import Stream, column_sums
 
 
 class PlainAerp:
-    """AERP by brute force: all keys and values of all tokens are kept, and masks say which of them count.
+    """AERP by brute force: it stores the keys and values of all tokens, and masks select those that count.
 
-    One layer: masks `kept` [kv_heads, tokens], scores [kv_heads, tokens], and which tokens are stored as x."""
+    One layer has the sets `kept` [kv_heads] and the scores [kv_heads] of tokens, and the tokens stored as inputs x.
+    """
 
     def __init__(self, settings: AerpSettings, shape: LayerShape) -> None:
         self.s, self.shape = settings, shape
@@ -121,8 +122,8 @@ class PlainAerp:
 
 EXACT = CellSettings("exact")
 DIM = 4
-# What is recomputed is a product of many rows at once, which rounds float32 otherwise than that of a row by itself: up to
-# 8e-8 of a key, in scores that are sums over all steps. Nothing else may differ.
+# Recomputing many rows in one product rounds float32 differently from single rows: up to 8e-8 of a key, in scores that
+# are sums over all steps. Nothing else may differ.
 ROUNDED = 1e-4
 
 shapes = st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1), (3, 3)]).flatmap(
@@ -141,7 +142,7 @@ policies = st.integers(0, 4).flatmap(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(shapes, policies, st.integers(1, 30), st.integers(0, 30), st.integers(0, 2**32 - 1), st.sampled_from([0, 0, 0, 1]))
-def test_equals_what_keeps_everything_and_masks(
+def test_aerp_equals_brute_force(
     shape: LayerShape, policy: AerpSettings, prompt: int, steps: int, seed: int, flat: int
 ) -> None:
     stream = Stream.of(shape, prompt + steps, seed, bool(flat))
@@ -150,7 +151,7 @@ def test_equals_what_keeps_everything_and_masks(
     plain.prefill(stream.queries[:prompt], keys[:prompt], values[:prompt])
     sums = column_sums(stream.queries[:prompt], keys[:prompt])
     np.testing.assert_allclose(sums, plain.sums, rtol=1e-3, atol=1e-3)
-    # From here on with equal sums: what float32 rounds must not decide between tokens that are nearly alike.
+    # Continue with equal sums, because rounding to float32 could decide between nearly equal tokens.
     layer.prefill(keys[:prompt], values[:prompt], plain.sums, stream.x[:prompt])
     check_state(layer, plain)
     for t in range(prompt, prompt + steps):
@@ -160,29 +161,29 @@ def test_equals_what_keeps_everything_and_masks(
 
 
 def check_state(layer: AerpLayer, plain: PlainAerp) -> None:
-    """Slots, scores, formats, bytes; and the invariants of a layer."""
+    """Compare slots, scores, formats and bytes, and check the invariants of a layer."""
     positions, count = layer.slots.positions, layer.slots.count
     assert [list(row[:count]) for row in positions] == plain.slots
     assert (positions[:, count:] == -1).all()
     for head, scores in enumerate(plain.scores):
-        wanted = [scores[p] for p in plain.slots[head]]
-        apart = 1e-9 if layer.settings.recompute == "none" else ROUNDED
-        np.testing.assert_allclose(layer.slots.scores[head, :count], wanted, rtol=apart, atol=apart)
+        expected = [scores[p] for p in plain.slots[head]]
+        tolerance = 1e-9 if layer.settings.recompute == "none" else ROUNDED
+        np.testing.assert_allclose(layer.slots.scores[head, :count], expected, rtol=tolerance, atol=tolerance)
     assert layer.stored_bytes == plain.stored_bytes()
     inputs = layer.inputs
-    standing_in = inputs.used & ~inputs.waiting  # in place of keys and values
-    assert set(inputs.positions[standing_in]) == plain.as_x
+    active = inputs.used & ~inputs.waiting  # inputs that replace keys and values
+    assert set(inputs.positions[active]) == plain.as_x
     assert set(inputs.positions[inputs.used & inputs.waiting]) == plain.waiting
     as_x = layer.slots.used & ~layer.in_kv
     assert set(positions[as_x]) == plain.as_x
     assert (inputs.positions[layer.x_index[:, :-1][as_x]] == positions[as_x]).all()
-    retained = [(positions == p).sum() for p in inputs.positions[standing_in]]
-    assert list(inputs.retaining[standing_in]) == retained
+    retained = [(positions == p).sum() for p in inputs.positions[active]]
+    assert list(inputs.retaining[active]) == retained
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(shapes, st.integers(1, 40), st.integers(1, 20), st.integers(0, 8), st.integers(0, 2**32 - 1))
-def test_a_budget_for_all_is_dense_attention_bit_for_bit(
+def test_a_budget_for_all_tokens_gives_dense_attention_bit_for_bit(
     shape: LayerShape, prompt: int, steps: int, spare: int, seed: int
 ) -> None:
     stream = Stream.of(shape, prompt + steps, seed)
@@ -206,20 +207,21 @@ steps = st.lists(
 short = st.integers(1, 30)
 
 
-def recorded(played: list[Step], kind: str) -> EdramRun:
+def run_of(schedule: list[Step], kind: str) -> EdramRun:
     recorder = RunRecorder(PAIR, X)
-    for duration, places in played:
+    for duration, places in schedule:
         recorder.observe(0, kind, np.array([row for row, _ in places]), np.array([high for _, high in places]))
         recorder.end_step(duration)
     return recorder.finish("", "modelled: random")
 
 
-def play(played: list[Step], intervals: RefreshIntervals) -> tuple[list[int], list[int]]:
-    """Refreshes of rows by group: with a counter per group, and with a timer per row."""
+def simulate(schedule: list[Step], intervals: RefreshIntervals) -> tuple[list[int], list[int]]:
+    """Return the refreshes of rows by group: with a counter per group, and with a timer per row."""
     by_counter, by_timer = [0] * 4, [0] * 4
-    last: dict[tuple[int, int], tuple[int, int, bool]] = {}  # of each place and half: row, when refreshed, group
+    # by place and half: the row, the time of its last refresh, and its group
+    last: dict[tuple[int, int], tuple[int, int, bool]] = {}
     now = 0
-    for duration, places in played:
+    for duration, places in schedule:
         for place, (row, high) in enumerate(places):
             for half in (0, 1):
                 before = last.pop((place, half), None)
@@ -247,15 +249,15 @@ def play(played: list[Step], intervals: RefreshIntervals) -> tuple[list[int], li
 
 @settings(max_examples=examples(150), deadline=None)
 @given(steps, st.sampled_from(["kv", "x"]), short, short, short, short)
-def test_equals_a_controller_that_is_played(played: list[Step], kind: str, a: int, b: int, c: int, d: int) -> None:
+def test_accounting_equals_a_simulated_controller(schedule: list[Step], kind: str, a: int, b: int, c: int, d: int) -> None:
     intervals = RefreshIntervals(min(a, b), min(c, d), max(a, b), max(c, d))
-    by_counter, by_timer = play(played, intervals)
-    run = recorded(played, kind)
+    by_counter, by_timer = simulate(schedule, intervals)
+    run = run_of(schedule, kind)
     vectors, half = (2, PAIR) if kind == "kv" else (1, X)
-    for rule, wanted in (("ticks", by_counter), ("floor", by_timer)):
+    for rule, expected in (("ticks", by_counter), ("floor", by_timer)):
         found = account(run, intervals, 1.0, rule=rule)
-        assert [group.refreshes for group in found.groups] == [vectors * count for count in wanted]
-        assert [group.joules for group in found.groups] == [half * count for count in wanted]
-        assert found.joules == half * sum(wanted)
+        assert [group.refreshes for group in found.groups] == [vectors * count for count in expected]
+        assert [group.joules for group in found.groups] == [half * count for count in expected]
+        assert found.joules == half * sum(expected)
     bound = account(run, intervals, 1.0, rule="ceil")
     assert all(group.refreshes >= vectors * count for group, count in zip(bound.groups, by_timer, strict=True))

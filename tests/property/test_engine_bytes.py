@@ -1,7 +1,7 @@
-"""The engine against a modelled kernel: right bytes under every interleaving, bounded memory, no deadlock, honest errors;
-and what a warm-up promises holds whatever the plan does meanwhile.
+"""The engine against a modeled kernel: right bytes in every interleaving, bounded memory, no deadlock, correct errors.
 
-The kernel is a model (tests/property/kernel.py); files, backing reads, threads and the engine are real.
+Warm-ups report the pinned bytes, even if the plan changes during them. The kernel is a model (tests/property/kernel.py);
+files, backing reads, threads and the engine are real.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def test_every_byte_is_right_and_memory_is_bounded(rig: Rig) -> None:
     rig.bound_holds()
     wait_until(rig.settled, "memory is within the budget")
     rig.charges_add_up()
-    assert rig.kernel.most_requests > 1, "the readers were meant to be concurrent"
+    assert rig.kernel.most_requests > 1, "the readers ran concurrently"
 
 
-def test_an_unexpected_error_of_a_loader_costs_no_byte_and_no_reader(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service is run again; after repeated failures steering ends, and reads are answered from SOURCE."""
+def test_an_unexpected_error_of_a_loader_does_not_disturb_readers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service is restarted; after repeated failures steering ends, and reads are served from SOURCE."""
     file, services = rig.file("loop", LOOP), rig.engine.state.services
     rig.sweep(file, 2)
     store, failing = FuseBackend.store, iter([True, False, True])
@@ -86,7 +86,7 @@ def test_an_unexpected_error_of_a_loader_costs_no_byte_and_no_reader(rig: Rig, m
     rig.sweep(file)
 
 
-def test_a_loop_is_held_and_given_back(rig: Rig) -> None:
+def test_a_loop_is_pinned_and_released(rig: Rig) -> None:
     file = rig.file("loop", LOOP)
     state = rig.engine.state
     rig.sweep(file, 3)
@@ -99,12 +99,12 @@ def test_a_loop_is_held_and_given_back(rig: Rig) -> None:
 
     wait_until(reads_less, "a pass reads less than the whole file")
     rig.engine.removed("/loop")
-    wait_until(lambda: state.used_bytes == 0 and not rig.kernel.resident_bytes(), "all is given back")
+    wait_until(lambda: state.used_bytes == 0 and not rig.kernel.resident_bytes(), "everything is released")
     assert state.pinned_bytes() == 0
 
 
-def test_a_loop_over_a_part_of_a_loaded_file_is_kept_if_it_fits(rig: Rig) -> None:
-    """An engine may copy most tensors when it loads a model: the rest has the whole budget, and nothing else is fetched."""
+def test_a_loop_over_part_of_a_loaded_file_is_pinned_if_it_fits(rig: Rig) -> None:
+    """An inference engine may copy most tensors while it loads a model; later passes read only the rest, which fits."""
     file = rig.file("loop", LOOP)
     rig.sweep(file, 2)
     rig.until_pinned(file)
@@ -120,7 +120,7 @@ def test_a_loop_over_a_part_of_a_loaded_file_is_kept_if_it_fits(rig: Rig) -> Non
 
 
 def test_single_rows_are_read_as_requested(rig: Rig) -> None:
-    """Rows of a table lie anywhere: neither the extent around them nor what follows is fetched."""
+    """Rows of a table are scattered: neither their extents nor the following bytes are fetched."""
     table, source = rig.file("table", 40 * MIB), random.Random(1)
     before = rig.engine.state.counters.backing_read_bytes
     rows = [source.randrange(table.backing.size // 4096) * 4096 for _ in range(60)]
@@ -130,7 +130,7 @@ def test_single_rows_are_read_as_requested(rig: Rig) -> None:
     assert read_bytes <= len(rows) * READ_AHEAD_PAGES * PAGE, "no more than the kernel requests"
 
 
-def test_a_smaller_budget_is_kept(rig: Rig) -> None:
+def test_a_smaller_budget_holds(rig: Rig) -> None:
     rig.engine.resize(40 * MIB)
     file = rig.file("loop", LOOP)
     rig.sweep(file, 4)
@@ -141,7 +141,7 @@ def test_a_smaller_budget_is_kept(rig: Rig) -> None:
     rig.bound_holds()
 
 
-def test_a_storage_error_is_seen_in_its_range_only(rig: Rig) -> None:
+def test_a_storage_error_affects_only_its_range(rig: Rig) -> None:
     file = rig.file("bad", LOOP)
     bad = range(3 * MIB + 8192, 3 * MIB + 8192 + 4096)
     file.backing.failing = bad
@@ -160,7 +160,7 @@ def test_a_storage_error_is_seen_in_its_range_only(rig: Rig) -> None:
 
 
 def test_failed_stores_cost_no_memory(rig: Rig) -> None:
-    """The kernel may refuse a STORE (no memory): what is charged for it must still be given back."""
+    """If the kernel refuses a STORE for lack of memory, the bytes accounted for it must be released."""
     file, other = rig.file("loop", LOOP), rig.file("other", LOOP)
     source = random.Random(1)
     rig.kernel.refuse_store = lambda _offset, _length: source.random() < 0.7
@@ -172,7 +172,7 @@ def test_failed_stores_cost_no_memory(rig: Rig) -> None:
     rig.charges_add_up()
 
 
-def test_stop_during_load_returns_and_reads_go_on(rig: Rig) -> None:
+def test_reads_continue_after_a_stop_during_load(rig: Rig) -> None:
     files = [rig.file("one", 20 * MIB), rig.file("two", LOOP)]
     for file in files:
         file.backing.delays = random.Random(3)
@@ -196,7 +196,7 @@ def test_stop_during_load_returns_and_reads_go_on(rig: Rig) -> None:
 
 
 def test_pages_read_while_a_file_is_being_attached_are_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read before the node was known is dropped; what is read right after that counts."""
+    """Pages read before the node is known are dropped; pages read right after that count."""
     attach = rig.engine.pins.attach
     late: list[str] = []
     monkeypatch.setattr(rig.engine.pins, "attach", late.append)
@@ -217,29 +217,28 @@ def test_pages_read_while_a_file_is_being_attached_are_counted(rig: Rig, monkeyp
 
 
 def warmed(rig: Rig, name: str, tell: Tell = lambda _progress: None, *, fetch: bool = True) -> tuple[int, int]:
-    """Bytes that a warm-up of a file says are wanted, and there."""
+    """Return how many bytes a warm-up of a file wanted, and how many are warm."""
     tree = SourceTree(str(rig.directory))
     warmer = Warmer(rig.engine, LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy(False, ())))
-    told = warmer.warm([name], tell, fetch=fetch)
-    return told["wanted_bytes"], told["warm_bytes"]
+    reply = warmer.warm([name], tell, fetch=fetch)
+    return reply["wanted_bytes"], reply["warm_bytes"]
 
 
 def closed(rig: Rig, file: File) -> None:
-    """Its reader closes it."""
     rig.engine.closed(file.backing, READER_PID)
 
 
 @pytest.mark.parametrize("budget_bytes", [BUDGET - MIB, BUDGET + 4 * MIB])
-def test_what_a_warm_up_says_holds_for_the_plan_at_its_end(rig: Rig, budget_bytes: int) -> None:
-    """The plan changes while it brings in what was wanted: here by another budget."""
+def test_a_warmup_reports_the_plan_at_its_end(rig: Rig, budget_bytes: int) -> None:
+    """The plan changes during the warm-up, here by another budget."""
     closed(rig, rig.file("loop", LOOP))
-    wanted, there = warmed(rig, "loop", lambda _progress: rig.engine.resize(budget_bytes))
-    assert wanted == there == budget_bytes
-    assert warmed(rig, "loop", fetch=False) == (wanted, there)
+    wanted, warm = warmed(rig, "loop", lambda _progress: rig.engine.resize(budget_bytes))
+    assert wanted == warm == budget_bytes
+    assert warmed(rig, "loop", fetch=False) == (wanted, warm)
 
 
-def test_a_warm_up_finds_room_where_nobody_reads_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an earlier loop has left fills the memory to the limit, and no reader makes the evictor keep some free."""
+def test_a_warmup_evicts_an_earlier_loop_without_readers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of an earlier loop fill the memory, and without readers the evictor frees nothing in advance."""
     monkeypatch.setattr("llmcache.fs.engine.planner.CURSOR_LIFE_NS", 0)
     before = rig.file("before", LOOP)
     rig.until_pinned(before)
@@ -248,12 +247,12 @@ def test_a_warm_up_finds_room_where_nobody_reads_any_more(rig: Rig, monkeypatch:
     closed(rig, rig.file("loop", LOOP))
     groups = rig.engine.state.groups.values()
     wait_until(lambda: not any(group.cursors.live for group in groups), "readers are forgotten")
-    wanted, there = warmed(rig, "loop")
-    assert wanted == there > BUDGET // 2
+    wanted, warm = warmed(rig, "loop")
+    assert wanted == warm > BUDGET // 2
 
 
 def test_without_memory_everything_is_read_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some machines refuse memory that is not there (vm.overcommit_memory=2): nobody may notice, and no thread end."""
+    """If the machine refuses to allocate memory (vm.overcommit_memory=2), reads still work and no thread ends."""
     make = mmap.mmap
 
     def scarce(fd: int, length: int) -> mmap.mmap:
@@ -268,7 +267,7 @@ def test_without_memory_everything_is_read_and_closed(tmp_path: Path, monkeypatc
         rig.sweep(file)
         opener = Mock(open=lambda *_: (rig.engine.opened(file.backing, "/file", os.getpid()), True))
         opener.release = lambda _: rig.engine.closed(file.backing, os.getpid())
-        told = Warmer(rig.engine, opener).warm(["file"], lambda _progress: None)
-        assert told["warm_bytes"] < told["wanted_bytes"]
+        reply = Warmer(rig.engine, opener).warm(["file"], lambda _progress: None)
+        assert reply["warm_bytes"] < reply["wanted_bytes"]
         rig.sweep(file)
         in_threads(lambda: rig.engine.closed(file.backing, READER_PID))

@@ -1,4 +1,4 @@
-"""The engine against a modelled kernel: files that change, are replaced or renamed never show bytes of before."""
+"""The engine against a modeled kernel: files that change, are replaced or renamed never show old bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.property.rig import LOOP, MIB, Rig, content, in_threads, running
 
 
 def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
-    """Rewrite `file` behind the mount and notice it, as the operations do at the next open."""
+    """Rewrite `file` behind the mount and notice it, like the operations at the next open."""
     rig.write(name, content(file.backing.size, str(seed)))
     fd = os.open(rig.directory / name, os.O_RDONLY)
     try:
@@ -34,7 +34,7 @@ def change_behind(rig: Rig, file: File, name: str, seed: int) -> None:
 
 
 def fetch_around(rig: Rig, file: File) -> None:
-    """Two requests, with the kernel's read-ahead of 128 KiB, of which the second continues the first.
+    """Send two requests with the kernel's read-ahead of 128 KiB, of which the second continues the first.
 
     The rest of the extent is fetched after the reply to the second.
     """
@@ -44,12 +44,12 @@ def fetch_around(rig: Rig, file: File) -> None:
 
 @contextmanager
 def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
-    """A with block during which the STORE that `begin` leads to is under way."""
-    begun, go_on = threading.Event(), threading.Event()
+    """Run the body while the STORE that `begin` causes is in progress."""
+    begun, resume = threading.Event(), threading.Event()
 
     def hold() -> None:
         begun.set()
-        assert go_on.wait(120)
+        assert resume.wait(120)
 
     rig.kernel.before_store_page = hold
     try:
@@ -57,7 +57,7 @@ def storing(rig: Rig, begin: Callable[[], None]) -> Iterator[None]:
         assert begun.wait(120)
         yield
     finally:
-        go_on.set()
+        resume.set()
 
 
 @pytest.mark.parametrize(("mode", "size"), [("steer", 12 * MIB), ("arena", LOOP)])
@@ -90,28 +90,27 @@ def test_reads_after_a_change_see_no_old_bytes(
         in_threads(changes, noise(1), noise(2))
 
 
-def test_a_store_under_way_at_a_change_leaves_no_old_bytes(rig: Rig) -> None:
-    """A STORE that has begun before a change may end after the kernel's pages were dropped."""
+def test_a_store_during_a_change_leaves_no_old_bytes(rig: Rig) -> None:
+    """A STORE that starts before a change may end after the kernel's pages were dropped."""
     file = rig.file("file", LOOP)
     changing = threading.Thread(target=change_behind, args=(rig, file, "file", 7), daemon=True)
     with storing(rig, lambda: fetch_around(rig, file)):
         changing.start()
-        changing.join(0.5)  # either it has dropped the pages by now, or it waits for the STORE
+        changing.join(0.5)  # by now, it has dropped the pages or waits for the STORE
     changing.join(120)
     assert not changing.is_alive()
-    wait_until(rig.settled, "nothing is under way")
+    wait_until(rig.settled, "the engine is idle")
     rig.sweep(file)
 
 
 def evicted(rig: Rig, file: File) -> None:
-    """Give everything of a file up, as `llmcache evict` does."""
     state = rig.engine.state
     with state.lock:
         rig.engine.forget(state.owners[file.backing][0])
 
 
-def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(rig: Rig) -> None:
-    """It would put old data over what is written."""
+def test_opening_for_writing_waits_for_a_store_of_evicted_pages(rig: Rig) -> None:
+    """The STORE would overwrite new data with old."""
     file, state = rig.file("file", LOOP), rig.engine.state
     left: list[int] = []
 
@@ -124,14 +123,14 @@ def test_who_opens_a_file_to_write_it_waits_for_a_store_of_what_was_evicted(rig:
     with storing(rig, lambda: fetch_around(rig, file)):
         evicted(rig, file)
         opening.start()
-        wait_until(lambda: rig.engine.waiting > 0 or left != [], "it waits, or does not")
+        wait_until(lambda: rig.engine.waiting > 0 or left != [], "the open waits, or returns")
         assert not left
     opening.join(120)
     assert left == [0]
 
 
 @pytest.mark.parametrize("limit", [("WAITERS", 1), ("WAIT_S", 0.01)], ids=["too many", "too long"])
-def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits_for(
+def test_opens_that_wait_for_a_store_leave_threads_for_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, float]
 ) -> None:
     monkeypatch.setattr(f"llmcache.fs.engine.engine.{limit[0]}", limit[1])
@@ -140,24 +139,27 @@ def test_requests_that_wait_for_a_store_leave_threads_for_the_read_that_it_waits
         opens = [threading.Thread(target=rig.kernel.open, args=(file,), daemon=True) for _ in range(3)]
         with storing(rig, lambda: fetch_around(rig, file)):
             evicted(rig, file)
-            monkeypatch.setattr(rig.kernel, "invalidate", lambda *_: 0)  # who opens waits there for the page of the STORE
+            # the opens would wait there for the page of the STORE
+            monkeypatch.setattr(rig.kernel, "invalidate", lambda *_: 0)
             for thread in opens:
                 thread.start()
             waiting = int(limit[0] == "WAITERS")
-            wait_until(lambda: sum(thread.is_alive() for thread in opens) == waiting == rig.engine.waiting, "others go on")
+            wait_until(
+                lambda: sum(thread.is_alive() for thread in opens) == waiting == rig.engine.waiting, "the other opens return"
+            )
         for thread in opens:
             thread.join(120)
             assert not thread.is_alive()
     assert WAITERS < THREADS
 
 
-def test_who_closes_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hot page that a warm-up brings in has been read when it is stored."""
+def test_closing_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hot page that is warmed up was already read when it is stored."""
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", 2 * MIB)
         group, member = rig.engine.state.owners[file.backing]
         bringer = Bringer(rig.engine.state, rig.engine.backend, rig.engine.holder, [(group, member, 0)])
-        warming = threading.Thread(target=bringer.run, args=(lambda _told: None,), daemon=True)
+        warming = threading.Thread(target=bringer.run, args=(lambda _progress: None,), daemon=True)
         closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
         with storing(rig, warming.start):
             closing.start()
@@ -167,8 +169,8 @@ def test_who_closes_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch
         assert not warming.is_alive()
 
 
-def test_a_fetch_of_an_ended_group_is_not_stored(rig: Rig) -> None:
-    """A read of two extents, with a change after the first and another while the second is being fetched."""
+def test_a_fetch_for_a_removed_loop_space_is_not_stored(rig: Rig) -> None:
+    """A read covers two extents; the file changes after the first fetch and again during the second."""
     file = rig.file("file", LOOP)
     backing = file.backing
     extent = rig.engine.state.owners[backing][0].extent_bytes
@@ -182,14 +184,14 @@ def test_a_fetch_of_an_ended_group_is_not_stored(rig: Rig) -> None:
     backing.after_read = change_once
     rig.kernel.read(file, 2 * extent - (64 << 10), 128 << 10)
     backing.after_read = lambda _size, _offset: None
-    wait_until(rig.settled, "nothing is under way")
+    wait_until(rig.settled, "the engine is idle")
     with rig.kernel.lock:
-        file.pages.clear()  # what was read meanwhile may be of either version; what is stored from now on not
+        file.pages.clear()  # reads before may have either version, later STOREs must not have the old one
     rig.sweep(file)
     rig.charges_add_up()
 
 
-def test_a_file_replaced_while_closed_is_read_anew(rig: Rig, tmp_path: Path) -> None:
+def test_a_file_replaced_while_closed_is_read_again(rig: Rig, tmp_path: Path) -> None:
     old = rig.file("file", LOOP)
     rig.sweep(old, 3)
     rig.until_pinned(old)
@@ -197,7 +199,7 @@ def test_a_file_replaced_while_closed_is_read_anew(rig: Rig, tmp_path: Path) -> 
     (tmp_path / "file").unlink()
     new = rig.file("file", LOOP, seed=1)
     rig.sweep(new, 2)
-    wait_until(rig.settled, "nothing is under way")
+    wait_until(rig.settled, "the engine is idle")
     rig.charges_add_up()
 
 
@@ -214,20 +216,20 @@ def test_a_name_used_again_after_a_rename_is_another_file(rig: Rig, tmp_path: Pa
     for _ in range(2):
         rig.sweep(second)
         rig.sweep(first)
-    wait_until(rig.settled, "nothing is under way")
+    wait_until(rig.settled, "the engine is idle")
     rig.charges_add_up()
 
 
-def test_what_another_file_has_taken_the_place_of_is_given_up(rig: Rig, tmp_path: Path) -> None:
-    """At once, though nobody had it open, who would find out."""
-    gone = rig.file("file", LOOP)
-    rig.sweep(gone, 3)
-    rig.until_pinned(gone)
+def test_a_file_replaced_by_a_rename_is_released(rig: Rig, tmp_path: Path) -> None:
+    """Its pins are released at once, although no open would notice the replacement."""
+    replaced = rig.file("file", LOOP)
+    rig.sweep(replaced, 3)
+    rig.until_pinned(replaced)
     new = rig.file("new", 3 * MIB)
-    rig.engine.closed(gone.backing, READER_PID)
+    rig.engine.closed(replaced.backing, READER_PID)
     os.rename(tmp_path / "new", tmp_path / "file")
     rig.content["/file"] = rig.content["/new"]
-    rig.kernel.files["no name"] = gone
+    rig.kernel.files["no name"] = replaced
     rig.engine.renamed("/new", "/file")
     new.backing.path = "/file"
     assert rig.engine.state.pinned_bytes() == 0
@@ -236,23 +238,22 @@ def test_what_another_file_has_taken_the_place_of_is_given_up(rig: Rig, tmp_path
     rig.charges_add_up()
 
 
-def test_what_a_dead_pin_helper_had_open_is_not_taken_for_what_a_reader_closes(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closes_of_a_dead_pin_helper_are_not_counted_as_closes_of_clients(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     file, state, pins = rig.file("file", LOOP), rig.engine.state, rig.engine.pins
     helper = pins.pid
     assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
-    monkeypatch.setattr(pins, "pid", helper + 1)  # the successor is there before the kernel has told all
+    # the new helper starts before the kernel has reported all closes of the old one
+    monkeypatch.setattr(pins, "pid", helper + 1)
     rig.engine.closed(file.backing, helper)
     assert state.opens[file.backing] == 1 and file.backing in state.owners
-    rig.engine.opened(file.backing, "/file", helper)  # another process, of the same number
+    rig.engine.opened(file.backing, "/file", helper)  # another process with the same number
     rig.engine.closed(file.backing, helper)
     rig.engine.closed(file.backing, 1)
     assert file.backing not in state.opens and file.backing not in state.owners
 
 
 def test_nothing_is_fetched_through_a_closed_descriptor(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short visit: closed before the helper has attached the file; the number then means another file."""
+    """A client closes the file before the helper has attached it; the descriptor number then means another file."""
     rig.write("other", bytes(LOOP))
     attach = rig.engine.pins.attach
     late: list[str] = []
@@ -260,35 +261,35 @@ def test_nothing_is_fetched_through_a_closed_descriptor(rig: Rig, tmp_path: Path
     file = rig.file("file", LOOP, attached=False)
     for offset in range(0, 4 * MIB, 64 << 10):
         rig.check(file, offset, 64 << 10)
-    begun, go_on = threading.Event(), threading.Event()
+    begun, resume = threading.Event(), threading.Event()
 
     def hold(_size: int, _offset: int) -> None:
         begun.set()
-        assert go_on.wait(120)
+        assert resume.wait(120)
 
     file.backing.after_read = hold
     number = file.backing.fd
     with open(tmp_path / "other", "rb") as other:
         rig.engine.closed(file.backing, 1)
         file.backing.close()
-        taken = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD_CLOEXEC, number)  # lower ones may be free as well
+        reused = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD_CLOEXEC, number)  # lower numbers may be free as well
     try:
-        assert taken == number, "the test needs the same number"
+        assert reused == number, "the descriptor has the same number"
         attach(late[0])
-        begun.wait(0.5)  # somebody reads from the number, or nobody does
+        begun.wait(0.5)  # time in which a wrong read from the number would happen
         file.backing = open_backing("/file", tmp_path / "file")
         rig.kernel.open(file)
-        go_on.set()
+        resume.set()
         rig.sweep(file)
     finally:
-        os.close(taken)
+        os.close(reused)
 
 
-def test_a_write_noted_after_a_truncation_is_no_error(rig: Rig, tmp_path: Path) -> None:
+def test_a_write_reported_after_a_truncation_is_accepted(rig: Rig, tmp_path: Path) -> None:
     rig.write("new.kv", b"")
     backing = open_backing("/new.kv", tmp_path / "new.kv", writable=True)
     rig.kernel.open(rig.kernel.add(backing))
     wait_until(lambda: rig.engine.state.owners[backing][1].node is not None, "the file is attached")
-    rig.engine.changed(backing, 0, -1)  # the truncation of another thread
-    rig.engine.changed(backing, 0, MIB)  # the write that it cut off
+    rig.engine.changed(backing, 0, -1)  # a truncation by another thread
+    rig.engine.changed(backing, 0, MIB)  # the write that it truncated
     rig.charges_add_up()

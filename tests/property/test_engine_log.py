@@ -1,4 +1,4 @@
-"""The engine against a modelled kernel: what it logs, applied to another core, gives the same; the arena holds just that."""
+"""The engine against a modeled kernel: its log, applied to another core, gives the same state, which the arena matches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.property.test_engine_changes import change_behind
 
 
 class ListLog:
-    """Stands in for an AccessLog: keeps rows and events in their order, and knows which extent a row is."""
+    """Replaces AccessLog: stores rows and events in order, with the extent of each row."""
 
     path = "list"
     lost = 0
@@ -41,8 +41,8 @@ class ListLog:
         pass
 
 
-def twin_of(log: ListLog, limit_bytes: int) -> Steering:
-    """A core that has seen what was logged; its verdicts are those of the log."""
+def replayed_core(log: ListLog, limit_bytes: int) -> Steering:
+    """Return a core that has processed the log; its results must be those in the log."""
     core = Steering(limit_bytes)
     for kind, entry in log.entries:
         if kind == "event":
@@ -59,9 +59,15 @@ def twin_of(log: ListLog, limit_bytes: int) -> Steering:
 
 
 def state_of(core: Steering) -> dict[str, Any]:
-    held = {key: sorted(space.held) for key, space in core.spaces.items()}
+    cached = {key: sorted(space.held) for key, space in core.spaces.items()}
     periods = {key: space.learner.period for key, space in core.spaces.items()}
-    return {"held": held, "periods": periods, "clock": core.clock, "hits": core.hit_blocks, "evicted": core.evicted_blocks}
+    return {
+        "cached": cached,
+        "periods": periods,
+        "clock": core.clock,
+        "hits": core.hit_blocks,
+        "evicted": core.evicted_blocks,
+    }
 
 
 def two_loops(rig: Rig) -> None:
@@ -121,27 +127,28 @@ WORKS = [two_loops, random_readers, changes_behind, budgets, storage_errors, clo
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-def test_the_log_is_all_that_the_core_has_seen(
+def test_the_log_reproduces_the_state_of_the_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Rig], None]
 ) -> None:
     with running(tmp_path, "arena", monkeypatch) as rig:
         log = ListLog()
-        rig.engine.state.references.log = log  # type: ignore[assignment]  # as much of an AccessLog as is needed
+        # ListLog has the methods of AccessLog that the engine calls.
+        rig.engine.state.references.log = log  # type: ignore[assignment]
         work(rig)
-        wait_until(lambda: compared(rig, log), "all is read")
+        wait_until(lambda: matches_log(rig, log), "no load runs")
 
 
-def compared(rig: Rig, log: ListLog) -> bool:
-    """Compare at a moment at which nothing is being read; False if this is none, as a loader may begin again at any time."""
+def matches_log(rig: Rig, log: ListLog) -> bool:
+    """Compare while no load runs; return False if one does, because a loader may start again at any time."""
     state = rig.engine.state
     with state.lock:
         if state.jobs or any(group.loading for group in state.groups.values()):
             return False
         core, holder = state.references.core, rig.engine.holder
         assert core is not None and isinstance(holder, ArenaHolder)
-        assert state_of(twin_of(log, BUDGET)) == state_of(core)
-        held = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
-        assert set(holder.regions) == held
+        assert state_of(replayed_core(log, BUDGET)) == state_of(core)
+        cached = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
+        assert set(holder.regions) == cached
         assert state.held_bytes == sum(region.size for region in holder.regions.values())
         assert core.clock > 0 and core.held_blocks * 4096 <= core.limit_bytes
         return True

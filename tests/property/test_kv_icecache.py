@@ -1,4 +1,4 @@
-"""IceCache and Quest over a store: what is indexed when, what is chosen, and what serves again."""
+"""IceCache and Quest over a store: when keys are indexed, which tokens are selected, and how an index is restored."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def scorer_of(run: Run, layer: int, sequence: int) -> Scorer:
     ("scorer", "dtype"),
     [("dci", "float32"), ("dci", "float16"), ("exact", "float16"), ("rounded", "float32"), ("quest", "float16")],
 )
-def test_a_prefill_is_indexed_before_its_step_is_over_and_pages_follow_as_they_leave(
+def test_a_prefill_is_indexed_in_its_step_and_pages_when_they_leave_the_window(
     scorer: str, dtype: str, tmp_path: Path
 ) -> None:
     case = replace(CASE, dtype=dtype)
     with running("icecache", IceCacheSettings(token_budget=128, scorer=scorer), case, tmp_path) as run:
-        # 300 tokens: 18 whole pages, the first is sink, the last two are window; `prefilled` came before `commit`.
+        # 300 tokens have 18 whole pages: the first is the sink, the last two the window; `prefilled` was called before
+        # `commit`.
         assert [scorer_of(run, layer, 1).end for layer in range(LAYERS)] == [256, 256]
         ends = []
         for _ in range(24):
@@ -51,24 +52,24 @@ def test_a_prefill_is_indexed_before_its_step_is_over_and_pages_follow_as_they_l
         assert policy_of(run).indexes.size_bytes > 0
 
 
-def test_the_first_layers_attend_to_all_and_layers_behind_an_anchor_to_what_it_chose(tmp_path: Path) -> None:
+def test_first_layers_attend_to_all_and_others_reuse_the_selection_of_their_anchor(tmp_path: Path) -> None:
     with running("icecache", replace(BUDGET, full_layers=1), CASE, tmp_path) as run:
         first, second = (run.policy.select(layer, run.queries(layer)) for layer in range(2))
         assert first.count == len(run.store.middle) * PAGE and second.count == 128 - (300 - 240)
-        assert policy_of(run).indexes.found[0] == [None, None], "no index where none is asked"
+        assert policy_of(run).indexes.found[0] == [None, None], "no index where none is queried"
     with running("icecache", replace(BUDGET, anchor_every=3), CASE, tmp_path / "b") as run:
         for _ in range(3):
             (anchor, _), (behind, _) = run.step()
             assert np.array_equal(anchor.positions, behind.positions)
         assert policy_of(run).indexes.found[1] == [None, None]
         alone = run.policy.select(1, run.queries(1))
-        assert not np.array_equal(alone.positions, behind.positions), "its anchor was not asked at this step"
+        assert not np.array_equal(alone.positions, behind.positions), "its anchor did not select in this step"
     with running("icecache", replace(BUDGET, full_layers=2, anchor_every=3), CASE, tmp_path / "c") as run:
         anchors = [policy_of(run).anchor_of(layer) for layer in range(10)]
         assert anchors == [0, 1, 2, 2, 2, 5, 5, 5, 8, 8]
 
 
-def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -> None:
+def test_forks_share_an_index_until_their_pages_differ(tmp_path: Path) -> None:
     with running("icecache", BUDGET, CASE, tmp_path) as run:
         run.reorder([1, 1])
         assert scorer_of(run, 0, 0) is scorer_of(run, 0, 1)
@@ -85,21 +86,21 @@ def test_forks_share_an_index_until_one_gets_a_page_of_its_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["icecache", "quest"])
-def test_padding_is_chosen_last_and_what_follows_it_always(name: str, tmp_path: Path) -> None:
+def test_padding_is_selected_last_and_the_following_tokens_always(name: str, tmp_path: Path) -> None:
     with running(name, PolicySettings(token_budget=144), CASE, tmp_path, first=100) as run:
         for _ in range(3):
             found = run.policy.select(0, run.queries(0)).positions
-            real = found[found >= 100].size / found[:, :, 0].size
-            assert real >= found.shape[2] - (4 if name == "quest" else 0), "Quest takes the page of the first tokens whole"
+            share = found[found >= 100].size / found[:, :, 0].size
+            assert share >= found.shape[2] - (4 if name == "quest" else 0), "Quest takes the page of the first tokens whole"
             assert all(np.isin(np.arange(100, 112), found[b, h]).all() for b in range(2) for h in range(KV_HEADS))
             run.step()
     with running(name, PolicySettings(token_budget=240), CASE, tmp_path / "b", first=230) as run:
         found = run.policy.select(0, run.queries(0)).positions
         expected = np.arange(256 - found.shape[2], 256)
-        assert (found == expected).all(), "padding only as far as there is nothing else, the last of it first"
+        assert (found == expected).all(), "only the padding that is needed, the last of it first"
 
 
-def test_padding_that_is_told_later_is_not_in_the_index(tmp_path: Path) -> None:
+def test_padding_set_later_is_removed_from_the_index(tmp_path: Path) -> None:
     with running("icecache", BUDGET, CASE, tmp_path) as run:
         run.policy.pad(np.array([0, 100]))
         assert policy_of(run).indexes.found[0][1] is None and scorer_of(run, 0, 0).first == 16
@@ -107,7 +108,7 @@ def test_padding_that_is_told_later_is_not_in_the_index(tmp_path: Path) -> None:
         assert scorer_of(run, 0, 1).first == 112
 
 
-def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_is_saved_next_to_the_file_and_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running("icecache", BUDGET, CASE, tmp_path) as run:
         run.step()
         policy = run.policy
@@ -115,14 +116,14 @@ def test_an_index_is_saved_beside_the_file_and_goes_on(tmp_path: Path, caplog: p
         run.store.save()
         policy.saved()
         queries = run.queries(0)
-        wanted = policy.select(0, queries).positions
+        expected = policy.select(0, queries).positions
     with KvStore.restore(tmp_path / "kv.spill", CASE.config(tmp_path)) as store:
         again = IceCache(store, BUDGET)
         again.restored()
         assert all(isinstance(scorer, DciScorer) for row in again.indexes.found for scorer in row)
         before = store.traffic.to_json()
-        assert np.array_equal(again.select(0, queries).positions, wanted)
-        assert store.traffic.to_json() == before, "no key was read to choose"
+        assert np.array_equal(again.select(0, queries).positions, expected)
+        assert store.traffic.to_json() == before, "the selection read no key"
         store.crop(290)
         other = IceCache(store, BUDGET)
         with caplog.at_level("WARNING"):
@@ -147,7 +148,7 @@ def test_a_saved_index_fits_another_sink_and_window(sink: int, window: int, tmp_
         assert found.shape[2] == 128 and (np.diff(found, axis=2) > 0).all()
 
 
-def test_auto_says_what_it_uses(tmp_path: Path) -> None:
+def test_auto_reports_its_scorer(tmp_path: Path) -> None:
     with running("icecache", IceCacheSettings(token_budget=128), CASE, tmp_path) as run:
         run.step()
         assert isinstance(run.policy, IceCache) and isinstance(scorer_of(run, 0, 0), AutoScorer)

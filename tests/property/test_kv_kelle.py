@@ -1,4 +1,4 @@
-"""Kelle over a store: the same tokens as AERP's own slots, for good or not, and runs recorded for the accounting."""
+"""Kelle over a store selects the tokens in AERP's slots, restores evicted ones only if spilled, and records runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, commit, running
 DIM = 4
 
 
-def extended(store: KvStore, tokens: int, seed: int) -> None:
+def append_tokens(store: KvStore, tokens: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     for layer in range(store.shape.layers):
         rows = random.standard_normal((2, store.batch, store.shape.kv_heads, tokens, DIM), np.float32)
@@ -34,7 +34,7 @@ def extended(store: KvStore, tokens: int, seed: int) -> None:
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5), st.integers(0, 6), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
+def test_with_pages_of_one_token_it_selects_the_slots_of_aerp(
     sinks: int, window: int, spare: int, prompt: int, seed: int
 ) -> None:
     budget = sinks + window + spare
@@ -42,7 +42,7 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
     random = np.random.default_rng(seed)
     with KvStore(StoreConfig(shape, 1, sinks, window, threads=1)) as store:
         policy = Kelle(store, KelleSettings(token_budget=budget))
-        extended(store, prompt, 1)
+        append_tokens(store, prompt, 1)
         queries = random.standard_normal((1, 4, prompt, DIM), np.float32)
         policy.prefilled(0, queries, 0)
         commit(store, prompt)
@@ -50,11 +50,11 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
         slots.fill(policy.sums.rows(0, 0, prompt).T.astype(np.float64))
         for step in range(20):
             selection = policy.select(0, random.standard_normal((1, 4, DIM), np.float32))
-            extended(store, 1, step)
+            append_tokens(store, 1, step)
             positions = policy.store.attended_positions(0, selection)
             for head in range(2):
-                held = set(slots.positions[head, : slots.count].tolist())
-                assert held | {slots.newest + 1} == set(positions[0, head].tolist())
+                tokens = set(slots.positions[head, : slots.count].tolist())
+                assert tokens | {slots.newest + 1} == set(positions[0, head].tolist())
             weights = random.random((1, 4, positions.shape[2]), np.float32)
             policy.attended(0, selection, weights)
             commit(store, 1)
@@ -62,33 +62,33 @@ def test_with_pages_of_one_token_it_keeps_what_the_slots_of_aerp_keep(
 
 
 def in_slots(slots: Slots, positions: NDArray[np.int64], weights: Floats) -> NDArray[np.float64]:
-    """Weights by position, in the order of the slots, the new token last."""
+    """Return the weights in the order of the slots, the new token last."""
     rows = []
-    for own, held, gained in zip(slots.positions[:, : slots.count], positions, weights, strict=True):
-        at = dict(zip(held.tolist(), gained.tolist(), strict=True))
+    for own, tokens, weight in zip(slots.positions[:, : slots.count], positions, weights, strict=True):
+        at = dict(zip(tokens.tolist(), weight.tolist(), strict=True))
         rows.append([at[position] for position in [*own.tolist(), slots.newest + 1]])
     return np.array(rows, np.float64)
 
 
-def chosen(policy: KvPolicy, step: int) -> NDArray[np.int64]:
+def selected(policy: KvPolicy, step: int) -> NDArray[np.int64]:
     return policy.select(0, np.random.default_rng(step).standard_normal((1, 4, 16), np.float32)).positions
 
 
 @pytest.mark.parametrize("evicted", ["lost", "spilled"])
-def test_what_is_dropped_comes_back_only_if_it_was_spilled(evicted: str, tmp_path: Path) -> None:
+def test_a_dropped_token_returns_only_if_it_was_spilled(evicted: str, tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100, evicted=evicted), Case(), tmp_path) as run:
-        before = chosen(run.policy, 0)
+        before = selected(run.policy, 0)
         run.step()
-        gone = np.setdiff1d(np.arange(16, 256), before[0, 0])[0]
-        unlike = Selection(np.full((1, KV_HEADS, 1), gone, np.int64))
+        dropped = np.setdiff1d(np.arange(16, 256), before[0, 0])[0]
+        unlike = Selection(np.full((1, KV_HEADS, 1), dropped, np.int64))
         positions = run.policy.store.attended_positions(0, unlike)
         KvPolicy.attended(run.policy, 0, unlike)
         rows = run.policy.sums.rows(0, 0, positions.max() + 1)  # type: ignore[attr-defined]
-        rows[gone] += 1000
-        assert (chosen(run.policy, 1) == gone).any() == (evicted == "spilled")
+        rows[dropped] += 1000
+        assert (selected(run.policy, 1) == dropped).any() == (evicted == "spilled")
 
 
-def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
+def test_a_recorded_run_can_be_accounted(tmp_path: Path) -> None:
     with running("kelle", KelleSettings(token_budget=100), Case(batch=2), tmp_path) as run:
         assert isinstance(run.policy, Kelle)
         recorder = KelleRecorder(run.policy, step_ns=2e6)
@@ -101,10 +101,10 @@ def test_a_recorded_run_is_accounted_for(tmp_path: Path) -> None:
     again = read_run(tmp_path / "run.json")
     assert again == found and again.steps == 20 and again.title == "a run" and again.settings["note"] == 1
     assert again.settings["policy"] == "kelle" and again.clock.startswith("modelled")
-    living = again.column("kv", "high") + again.column("kv", "low")
-    assert (living == LAYERS * 2 * KV_HEADS * 101).all()  # the budget and the new token
+    cached = again.column("kv", "high") + again.column("kv", "low")
+    assert (cached == LAYERS * 2 * KV_HEADS * 101).all()  # the budget and the new token
     assert (again.column("kv", "evicted")[1:] == again.column("kv", "appended")[1:]).all()
-    assert (again.column("kv", "high") > living / 2).all()  # sink and window, and half of the rest
+    assert (again.column("kv", "high") > cached / 2).all()  # sink, window, and half of the rest
     for rule in ("ticks", "floor"):
         energy = account(again, KELLE_INTERVALS, PAPER.refresh_j_per_byte, rule=rule)
         assert energy.joules == pytest.approx(sum(group.joules for group in energy.groups), rel=1e-9)

@@ -1,4 +1,4 @@
-"""The latency model on any machine, model and workload: more speed is never slower, more work never faster."""
+"""The latency model for any machine, model and workload: more speed is never slower, more work never faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import examples
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]
 POLICIES: list[System] = [*SYSTEMS.values(), *map(hillinfer, DESIGNS)]
 LINKS = ("ssd to host", "device to host", "device internal", "host to gpu")
-SLACK = 1 + 1e-9  # sums of floats in another order
+SLACK = 1 + 1e-9  # tolerance for sums in another order
 
 models = st.builds(
     ModelShape,
@@ -57,7 +57,7 @@ def machines(draw: st.DrawFn) -> Hardware:
 
 
 def at(share: float, system: System, machine: Hardware, model: ModelShape, workload: Workload) -> Latency:
-    """The latency with a given share of the KV cache on the SSD: what pools there are does not depend on speeds."""
+    """Return the latency with a given share of the KV cache on the SSD; the sizes of pools do not depend on speeds."""
     places: Placement = by_ssd_share(model.kv_bytes(workload.context, workload.batch), share)
     return latency(system, machine, model, workload, places)
 
@@ -99,7 +99,7 @@ def test_a_larger_alpha_never_moves_fewer_bytes(
 
 @settings(deadline=None, max_examples=examples(150))
 @given(policies, machines(), models, workloads)
-def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
+def test_the_kv_cache_is_placed_once_and_stages_overlap_plausibly(
     system: System, machine: Hardware, model: ModelShape, workload: Workload
 ) -> None:
     found = latency(system, machine, model, workload)
@@ -107,7 +107,7 @@ def test_everything_is_placed_once_and_nothing_hides_more_than_there_is(
     assert found.places.total == pytest.approx(kv)
     assert found.places.host <= found.found.host_kv + 1 and found.places.gpu in (0, kv)
     assert found.found.weights_on_gpu + found.found.weights_on_host == pytest.approx(model.weight_bytes)
-    # Stages that nothing hides, and the sum of all: a step lies between.
+    # The duration of a step is between its longest stage and the sum of all stages.
     assert max(found.stages.values()) <= found.token_ns * SLACK
     assert found.token_ns <= sum(found.stages.values()) * SLACK
     assert 0 <= found.idle_share < 1

@@ -1,4 +1,4 @@
-"""What every KV policy keeps to, on the whole table; what tells them apart; HillInfer's switches."""
+"""The contract of all KV policies, the differences between them, and the switches of HillInfer."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ CASE = Case()
 QUARTER = PolicySettings(alpha=0.5)
 ALL = PolicySettings(alpha=1.0)
 FORGETFUL = [name for name in POLICIES if not policy_class(name).needs_weights]
-"""Not those that add up attention: what the cropped tokens looked at stays in their sums."""
+"""Policies without sums of attention, because cropped tokens have already contributed to those."""
 
 
 def check_selection(run: Run, selection: Selection) -> None:
-    """Ascending, each token once, in the middle, and of the size that the settings say; of heads that share, together."""
+    """Check that a selection is ascending, unique, in the middle, and has the right size (heads may share it)."""
     found, middle = selection.positions, run.store.middle
     assert found.shape[:2] == (run.store.batch, KV_HEADS)
     again = repeated(found)
     assert ((np.diff(found, axis=2) > 0) | again[..., 1:]).all()
-    assert (np.diff(again.astype(int), axis=2) >= 0).all()  # what is there again is the last
+    assert (np.diff(again.astype(int), axis=2) >= 0).all()  # repeated positions come last
     assert ((~again).sum((1, 2)) == KV_HEADS * expected(run)).all()
     if getattr(run.policy.settings, "allocation", "head") == "head":
         assert not again.any()
@@ -46,12 +46,12 @@ def check_selection(run: Run, selection: Selection) -> None:
 
 
 def expected(run: Run) -> int:
-    """Tokens of the middle that the settings have room for; whole pages where the policy needs them."""
+    """Return how many tokens of the middle the settings allow; whole pages if the policy needs them."""
     inside = len(run.store.middle) * PAGE
     if run.policy.name == "full":
         return inside
-    wanted = min(inside, max(0, run.policy.settings.attended(run.store.length) - (run.store.length - inside)))
-    return wanted // PAGE * PAGE if run.policy.whole_pages else wanted
+    expected_count = min(inside, max(0, run.policy.settings.attended(run.store.length) - (run.store.length - inside)))
+    return expected_count // PAGE * PAGE if run.policy.whole_pages else expected_count
 
 
 def selections(name: str, settings: PolicySettings, case: Case, path: Path, steps: int = 3) -> list[Array]:
@@ -63,11 +63,11 @@ def selections(name: str, settings: PolicySettings, case: Case, path: Path, step
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_selections_are_in_order_in_the_middle_and_of_the_right_size(name: str, tmp_path: Path) -> None:
-    """And to select changes nothing."""
+def test_selections_are_ordered_in_the_middle_and_of_the_right_size(name: str, tmp_path: Path) -> None:
+    """Selecting also changes nothing."""
     with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
         assert expected(run) > 0
-        for _ in range(18):  # the window moves on
+        for _ in range(18):  # the window moves
             traffic, found = run.store.traffic, []
             before = traffic.pages_up, traffic.pages_down, run.store.in_cpu(0, 0).tolist()
             for layer in (0, *range(LAYERS)):
@@ -89,7 +89,7 @@ def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit(name: str, 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
-    """Reordered, each sequence chooses what it would have chosen in its old place."""
+    """After a reorder, each sequence has the same selection as before at its old place."""
     with running(name, QUARTER, replace(CASE, batch=2), tmp_path) as run:
         run.step()
         run.crop(201)
@@ -104,7 +104,7 @@ def test_after_a_crop_and_after_a_reorder(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORGETFUL)
-def test_after_a_crop_it_is_as_if_there_had_never_been_more(name: str, tmp_path: Path) -> None:
+def test_after_a_crop_the_selection_is_that_of_a_shorter_context(name: str, tmp_path: Path) -> None:
     short = replace(CASE, context=240)
     with running(name, QUARTER, CASE, tmp_path) as long:
         long.crop(240)
@@ -112,21 +112,21 @@ def test_after_a_crop_it_is_as_if_there_had_never_been_more(name: str, tmp_path:
         found = long.policy.select(0, queries)
         unseen = long.policy.unseen(0, found, queries, keys)
     with running(name, QUARTER, short, tmp_path / "short") as run:
-        wanted = run.policy.select(0, run.queries(0))
-        np.testing.assert_array_equal(found.positions, wanted.positions)
-        for one, other in zip(unseen or (), run.policy.unseen(0, wanted, queries, keys) or (), strict=True):
+        reference = run.policy.select(0, run.queries(0))
+        np.testing.assert_array_equal(found.positions, reference.positions)
+        for one, other in zip(unseen or (), run.policy.unseen(0, reference, queries, keys) or (), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["window", "h2o", "prefetch", "leoam", "hillinfer"])
-def test_padding_is_chosen_last(name: str, tmp_path: Path) -> None:
+def test_padding_is_selected_last(name: str, tmp_path: Path) -> None:
     with running(name, PolicySettings(token_budget=128), CASE, tmp_path, first=100) as run:
         assert run.policy.select(0, run.queries(0)).positions.min() >= 100
 
 
 @pytest.mark.parametrize("name", ["leoam", "quest", "icecache", "mass"])
 def test_a_sequence_that_begins_within_the_window(name: str, tmp_path: Path) -> None:
-    """There is nothing but padding to choose from."""
+    """All candidates are padding."""
     with running(name, PolicySettings(token_budget=128), CASE, tmp_path, first=270) as run:
         for _ in range(20):
             check_selection(run, run.policy.select(0, run.queries(0)))
@@ -143,21 +143,21 @@ def test_a_short_context_is_attended_whole(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_chosen_hardly_depends_on_the_type_of_the_keys(name: str, tmp_path: Path) -> None:
+def test_selections_hardly_depend_on_the_type_of_the_keys(name: str, tmp_path: Path) -> None:
     exact = selections(name, QUARTER, CASE, tmp_path / "exact", 2)
     rounded = selections(name, QUARTER, replace(CASE, dtype="bfloat16"), tmp_path / "rounded", 2)
-    for found, wanted in zip(rounded, exact, strict=True):
-        assert found.shape[:2] == wanted.shape[:2]
-        for head, other in zip(found[0], wanted[0], strict=True):
+    for found, reference in zip(rounded, exact, strict=True):
+        assert found.shape[:2] == reference.shape[:2]
+        for head, other in zip(found[0], reference[0], strict=True):
             assert len(np.intersect1d(head, other)) > 0.9 * len(np.unique(head))
 
 
 @pytest.mark.parametrize(("name", "token_bytes"), [("window", 0), ("h2o", 8), ("kelle", 10), ("hillinfer", 2)])
-def test_the_memory_of_tables_is_told(name: str, token_bytes: int, tmp_path: Path) -> None:
+def test_the_memory_of_tables_is_reported(name: str, token_bytes: int, tmp_path: Path) -> None:
     with running(name, QUARTER, CASE, tmp_path) as run:
         run.step()
-        told = run.policy.index_bytes / LAYERS
-        assert 250 * token_bytes <= told <= (CASE.context + 1 + SLACK) * token_bytes
+        index_bytes = run.policy.index_bytes / LAYERS
+        assert 250 * token_bytes <= index_bytes <= (CASE.context + 1 + SLACK) * token_bytes
 
 
 # Settings
@@ -197,11 +197,11 @@ def test_budgets(tmp_path: Path) -> None:
         policy_class("full")(store, PolicySettings(token_budget=48))
 
 
-# What tells them apart
+# Differences between policies
 
 
-def best(scores: Array, run: Run, tokens: int) -> Array:
-    """The tokens of the middle with the best scores, by plain sorting; of equal ones the first."""
+def best_tokens(scores: Array, run: Run, tokens: int) -> Array:
+    """Return the tokens of the middle with the highest scores, by sorting; the first of equal ones."""
     start, stop = run.store.middle.start * PAGE, run.store.middle.stop * PAGE
     order = np.argsort(-scores[:, :, start:stop].astype(np.float32), axis=2, kind="stable")[:, :, :tokens]
     return np.sort(order + start, axis=2)
@@ -209,26 +209,26 @@ def best(scores: Array, run: Run, tokens: int) -> Array:
 
 @pytest.mark.parametrize("pool", [None, 3])
 @pytest.mark.parametrize("name", ["prefetch", "hillinfer"])
-def test_the_best_tokens_are_chosen_wherever_they_are(name: str, pool: int | None, tmp_path: Path) -> None:
+def test_the_best_tokens_are_selected_on_every_tier(name: str, pool: int | None, tmp_path: Path) -> None:
     with running(name, QUARTER, Case(batch=2, pool=pool), tmp_path) as run:
         found = run.policy.select(1, run.queries(1)).positions
-        np.testing.assert_array_equal(found, best(run.scores(1), run, found.shape[2]))
+        np.testing.assert_array_equal(found, best_tokens(run.scores(1), run, found.shape[2]))
 
 
-def test_the_sum_over_query_heads_counts_if_asked_for(tmp_path: Path) -> None:
+def test_scores_can_be_sums_over_query_heads(tmp_path: Path) -> None:
     with running("hillinfer", PolicySettings(alpha=0.5, combine="sum"), CASE, tmp_path) as run:
         found = run.policy.select(1, run.queries(1)).positions
         added = run.queries(1).reshape(1, KV_HEADS, 2, 16).sum(axis=2)
         scores = np.einsum("bhd,bhtd->bht", added, run.keys[1]).astype(np.float16)
-        differing = np.setdiff1d(found, best(scores, run, found.shape[2]))
-        assert len(differing) <= 1  # products are added up in another order: halves may differ
+        differing = np.setdiff1d(found, best_tokens(scores, run, found.shape[2]))
+        assert len(differing) <= 1  # another order of addition may change fp16 scores
 
 
 def test_leoam_finds_most_of_the_best_tokens_and_reads_only_promising_keys(tmp_path: Path) -> None:
     with running("leoam", QUARTER, Case(context=1000, pool=9), tmp_path) as run:
         found = run.policy.select(1, run.queries(1)).positions
-        wanted = best(run.scores(1), run, found.shape[2])
-        assert len(np.intersect1d(found[0, 0], wanted[0, 0])) > 0.7 * found.shape[2]
+        reference = best_tokens(run.scores(1), run, found.shape[2])
+        assert len(np.intersect1d(found[0, 0], reference[0, 0])) > 0.7 * found.shape[2]
     read = []
     for name in ("leoam", "prefetch"):
         with running(name, PolicySettings(token_budget=80), Case(context=2000, pool=9), tmp_path / name) as run:
@@ -238,21 +238,21 @@ def test_leoam_finds_most_of_the_best_tokens_and_reads_only_promising_keys(tmp_p
     assert read[0] < 0.25 * read[1]
 
 
-def test_h2o_chooses_what_drew_the_most_attention(tmp_path: Path) -> None:
+def test_h2o_selects_the_tokens_with_the_most_attention(tmp_path: Path) -> None:
     with running("h2o", QUARTER, CASE, tmp_path) as run:
         weights = np.zeros((KV_HEADS, CASE.context))
         for row in range(CASE.context):
-            asked = run.case.prompt(0)[0, :, row].reshape(2, 2, 16)
-            logits = np.einsum("hgd,htd->hgt", asked, run.keys[0][0, :, : row + 1]) / 4
+            queries = run.case.prompt(0)[0, :, row].reshape(2, 2, 16)
+            logits = np.einsum("hgd,htd->hgt", queries, run.keys[0][0, :, : row + 1]) / 4
             softmax = np.exp(logits - logits.max(axis=2, keepdims=True))
             weights[:, : row + 1] += (softmax / softmax.sum(axis=2, keepdims=True)).sum(axis=1)
         found = run.policy.select(0, run.queries(0)).positions
-        wanted = best(weights[None], run, found.shape[2])
-        assert len(np.setdiff1d(found, wanted)) <= 1
+        reference = best_tokens(weights[None], run, found.shape[2])
+        assert len(np.setdiff1d(found, reference)) <= 1
 
 
-def test_h2o_adds_the_attention_of_a_step_to_what_was_attended(tmp_path: Path) -> None:
-    """Attention of 1000 to one token of the middle makes it the heaviest hitter."""
+def test_h2o_adds_the_attention_of_each_step(tmp_path: Path) -> None:
+    """An attention of 1000 to one token of the middle makes it the heaviest hitter."""
     with running("h2o", PolicySettings(token_budget=64), CASE, tmp_path) as run:
         unlike = Selection(np.full((1, KV_HEADS, 1), 77, np.int64))
         positions = run.policy.store.attended_positions(0, unlike)
@@ -260,20 +260,20 @@ def test_h2o_adds_the_attention_of_a_step_to_what_was_attended(tmp_path: Path) -
         assert (run.policy.select(0, run.queries(0)).positions == 77).any(axis=2).all()
 
 
-def test_the_window_ends_where_the_store_s_window_begins(tmp_path: Path) -> None:
+def test_the_window_policy_ends_where_the_window_of_the_store_begins(tmp_path: Path) -> None:
     with running("window", PolicySettings(token_budget=100), CASE, tmp_path) as run:
         found = run.policy.select(0, run.queries(0)).positions
         stop = run.store.middle.stop * PAGE
         assert found[0, 0].tolist() == list(range(stop - found.shape[2], stop))
 
 
-# HillInfer's switches
+# The switches of HillInfer
 
 SWITCHES = [(True, True), (False, True), (True, False), (False, False)]
 
 
 @FORKED
-def test_the_switches_change_when_and_where_but_not_what(tmp_path: Path) -> None:
+def test_the_switches_do_not_change_the_selection(tmp_path: Path) -> None:
     found = []
     for hie, bkp in SWITCHES:
         settings = HillInferSettings(alpha=0.4, hie=hie, bkp=bkp)
@@ -294,16 +294,16 @@ def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
 
 
 def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits, once it has begun, for the other to begin: one after the other, they would wait in vain.
+    """Each thread waits at its first call for the other to start, which fails if they run in sequence.
 
-    Without the switch they take turns.
+    Without the switch `hie`, they do run in sequence.
     """
     turns = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path / "turns")
-    host, far = ([span for span in turns.spans if span.resource == resource] for resource in (CPU, LINK))
-    assert far[0].end_ns <= host[0].begin_ns
+    host, link = ([span for span in turns.spans if span.resource == resource] for resource in (CPU, LINK))
+    assert link[0].end_ns <= host[0].begin_ns
     both = threading.Barrier(2, timeout=60)
 
-    def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
+    def started_together(real: Callable[..., Any]) -> Callable[..., Any]:
         first = [True]
 
         def scored(*arguments: Any) -> Any:
@@ -315,12 +315,12 @@ def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest
         return scored
 
     for name in ("score_cpu", "score_ssd"):
-        monkeypatch.setattr(KvStore, name, meeting(getattr(KvStore, name)))
+        monkeypatch.setattr(KvStore, name, started_together(getattr(KvStore, name)))
     timeline = spans(HillInferSettings(alpha=0.5), Case(context=3000, pool=80), tmp_path)
-    host, far = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
+    host, link = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
     assert {span.stage for span in timeline.spans} == {EVALUATE}
-    assert host[0].begin_ns < far[0].end_ns
-    assert far[0].begin_ns < host[0].end_ns
+    assert host[0].begin_ns < link[0].end_ns
+    assert link[0].begin_ns < host[0].end_ns
 
 
 @pytest.mark.parametrize(("case", "first"), [(CASE, 0), (replace(CASE, batch=2, heads=2), 0), (CASE, 2 * PAGE)])
@@ -328,11 +328,15 @@ def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest
 def test_mass_is_the_weight_of_softmax_over_everything(
     case: Case, first: int, allocation: str, by: str, tmp_path: Path
 ) -> None:
-    """From an index and from what is attended in any case, it is what the oracle finds by a look at all keys."""
+    """Mass from an index and from the tokens attended anyway equals the oracle, which examines all keys."""
     exact = MassSettings(alpha=0.5, scorer="exact", allocation=allocation)
-    made = {"mass": exact, "oracle": OracleSettings(alpha=0.5, by=by), "rounded": replace(exact, scorer="rounded")}
+    settings_by_name = {
+        "mass": exact,
+        "oracle": OracleSettings(alpha=0.5, by=by),
+        "rounded": replace(exact, scorer="rounded"),
+    }
     found = {}
-    for name, settings in made.items():
+    for name, settings in settings_by_name.items():
         with running(name.replace("rounded", "mass"), settings, case, tmp_path / name, first) as run:
             found[name] = [selection.positions for _ in range(6) for selection, _ in run.step()]
     for mass, oracle, rounded in zip(found["mass"], found["oracle"], found["rounded"], strict=True):
@@ -344,16 +348,16 @@ def test_mass_is_the_weight_of_softmax_over_everything(
 @FORKED
 @pytest.mark.parametrize(("pool", "ssd", "rows"), [(None, "file", 0), (4, "file", 0), (4, "file", 300), (4, "csd", 0)])
 def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, rows: int, tmp_path: Path) -> None:
-    """One that looks at few tokens leaves its own to the other; what comes out is attention to each chosen token once."""
+    """A head that needs few tokens leaves its share to the other; the output attends to each selected token once."""
     case = Sharp(batch=2, context=1200, pool=pool, ssd=ssd, rows=rows)
     newest = 0.0
     with running("mass", MassSettings(alpha=0.1, scorer="exact"), case, tmp_path) as run:
-        for _ in range(18):  # the window moves on
+        for _ in range(18):  # the window moves
             middle, traffic = run.store.middle, run.store.traffic
             before = traffic.hits_cpu, traffic.hits_cpu + traffic.hits_ssd
             found = run.step()
             chosen = sum(int((~repeated(selection.positions)).sum()) for selection, _ in found)
-            assert traffic.hits_cpu >= before[0]  # what is there again is not read again
+            assert traffic.hits_cpu >= before[0]  # repeated positions are not read again
             assert traffic.hits_cpu + traffic.hits_ssd == before[1] + chosen
             for layer, (selection, out) in enumerate(found):
                 counts = (~repeated(selection.positions)).sum(2)
@@ -363,11 +367,11 @@ def test_heads_share_the_budget_of_a_layer(pool: int | None, ssd: str, rows: int
                 attended[..., : middle.start * PAGE] = attended[..., middle.stop * PAGE :] = True
                 np.testing.assert_allclose(out, run.over(layer, attended), atol=2e-3 if ssd == "csd" else 1e-5)
                 newest = max(newest, check_unseen(run, layer, selection, attended))
-        assert newest > 0.01, "it takes its part of what was left out"
+        assert newest > 0.01, "the newest token gets part of the attention left out"
 
 
 def check_unseen(run: Run, layer: int, selection: Selection, attended: Array) -> float:
-    """Half of the attention that was left out, and the mean of the values in the middle; returns the newest token's most."""
+    """Check the unseen mass (half of the attention left out) and mean value; return the newest token's largest weight."""
     batch, middle, keys = run.store.batch, run.store.middle, run.keys[layer]
     queries = run.case.queries(layer, run.steps - 1)[:batch]
     unseen = run.policy.unseen(layer, selection, queries, keys[:, :, -1:])
@@ -385,7 +389,7 @@ def check_unseen(run: Run, layer: int, selection: Selection, attended: Array) ->
 
 @dataclass(frozen=True)
 class Sharp(Case):
-    """The queries of the first key head are long."""
+    """A case with long queries for the first key head."""
 
     def queries(self, layer: int, step: int) -> Array:
         found = super().queries(layer, step)
@@ -394,12 +398,12 @@ class Sharp(Case):
 
 
 @pytest.mark.parametrize("by", ["mass", "product"])
-def test_the_oracle_finds_what_a_sort_would(by: str, tmp_path: Path) -> None:
+def test_the_oracle_selects_like_a_sort(by: str, tmp_path: Path) -> None:
     with running("oracle", OracleSettings(alpha=0.5, by=by), CASE, tmp_path) as run:
         queries, middle = run.queries(0).reshape(1, KV_HEADS, -1, 16), run.store.middle
         found = run.policy.select(0, run.queries(0)).positions
         logits = np.einsum("bhgd,bhtd->bhgt", queries, run.keys[0]) / 4
         weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         scores = (weights.sum(2) if by == "mass" else logits.max(2))[..., middle.start * PAGE : middle.stop * PAGE]
-        best = np.sort(np.argsort(-scores, -1)[..., : found.shape[2]], -1) + middle.start * PAGE
-        np.testing.assert_array_equal(found, best)
+        expected = np.sort(np.argsort(-scores, -1)[..., : found.shape[2]], -1) + middle.start * PAGE
+        np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""Spill files after crashes of the machine, damage and failed syncs: what was flushed is there, what is there is right."""
+"""Spill files after crashes of the machine, damage and failed syncs: flushed data survives, and restored data is right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import examples
 from tests.unit.kv_parts import append, flip, ids, restored
 
 SECTOR = 512
-# In place of what the profile suppresses, which goes with it.
+# The setting replaces the profile's suppressions, so it has to repeat them.
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SHAPE = KvShape("tiny", layers=2, kv_heads=1, head_dim=4, page_tokens=4)
 ONE_LAYER = KvShape("tiny", layers=1, kv_heads=1, head_dim=2, page_tokens=2)
@@ -34,25 +34,25 @@ State = dict[int, tuple[int, ...]]
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_real_sync() -> Iterator[None]:
-    """The disk that loses power is a modelled one: nothing waits for the real one, thousands of times."""
+    """The disk that loses power is a model; waiting for the real one thousands of times would be slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fdatasync", lambda _fd: None)
         yield
 
 
 Write = tuple[int, bytes]
-"""Where, and what: nothing where the file grew to there, or was cut to there (then below 0)."""
+"""Offset and data. Without data: the file grew to the offset, or was cut to minus the offset."""
 SYNC: Write = (0, b"")
 
 
 class Disk:
-    """A disk with a cache: remembers all writes to a file and when it was synced, and makes what a crash leaves."""
+    """A disk with a cache: records all writes and syncs of a file, and creates the image after a crash."""
 
     def __init__(self) -> None:
         self.events: list[Write] = [SYNC]
 
     def image(self, path: Path, at: int, lost: random.Random) -> None:
-        """Write what is on the disk after a crash behind event `at`: of what was not synced, any sectors may be missing."""
+        """Write the disk contents after a crash before event `at`: of unsynced writes, any sectors may be missing."""
         data, events = bytearray(), self.events[:at]
         synced = max((index for index, event in enumerate(events) if event is SYNC), default=0)
         for index, (offset, content) in enumerate(events):
@@ -69,24 +69,23 @@ class Disk:
 
 @contextmanager
 def recorded(disk: Disk) -> Iterator[None]:
-    """Record what happens to the file during the body."""
-    notes: dict[str, Callable[..., object]] = {
+    recorders: dict[str, Callable[..., object]] = {
         "write": lambda data, offset, *_: disk.events.append((offset, bytes(data))),
-        "grow": lambda _, end: disk.events.append((end, b"")),  # the length is noted, the content is zero
+        "grow": lambda _, end: disk.events.append((end, b"")),  # only the length is recorded, the content is zero
         "cut": lambda end: disk.events.append((-end, b"")),
         "sync": lambda: disk.events.append(SYNC),
     }
 
-    def noted(name: str, real: Callable[..., None]) -> Callable[..., None]:
+    def recording(name: str, real: Callable[..., None]) -> Callable[..., None]:
         def instead(self: RawFile, *arguments: Any) -> None:
             real(self, *arguments)
-            notes[name](*arguments)
+            recorders[name](*arguments)
 
         return instead
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in notes:
-            patch.setattr(RawFile, name, noted(name, getattr(RawFile, name)))
+        for name in recorders:
+            patch.setattr(RawFile, name, recording(name, getattr(RawFile, name)))
         yield
 
 
@@ -94,29 +93,32 @@ STORY = [("append", 8), ("flush", 0), ("append", 5), ("truncate", 2), ("append",
 STORY += [("flush", 0), ("append", 6), ("flush", 0)]
 
 
-def test_after_a_crash_at_any_moment_it_is_a_beginning_of_what_it_was_since_the_last_flush(tmp_path: Path) -> None:
-    """And at least as long as what was flushed. Longer stories: tests/fuzz/test_spill_operations.py."""
+def test_after_a_crash_a_file_has_a_prefix_of_a_state_since_the_last_flush(tmp_path: Path) -> None:
+    """A restored file has a prefix of a state since the last flush, with all flushed pages.
+
+    tests/fuzz/test_spill_operations.py tries longer stories.
+    """
     disk, crashed = Disk(), tmp_path / "crashed.kv"
     tokens: tuple[int, ...] = ()
     possible, marks = [tokens], []
     with recorded(disk), SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=2, direct=False) as file:
-        for what, number in STORY:
+        for operation, number in STORY:
             first, before = len(disk.events), possible
-            if what == "append":
+            if operation == "append":
                 new = ids(100 * number, number)
                 append(file, 0, new)
                 tokens = (*tokens, *map(int, new))
-            elif what == "truncate":
+            elif operation == "truncate":
                 file.truncate(0, number)
                 tokens = tokens[: 4 * number]
             else:
                 file.flush()
-            possible = [tokens] if what == "flush" else [*before, tokens]
+            possible = [tokens] if operation == "flush" else [*before, tokens]
             marks += [(at, [*before, tokens]) for at in range(first, len(disk.events))]
         marks.append((len(disk.events), possible))
     for (at, states), seed in itertools.product(marks, range(2)):
         disk.image(crashed, at, random.Random(seed))
-        for _ in range(2):  # the second time nothing may come alive that the first has dropped
+        for _ in range(2):  # the second open must not revive anything that the first dropped
             with SpillFile.open(crashed, SHAPE, direct=False) as file:
                 found = restored(file, 0)
                 assert any(tuple(found) == state[: len(found)] for state in states)
@@ -129,7 +131,7 @@ def test_after_a_crash_at_any_moment_it_is_a_beginning_of_what_it_was_since_the_
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed file with two sequences, one cut and rewritten."""
+    """A closed file with two sequences, one of them truncated and rewritten."""
     path = tmp_path_factory.mktemp("small") / "a.kv"
     with SpillFile.create(path, ONE_LAYER, extent_pages=2) as file:
         append(file, 0, ids(0, 7))
@@ -151,17 +153,17 @@ def contents(path: Path) -> list[list[int]] | None:
 
 
 def lengths_of(path: Path, shortest: int) -> list[int]:
-    """Return lengths to cut a file to, descending: where something is or a block begins every byte, elsewhere some."""
+    """Return file lengths, descending: every byte near data and block borders, some elsewhere."""
     data = np.fromfile(path, np.uint8)
-    near = np.zeros(len(data) + 1, bool)
+    candidates = np.zeros(len(data) + 1, bool)
     for place in [*np.flatnonzero(data), *range(0, len(data) + 1, 4096)]:
-        near[max(0, place - 2) : place + 6] = near[max(0, place - 2) : place + 66 : 7] = True
-    near[::121] = True
-    return [int(length) for length in np.flatnonzero(near)[::-1] if length >= shortest]
+        candidates[max(0, place - 2) : place + 6] = candidates[max(0, place - 2) : place + 66 : 7] = True
+    candidates[::121] = True
+    return [int(length) for length in np.flatnonzero(candidates)[::-1] if length >= shortest]
 
 
 def test_a_file_cut_at_every_byte(small: Path, tmp_path: Path) -> None:
-    """All of what was flushed, or a refusal; both happen."""
+    """The flushed tokens are complete, or the file is refused; both occur."""
     path = tmp_path / "a.kv"
     shutil.copy(small, path)
     whole = contents(path)
@@ -177,12 +179,12 @@ def test_a_file_cut_at_every_byte(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_cut_at_every_byte_before_it_was_flushed(tmp_path: Path) -> None:
-    """The torn tail of a process that was killed: a beginning of what it had appended, never anything else."""
+    """The torn tail of a killed process: a prefix of the appended tokens."""
     whole, path = tmp_path / "whole.kv", tmp_path / "a.kv"
     file = SpillFile.create(whole, ONE_LAYER, extent_pages=1)
     for start in range(0, 8, 2):
         append(file, 0, ids(start, 2))
-    shutil.copy(whole, path)  # not closed: nothing is committed
+    shutil.copy(whole, path)  # not closed, so nothing is committed
     file.close()
     lengths = []
     for length in lengths_of(path, 8192):
@@ -194,7 +196,7 @@ def test_a_file_cut_at_every_byte_before_it_was_flushed(tmp_path: Path) -> None:
 
 
 def test_no_flipped_bit_is_served(small: Path, tmp_path: Path) -> None:
-    """Every byte in turn: all is right and whole, or the file, or the page, is refused."""
+    """After a flip of each byte, the contents are right and complete, or the file or page is refused."""
     path, refused = tmp_path / "a.kv", 0
     shutil.copy(small, path)
     data = np.fromfile(path, np.uint8)
@@ -209,20 +211,20 @@ def test_no_flipped_bit_is_served(small: Path, tmp_path: Path) -> None:
     assert refused > len(interesting) // 2
 
 
-# Syncs that fail
+# Failed syncs
 
 
 class Cache:
-    """What the system keeps of a file in memory, on a disk that fails when told to: it lets go what it could not write."""
+    """The page cache of a file on a disk that fails on request; the kernel drops pages that it could not write."""
 
     def __init__(self, chance: random.Random, share: float = 0.5) -> None:
         self.fails = False
-        self.lasts = 0  # syncs that go well before one fails
+        self.lasts = 0  # successful syncs before one fails
         self._chance, self._share = chance, share
-        self._before: list[tuple[int, bytes]] = []  # what each write since the last sync has replaced
+        self._before: list[tuple[int, bytes]] = []  # the bytes that each write since the last sync replaced
 
-    def let_go(self, fd: int) -> None:
-        """Make any sectors of what was not synced what they were before."""
+    def revert_unsynced(self, fd: int) -> None:
+        """Revert any sectors written since the last sync."""
         size = os.fstat(fd).st_size
         for offset, data in reversed(self._before):
             for start in range(offset // SECTOR * SECTOR, offset + len(data), SECTOR):
@@ -233,7 +235,7 @@ class Cache:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have all writes and syncs of the body go through it."""
+        """Route all writes and syncs of the body through this cache."""
         write = RawFile.write
 
         def writing(file: RawFile, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
@@ -242,7 +244,7 @@ class Cache:
 
         def syncing(file: RawFile) -> None:
             if self.fails and not self.lasts:
-                self.let_go(file.fd)
+                self.revert_unsynced(file.fd)
                 raise problem(file.path, "writing back", OSError(errno.EIO, "failed"))
             self._before, self.lasts = [], max(0, self.lasts - 1)
 
@@ -252,8 +254,8 @@ class Cache:
             yield
 
 
-class Doubtful:
-    """A file on a disk that fails now and then, and what must be in it: beginnings of `state`, with all of `flushed`."""
+class UnreliableFile:
+    """A file on an unreliable disk, and its expected contents: prefixes of `state` that include all of `flushed`."""
 
     def __init__(self, path: Path, cache: Cache) -> None:
         self.file, self.cache = SpillFile.create(path, SHAPE, extent_pages=2, interleaved=True, direct=False), cache
@@ -262,12 +264,12 @@ class Doubtful:
         self.next_id = 0
 
     def do(self, operation: str, sequence: int, number: int) -> None:
-        """Do one operation; what has failed is done again once the disk works, or told to be lost."""
+        """Carry out one operation; repeat a failed one once the disk works, or accept that data is reported lost."""
         if operation == "fail":
             self.cache.fails, self.cache.lasts = True, number
         elif operation == "crash":
             self.cache.fails = False
-            self.cache.let_go(self.file.raw.fd)
+            self.cache.revert_unsynced(self.file.raw.fd)
             self.file.raw.close()
             self.file = SpillFile.open(self.file.path, SHAPE, direct=False)
             self.adopt()
@@ -276,7 +278,7 @@ class Doubtful:
         self.check()
 
     def attempt(self, call: Callable[[], None]) -> None:
-        """Call until there is no error; one may come of the disk, and one tell what that has cost."""
+        """Repeat until it succeeds; the disk may cause one error, and the lost data a second one."""
         for expected in (EnvironmentProblem, DataError, None):
             try:
                 call()
@@ -299,7 +301,7 @@ class Doubtful:
 
     def truncate(self, sequence: int, number: int) -> None:
         own = self.state.get(sequence, ())[: 4 * number]
-        # Whatever becomes of it.
+        # applies even if the truncation fails
         self.flushed = {**self.flushed, sequence: self.flushed.get(sequence, ())[: len(own)]}
         self.file.truncate(sequence, number)
         self.state = {**self.state, sequence: own}
@@ -309,14 +311,14 @@ class Doubtful:
         self.flushed = self.state
 
     def adopt(self) -> None:
-        """Take what the file has for what must be there, if it may be."""
+        """Accept the file's contents as the expected state, if they are a valid prefix."""
         for sequence in range(3):
             found, state = tuple(restored(self.file, sequence)), self.state.get(sequence, ())
             assert found == state[: len(found)] and len(found) >= len(self.flushed.get(sequence, ())) // 4 * 4
             self.state = {**self.state, sequence: found}
 
     def check(self) -> None:
-        """Compare everything; what an error of the disk may have broken off in the middle, or lost, is not told yet."""
+        """Compare everything. Before, interrupted operations were repeated and lost data was reported."""
         for sequence in range(3):
             found, state = tuple(restored(self.file, sequence)), self.state.get(sequence, ())
             assert found == state
@@ -333,14 +335,14 @@ FAILING = st.lists(
 
 @given(FAILING, st.randoms(use_true_random=False))
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SUPPRESSED)
-def test_what_a_failed_sync_has_lost_is_told(
+def test_data_lost_by_a_failed_sync_is_reported(
     tmp_path: Path, operations: list[tuple[str, int, int]], chance: random.Random
 ) -> None:
-    """Never a success after which something is missing, and never a file that is refused."""
+    """No success is followed by missing data, and no file is refused."""
     path, cache = tmp_path / "a.kv", Cache(chance)
     path.unlink(missing_ok=True)
     with cache.used():
-        model = Doubtful(path, cache)
+        model = UnreliableFile(path, cache)
         for operation in operations:
             model.do(*operation)
         model.do("flush", 0, 0)
@@ -350,10 +352,10 @@ def test_what_a_failed_sync_has_lost_is_told(
         model.file.close()
 
 
-@pytest.mark.parametrize("reached", [False, True])
-def test_a_commit_that_failed_may_be_on_the_disk_or_not(tmp_path: Path, reached: bool) -> None:
-    """What is appended behind it is no part of it, whichever it is, and the next one counts all."""
-    path, cache = tmp_path / "a.kv", Cache(random.Random(1), share=0 if reached else 1)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_failed_commit_may_be_on_the_disk_or_not(tmp_path: Path, is_on_disk: bool) -> None:
+    """Tokens appended after it are not part of it in either case, and the next commit counts all."""
+    path, cache = tmp_path / "a.kv", Cache(random.Random(1), share=0 if is_on_disk else 1)
     file = SpillFile.create(path, SHAPE, extent_pages=2, direct=False)
     with cache.used():
         append(file, 0, ids(0, 4))

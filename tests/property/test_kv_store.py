@@ -1,4 +1,4 @@
-"""KvStore against plain arrays: whatever is appended, cropped, forked, moved and restored, every byte comes back."""
+"""KvStore against plain arrays: after any appends, crops, forks, moves and restores, every byte is right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 1 << 30)
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_real_sync() -> Iterator[None]:
-    """Only processes crash here: nothing of this one waits for the disk, thousands of times. Contexts are short."""
+    """Only processes crash here, so syncing the real disk thousands of times is useless. The contexts are short."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("fdatasync", "fsync"):
             patch.setattr(os, name, lambda _fd: None)
@@ -38,14 +38,15 @@ def _no_real_sync() -> Iterator[None]:
 
 
 class Store(RuleBasedStateMachine):
-    """A store beside `Plain`; what it may choose is drawn from seeds, so that failures shrink."""
+    """A store compared with `Plain`; seeds determine its choices, so that failing examples shrink."""
 
     ssd = "file"
 
     @initialize(dtype=st.sampled_from(DTYPES), batch=st.integers(1, 2), wide=st.booleans(), interleaved=st.booleans())
     def make(self, dtype: str, batch: int, wide: bool, interleaved: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
-        self.shape = shape_of(dtype, LAYERS, value_dim=601 if wide else 3)  # 601: in several blocks, some rows in two
+        # rows of 601 values span several blocks, some of them two
+        self.shape = shape_of(dtype, LAYERS, value_dim=601 if wide else 3)
         self.plain = Plain(self.shape, batch)
         path = self.directory / "a.kv"
         more: dict[str, Any] = {"cpu_rows": ROWS, "interleaved": interleaved}
@@ -79,8 +80,8 @@ class Store(RuleBasedStateMachine):
         hits = self.store.traffic.hits_cpu + self.store.traffic.hits_ssd
         found = self.store.gather(layer, selection)
         ends = (np.arange(middle.start * 4), np.arange(middle.stop * 4, length))
-        wanted = [np.broadcast_to(end, (*selection.positions.shape[:2], len(end))) for end in ends]
-        assert (found.positions == np.concatenate([wanted[0], selection.positions, wanted[1]], axis=2)).all()
+        expected = [np.broadcast_to(end, (*selection.positions.shape[:2], len(end))) for end in ends]
+        assert (found.positions == np.concatenate([expected[0], selection.positions, expected[1]], axis=2)).all()
         self.plain.check(layer, found)
         assert self.store.traffic.hits_cpu + self.store.traffic.hits_ssd - hits == selection.positions.size
         found.release()
@@ -118,8 +119,8 @@ class Store(RuleBasedStateMachine):
             assert np.isnan(found[block.head, block.positions]).all()
             found[block.head, block.positions] = block.scores
         keys = self.plain.wide(layer, sequence)
-        wanted = score(queries[None], keys[None])[0][:, middle.start * 4 : middle.stop * 4]
-        assert np.allclose(found[:, middle.start * 4 : middle.stop * 4], wanted, rtol=2e-3, atol=2e-3)
+        expected = score(queries[None], keys[None])[0][:, middle.start * 4 : middle.stop * 4]
+        assert np.allclose(found[:, middle.start * 4 : middle.stop * 4], expected, rtol=2e-3, atol=2e-3)
 
     @rule(seed=SEEDS, side=st.integers(0, 1))
     def read_side(self, seed: int, side: int) -> None:
@@ -155,11 +156,11 @@ class Store(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def move(self, seed: int) -> None:
-        """One up and one down, as policies do."""
+        """Move one page up and one down, as policies do."""
         layer, sequence, middle = seed % LAYERS, seed % self.store.batch, self.store.middle
-        here = self.store.in_cpu(layer, sequence)
-        up = [page for page in middle if not here[page]][:1]
-        down = [page for page in middle if here[page]][: len(up)]
+        in_memory = self.store.in_cpu(layer, sequence)
+        up = [page for page in middle if not in_memory[page]][:1]
+        down = [page for page in middle if in_memory[page]][: len(up)]
         self.store.move_down(layer, sequence, np.array(down, np.int64))
         assert not self.store.in_cpu(layer, sequence)[down].any()
         if self.store.in_cpu(layer, sequence).sum() + len(up) <= BOUND:
@@ -175,7 +176,7 @@ class Store(RuleBasedStateMachine):
         self.plain.crop(tokens)
         self.store = KvStore.restore(self.directory / "a.kv", self.config)
         self.fast = HostFastTier(1000)
-        self.starts += self.ssd == "csd"  # a process takes its time
+        self.starts += self.ssd == "csd"  # starting a process takes time
         assert self.store.length == tokens and self.store.batch == batch
         assert (self.store.ids == self.plain.ids).all() and (self.store.positions == self.plain.ids + 7).all()
         assert sorted(os.listdir(self.directory)) in (["a.kv"], ["a.kv", "tables-a.kv"])
@@ -184,8 +185,8 @@ class Store(RuleBasedStateMachine):
     @rule()
     def killed(self) -> None:
         crash(self.store)
-        wanted = self.store.length if self.saved else self.store.length // 4 * 4
-        self._restore(wanted, self.store.batch)
+        expected = self.store.length if self.saved else self.store.length // 4 * 4
+        self._restore(expected, self.store.batch)
 
     @precondition(lambda self: self.starts < 3 and self.store.length > 0)
     @rule()
@@ -202,21 +203,21 @@ class Store(RuleBasedStateMachine):
         full = self.store.length // 4
         for layer in range(LAYERS):
             for sequence in range(self.store.batch):
-                here = self.store.in_cpu(layer, sequence)
-                assert here[:1].all() and here[max(0, full - 1) :].all(), "sink and window are in memory"
-                assert here.sum() <= BOUND + self.store.batch, "more only while sequences share what was brought up for one"
+                in_memory = self.store.in_cpu(layer, sequence)
+                assert in_memory[:1].all() and in_memory[max(0, full - 1) :].all(), "sink and window are in memory"
+                assert in_memory.sum() <= BOUND + self.store.batch, "more only while sequences share a page"
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.plain.check_all(self.store)
             self.store.discard()
-            left = os.listdir(self.directory)
+            files_left = os.listdir(self.directory)
             shutil.rmtree(self.directory)
-            assert not left
+            assert not files_left
 
 
 class Device(Store):
-    """The same through the emulated device: a process for each example, so there are few."""
+    """The same with the emulated device, in few examples, because each starts a process."""
 
     ssd = "csd"
 

@@ -1,4 +1,4 @@
-"""The contract, on every policy of the table; Belady against all that could be kept; how good our own policy is."""
+"""The contract on every policy, Belady against all possible choices, and the hit ratio of our own policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llmcache.cache.simulate import simulate
 from llmcache.trace.record import Trace
 from tests.conftest import examples
 from tests.property.contract import Case, cases, clauses, long_case
-from tools.bench.policies import LRU_MARGIN, OURS, bars, groups, ratios_of
+from tools.bench.policies import LRU_MARGIN, OURS, groups, ratios_of, targets
 
-# Compiling may take seconds in the first example.
+# the first example may take seconds to compile
 SETTINGS = settings(max_examples=examples(60), deadline=None)
 
 
@@ -39,8 +39,8 @@ def test_contract_on_long_traces(name: str, capacity: int) -> None:
 
 
 def test_a_cache_without_room_and_a_second_call_of_belady_are_refused() -> None:
-    for capacity, blocks, said in ((0, 5, "capacity"), (5, 0, "blocks")):
-        with pytest.raises(ValueError, match=said):
+    for capacity, blocks, name in ((0, 5, "capacity"), (5, 0, "blocks")):
+        with pytest.raises(ValueError, match=name):
             policy_class("lru")(capacity, blocks)
     policy = policy_class("belady")(4, 8)
     policy.replay(np.array([0]), np.array([8]))
@@ -50,27 +50,27 @@ def test_a_cache_without_room_and_a_second_call_of_belady_are_refused() -> None:
 
 @SETTINGS
 @given(references=st.lists(st.integers(0, 5), min_size=1, max_size=14), capacity=st.integers(1, 4))
-def test_belady_has_the_most_hits_of_all_choices(references: list[int], capacity: int) -> None:
+def test_belady_has_the_most_hits_of_all_possible_choices(references: list[int], capacity: int) -> None:
     @cache
-    def most_hits(now: int, held: frozenset[int]) -> int:
+    def most_hits(now: int, resident: frozenset[int]) -> int:
         if now == len(references):
             return 0
         block = references[now]
-        if block in held:
-            return 1 + most_hits(now + 1, held)
-        if len(held) < capacity:
-            return most_hits(now + 1, held | {block})
-        return max(most_hits(now + 1, held - {victim} | {block}) for victim in held)
+        if block in resident:
+            return 1 + most_hits(now + 1, resident)
+        if len(resident) < capacity:
+            return most_hits(now + 1, resident | {block})
+        return max(most_hits(now + 1, resident - {victim} | {block}) for victim in resident)
 
     case = Case(capacity, 6, tuple((block, 1) for block in references))
     assert sum(case.hits("belady")) == most_hits(0, frozenset())
 
 
 @pytest.mark.long
-def test_every_bar_is_reached() -> None:
-    """Over three sizes of those that the benchmark has: the largest, the whole footprint, is everybody's."""
+def test_every_target_is_reached() -> None:
+    """Checks three of the benchmark's sizes; at the largest, the whole footprint, all policies are equal."""
     ratios = ratios_of(("lru", "belady", OURS), sizes=AUTO[:9:4])
-    missed = [bar for bar in bars({"ratios": ratios, "groups": groups(ratios)}) if not bar.passed]
+    missed = [target for target in targets({"ratios": ratios, "groups": groups(ratios)}) if not target.passed]
     assert not missed
 
 
@@ -81,7 +81,7 @@ LOOPS = (
 )
 
 
-def test_llmcache_on_the_samples_is_hardly_below_lru_at_any_size_and_good_on_loops() -> None:
+def test_llmcache_on_the_samples_is_hardly_below_lru_and_good_on_loops() -> None:
     found: dict[str, float] = {}
     for path in sorted(SAMPLES.glob("*.parquet")):
         rows = simulate(Trace.load(path), ("lru", OURS), AUTO)

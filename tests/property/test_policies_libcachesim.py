@@ -1,6 +1,6 @@
-"""Hits are those of libCacheSim where a policy is exactly the same, and elsewhere what they were, by trace and size.
+"""Hits equal those of libCacheSim for policies with the same rules, and recorded numbers for the others.
 
-The yardstick has its own code for traces and misses. A change there is a change of what users measured.
+yardstick.py has its own code for traces and misses. A change of these numbers changes users' results.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ EXACT = {
     "belady": "Belady",
     "2q": "TwoQ",
 }
-"""Policies without any difference, and what libCacheSim calls them."""
+"""Policies that behave exactly like libCacheSim's, and their names there."""
 TRACES = traces()
 
 
-def theirs(name: str, trace: str, capacity: int, folder: Path) -> int:
-    """Hits of libCacheSim's policy."""
+def libcachesim_hits(name: str, trace: str, capacity: int, folder: Path) -> int:
     ids = TRACES[trace]
     return len(ids) - libcachesim_misses(name, ids, capacity, folder)
 
@@ -36,16 +35,16 @@ def theirs(name: str, trace: str, capacity: int, folder: Path) -> int:
 def test_hits_are_those_of_libcachesim(name: str, trace: str, tmp_path: Path) -> None:
     ids = TRACES[trace]
     ours = {capacity: hits(name, ids, capacity) for capacity in sizes(ids)}
-    assert ours == {capacity: theirs(EXACT[name], trace, capacity, tmp_path) for capacity in sizes(ids)}
+    assert ours == {capacity: libcachesim_hits(EXACT[name], trace, capacity, tmp_path) for capacity in sizes(ids)}
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_lirs_differs_from_libcachesim_by_less_than_a_hundredth(name: str, tmp_path: Path) -> None:
-    """By its rule for blocks that have left S, which a loop larger than the cache never hits."""
+    """The difference comes from the rule for blocks that have left S, which never hits in a loop larger than the cache."""
     ids = TRACES[name]
     for capacity in sizes(ids):
-        apart = abs(hits("lirs", ids, capacity) - theirs("LIRS", name, capacity, tmp_path))
-        assert apart <= (0 if name == "loop" and capacity < 1000 else 0.01 * len(ids))
+        difference = abs(hits("lirs", ids, capacity) - libcachesim_hits("LIRS", name, capacity, tmp_path))
+        assert difference <= (0 if name == "loop" and capacity < 1000 else 0.01 * len(ids))
 
 
 RECORDED = {
@@ -58,7 +57,7 @@ RECORDED = {
     "loop and hot blocks": {"2q": (1841, 2177, 11788), "lirs": (2888, 7364, 12810), "wtinylfu": (2558, 7212, 12810)},
     "model switch": {"2q": (0, 5500, 13600), "lirs": (1089, 5500, 13190), "wtinylfu": (991, 6509, 10109)},
 }
-"""Hits at 100, 500 and 1000 blocks, recorded when plain programs of the same rules had them too."""
+"""Hits at 100, 500 and 1000 blocks; when they were recorded, plain implementations of the same rules agreed."""
 
 AUTHORS_LECAR = {
     "random": (1666, 8227, 16039),
@@ -70,7 +69,7 @@ AUTHORS_LECAR = {
     "loop and hot blocks": (2757, 7247, 12883),
     "model switch": (0, 9165, 13389),
 }
-"""Hits of the authors' own program, github.com/sylab/LeCaR, at 100, 500 and 1000 blocks."""
+"""Hits of the authors' program, github.com/sylab/LeCaR, at 100, 500 and 1000 blocks."""
 
 
 @pytest.mark.parametrize("name", TRACES)

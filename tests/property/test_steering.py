@@ -1,4 +1,4 @@
-"""What a mount keeps of its loops: shares of the budget, pins, and the deterministic core that steers."""
+"""The pins of loops in a mount: shares of the budget, and the deterministic core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = LARGE_EXTENT // BLOCK_BYTES
 
 
 def new_core(limit_mib: int, *sizes: int) -> Steering:
-    """A core with files "0", "1", … of these sizes in bytes."""
+    """Return a core with files "0", "1", … of these sizes in bytes."""
     core = Steering(limit_mib * MIB)
     for number, size in enumerate(sizes):
         add(core, str(number), size)
@@ -31,7 +31,7 @@ def add(core: Steering, key: str, size: int) -> None:
 
 
 def one_pass(core: Steering, key: str) -> int:
-    """Hits (extents) of one pass in file order."""
+    """Return the hits (extents) of one pass in file order."""
     return sum(core.reference(key, extent) == HIT for extent in range(core.spaces[key].count))
 
 
@@ -47,7 +47,7 @@ steps = st.lists(
 
 
 def drive(core: Steering, sizes: list[int], plan: list[tuple[str, int, int]]) -> list[Any]:
-    """Makes the core do all that a mount can ask; returns its verdicts, checking the budget after each step."""
+    """Apply all kinds of events to the core; return its results, checking the budget after each step."""
     verdicts: list[Any] = []
     for kind, which, number in plan:
         key = str(which % len(sizes))
@@ -68,64 +68,64 @@ def drive(core: Steering, sizes: list[int], plan: list[tuple[str, int, int]]) ->
             core.apply(["lost", key, number % space.count])
         else:
             core.apply([kind, key])
-        within_its_budget(core)
+        check_budget(core)
     return [*verdicts, core.hit_blocks, core.miss_blocks, core.evicted_blocks, core.held_blocks]
 
 
-def within_its_budget(core: Steering) -> None:
-    held = sum(space.blocks(extent) for space in core.spaces.values() for extent in space.held)
-    assert core.held_blocks == held
-    assert held * BLOCK_BYTES <= core.limit_bytes
+def check_budget(core: Steering) -> None:
+    cached_blocks = sum(space.blocks(extent) for space in core.spaces.values() for extent in space.held)
+    assert core.held_blocks == cached_blocks
+    assert cached_blocks * BLOCK_BYTES <= core.limit_bytes
     for space in core.spaces.values():
         assert all(space.wanted[extent] and not space.single[extent] for extent in space.held)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 64), files, steps)
-def test_never_above_the_budget_and_every_eviction_is_told(
+def test_the_budget_holds_and_every_eviction_is_reported(
     limit: int, sizes: list[int], plan: list[tuple[str, int, int]]
 ) -> None:
-    """And the same sequence gives the same verdicts."""
-    told: list[tuple[str, int]] = []
-    core = Steering(limit * MIB, lambda key, extent: told.append((key, extent)))
+    """The same sequence also gives the same results."""
+    evicted: list[tuple[str, int]] = []
+    core = Steering(limit * MIB, lambda key, extent: evicted.append((key, extent)))
     for number, size in enumerate(sizes):
         add(core, str(number), size)
     verdicts = drive(core, sizes, plan)
-    kept = verdicts[:-4].count(KEPT)
-    held = sum(len(space.held) for space in core.spaces.values())
+    pinned_count = verdicts[:-4].count(KEPT)
+    cached = sum(len(space.held) for space in core.spaces.values())
     lost = sum(kind == "lost" for kind, _, _ in plan)
-    assert held + len(told) <= kept <= held + len(told) + lost
+    assert cached + len(evicted) <= pinned_count <= cached + len(evicted) + lost
     assert drive(new_core(limit, *sizes), sizes, plan) == verdicts
 
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.integers(33, 200), st.integers(1, 250))
-def test_a_loop_hits_its_share_from_the_fourth_pass_on(extents: int, limit: int) -> None:
+def test_a_loop_hits_its_share_from_the_fourth_pass(extents: int, limit: int) -> None:
     core = new_core(limit, extents * LARGE_EXTENT)
     assert [one_pass(core, "0"), one_pass(core, "0")] == [0, 0]
-    one_pass(core, "0")  # what came in the second before that had proved the loop is not kept until now
-    window = max(8, -(-6 * extents // 100))  # at most; 12 MiB of it stand beside the budget
+    one_pass(core, "0")  # extents loaded before the second pass are not pinned yet, because that pass identifies the loop
+    window = max(8, -(-6 * extents // 100))  # the largest window; 12 MiB of it are in addition to the budget
     for _ in range(4):
         hits = one_pass(core, "0")
         assert min(extents, limit + min(0, 12 - window)) <= hits <= min(extents, limit)
 
 
-def test_what_was_brought_in_hits_at_its_first_reference_and_counts_as_no_miss() -> None:
+def test_warmed_extents_hit_at_their_first_reference() -> None:
     core = new_core(20, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 40)])
-    assert not any(core.wants("0", extent) for extent in range(40)), "without a reference a plan has to be asked for"
+    assert not any(core.wants("0", extent) for extent in range(40)), "without a reference, only plan() makes a plan"
     core.plan()
-    kept = [extent for extent in range(40) if core.wants("0", extent)]
-    assert 12 <= len(kept) <= 20
+    wanted = [extent for extent in range(40) if core.wants("0", extent)]
+    assert 12 <= len(wanted) <= 20
     for extent in range(40):
-        core.hold("0", extent)  # what is not wanted stays out
-    assert (core.clock, core.held_blocks, core.miss_blocks) == (0, len(kept) * BLOCKS, 0)
+        core.hold("0", extent)  # unwanted extents are not cached
+    assert (core.clock, core.held_blocks, core.miss_blocks) == (0, len(wanted) * BLOCKS, 0)
     verdicts = [core.reference("0", extent) for extent in range(40)]
-    assert [extent for extent, verdict in enumerate(verdicts) if verdict == HIT] == kept
-    assert verdicts.count(MISS) == 40 - len(kept)
+    assert [extent for extent, verdict in enumerate(verdicts) if verdict == HIT] == wanted
+    assert verdicts.count(MISS) == 40 - len(wanted)
 
 
-def test_first_spaces_keep_their_room_closed_or_not() -> None:
+def test_user_pinned_spaces_stay_pinned_when_closed() -> None:
     core = new_core(32, 20 * LARGE_EXTENT, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 20)])
     core.first("0")
@@ -139,7 +139,7 @@ def test_first_spaces_keep_their_room_closed_or_not() -> None:
 
 
 def interleaved(core: Steering, rounds: int) -> None:
-    """A loop of 40 extents makes three passes while one of 120 makes one."""
+    """A loop of 40 extents makes three passes during one pass of a loop of 120."""
     for step in range(rounds * 120):
         core.reference("0", step % 120)
         core.reference("1", step % 40)
@@ -154,7 +154,7 @@ def test_the_shorter_period_is_served_first() -> None:
     assert core.spaces["0"].learner.period == 240
 
 
-def test_a_loop_that_rests_gives_way_and_gets_its_room_back() -> None:
+def test_an_idle_loop_loses_its_pins_and_regains_them() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -167,8 +167,8 @@ def test_a_loop_that_rests_gives_way_and_gets_its_room_back() -> None:
     assert len(core.spaces["0"].held) > 30
 
 
-def test_loops_that_take_turns_are_both_active() -> None:
-    """A draft model makes eight passes, then its target one: neither has ended."""
+def test_alternating_loops_are_both_active() -> None:
+    """A draft model makes eight passes, then its target model one; both loops continue."""
     core = new_core(48, 40 * LARGE_EXTENT, 100 * LARGE_EXTENT)
     for turn in range(6 * 9):
         one_pass(core, "1" if turn % 9 == 8 else "0")
@@ -176,18 +176,18 @@ def test_loops_that_take_turns_are_both_active() -> None:
     assert one_pass(core, "0") == 40
 
 
-def test_a_closed_loop_gives_way_at_once() -> None:
+def test_a_closed_loop_loses_its_pins_at_once() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 60 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
     core.apply(["close", "0"])
-    assert len(core.spaces["0"].held) > 30, "nobody needs the room yet"
+    assert len(core.spaces["0"].held) > 30, "no other loop needs the memory yet"
     core.apply(["guess", "1", [], [], [[0, 60]]])
     one_pass(core, "1")
     assert len(core.spaces["1"].held) > 30
 
 
-def test_half_the_budget_leaves_at_once_and_comes_back() -> None:
+def test_halving_the_budget_evicts_at_once_and_is_reversible() -> None:
     core = new_core(64, 100 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -200,7 +200,7 @@ def test_half_the_budget_leaves_at_once_and_comes_back() -> None:
     assert len(core.spaces["0"].held) == len(before)
 
 
-def test_a_scan_keeps_nothing_and_takes_nothing() -> None:
+def test_a_scan_is_not_pinned_and_displaces_nothing() -> None:
     core = new_core(40, 100 * LARGE_EXTENT, 500 * LARGE_EXTENT)
     for _ in range(4):
         one_pass(core, "0")
@@ -209,7 +209,7 @@ def test_a_scan_keeps_nothing_and_takes_nothing() -> None:
     assert core.spaces["0"].held == before and not core.spaces["1"].held
 
 
-def test_single_extents_are_given_up_when_a_header_says_so() -> None:
+def test_extents_of_single_pages_are_evicted_once_a_header_names_them() -> None:
     core = new_core(40, 36 * LARGE_EXTENT)
     for _ in range(3):
         one_pass(core, "0")
@@ -229,10 +229,10 @@ loop_lists = st.lists(
 
 @given(st.integers(16 * MIB, 4096 * MIB), st.integers(0, 512 * MIB), loop_lists)
 def test_shares_fit_the_budget_and_shorter_periods_are_served_first(
-    budget: int, more: int, made: list[tuple[int, int | None, bool]]
+    budget: int, more: int, facts_of_loops: list[tuple[int, int | None, bool]]
 ) -> None:
-    """An active loop is pinned whole or has a window; more budget never pins less."""
-    loops = [Loop(key, *facts) for key, facts in enumerate(made)]
+    """An active loop is pinned whole or has a window; a larger budget never pins less."""
+    loops = [Loop(key, *facts) for key, facts in enumerate(facts_of_loops)]
     shares, larger = share_budget(budget, loops), share_budget(budget + more, loops)
     assert set(shares) == {loop.key for loop in loops}
     assert sum(share.pinned_bytes + share.window_bytes for share in shares.values()) <= budget
@@ -260,16 +260,16 @@ def test_spread_is_even(total: int, count: int) -> None:
 
 
 def unevenness(places: list[int], pinned: set[int]) -> float:
-    """Furthest that the number of pins among the first n places is from n's share of them."""
-    share, so_far, worst = len(pinned) / len(places), 0, 0.0
+    """Return the largest difference between the pins among the first n extents and n's share of the pins."""
+    share, count, worst = len(pinned) / len(places), 0, 0.0
     for index, place in enumerate(places):
-        so_far += place in pinned
-        worst = max(worst, abs(so_far - share * (index + 1)))
+        count += place in pinned
+        worst = max(worst, abs(count - share * (index + 1)))
     return worst
 
 
 @given(st.permutations(range(64)), st.lists(st.integers(0, 64), min_size=1, max_size=12))
-def test_pins_are_settled_with_the_difference_only(places: list[int], targets: list[int]) -> None:
+def test_settling_pins_changes_only_the_difference(places: list[int], targets: list[int]) -> None:
     wanted, pinned = bytearray(len(places)), set[int]()
     for step, target in enumerate(targets):
         settled = settle(places, wanted, target, extent_bytes=1, whole=False)
@@ -277,4 +277,4 @@ def test_pins_are_settled_with_the_difference_only(places: list[int], targets: l
         assert set(settled.unpinned) == before - pinned
         assert pinned <= before or before <= pinned
         assert settled.pinned == len(pinned) == target
-        assert unevenness(places, pinned) <= step + 2  # each change adds at most about one place
+        assert unevenness(places, pinned) <= step + 2  # each change adds at most about one extent

@@ -1,4 +1,4 @@
-"""Recording a small program that does one thing to one file."""
+"""Fixtures that record a small program while it accesses one file in one way."""
 
 from __future__ import annotations
 
@@ -25,51 +25,49 @@ from tests.mount.live import resident_bytes, wait_for
 HERE = Path(__file__).parent
 BLOCKS = 1024
 TOUCHED = [3 + 40 * i for i in range(23)]
-PATIENCE_S = 240.0  # what only a hang takes
+PATIENCE_S = 240.0  # only a hang takes this long
 _MAP_LOCKED = 0x2000
 _KINDS = ("access", "fill", "evict", "block request", "sampled")
-_locked: list[mmap.mmap] = []  # until the test's file goes
+_locked: list[mmap.mmap] = []  # mappings that keep pages locked until the test's file is deleted
 
 
 @dataclass(frozen=True, repr=False)
 class Recording:
-    """What was recorded of one file."""
+    """The records of one file."""
 
     records: Records
     pid: int
     lost: int
     status: int
-    said: str
+    output: str
 
     def kind(self, kind: int) -> Records:
-        """The records of one kind."""
         rows: Records = self.records[self.records["kind"] == kind]
         return rows
 
     @property
     def accesses(self) -> Records:
-        """The accesses."""
         return self.kind(ACCESS)
 
     def blocks(self, kind: int = ACCESS, miss: int | None = None) -> list[int]:
-        """Every block of every record of a kind, in the order recorded."""
+        """Return every block of every record of a kind, in the order recorded."""
         rows = self.kind(kind)
         rows = rows if miss is None else rows[rows["miss"] == miss]
         return [int(block) for row in rows for block in range(row["first"], row["first"] + row["count"])]
 
     @property
     def requests(self) -> int:
-        """Requests that the accesses stand for."""
+        """The number of requests that the accesses represent."""
         return int(self.accesses["aux"].sum())
 
     def __repr__(self) -> str:
-        """Returns the records, one a line, for a failed assertion."""
+        """Return the records, one per line, for a failed assertion."""
         return "\n".join(f"{_KINDS[row['kind']]} {row}" for row in self.records)
 
 
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of paths.c, compiled."""
+    """The compiled program of paths.c."""
     compiler = shutil.which("cc") or shutil.which("clang") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -80,7 +78,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file() -> Iterator[Path]:
-    """A file of 1024 blocks on a disk: the page cache of tmpfs has other ways."""
+    """A file of 1024 blocks on a disk: the page cache of a tmpfs works differently."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LLMCACHE_TEST_DISK", "/var/tmp")) as directory:
         path = Path(directory) / "data"
         path.write_bytes(os.urandom(BLOCKS * BLOCK_BYTES))
@@ -93,7 +91,7 @@ def file() -> Iterator[Path]:
 
 
 def drop(path: Path) -> None:
-    """Take a file out of the page cache. A page that the kernel has in hand just then (to age it, say) needs another try."""
+    """Drop a file from the page cache; retry if the kernel is using a page, for example to age it."""
     unlock()
 
     def is_gone() -> bool:
@@ -106,7 +104,7 @@ def drop(path: Path) -> None:
 
 
 def warm(path: Path) -> None:
-    """Bring a file into the page cache page by page, to stay: no large folios, so that every fault is seen."""
+    """Read a file page by page and lock it in the page cache: without large folios, every fault is seen."""
     with path.open("rb", buffering=0) as handle:
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while handle.read(BLOCK_BYTES):
@@ -115,9 +113,9 @@ def warm(path: Path) -> None:
 
 
 def warm_but(path: Path, block: int) -> None:
-    """The same, without one block."""
+    """Do the same, but leave one block uncached."""
 
-    def is_so() -> bool:
+    def is_uncached() -> bool:
         warm(path)
         unlock()
         with path.open("rb") as handle:
@@ -126,11 +124,11 @@ def warm_but(path: Path, block: int) -> None:
         _lock(path, block + 1, BLOCKS)
         return resident_bytes(path) == (BLOCKS - 1) * BLOCK_BYTES
 
-    wait_for(is_so, f"block {block} leaves the page cache")
+    wait_for(is_uncached, f"block {block} leaves the page cache")
 
 
 def lock(path: Path) -> None:
-    """Keep a file in the page cache until its test ends or drops it: some kernels (DAMON) take pages back at any time."""
+    """Lock a file in the page cache for the test, because some kernels (DAMON) reclaim pages at any time."""
     _lock(path, 0, -(-path.stat().st_size // BLOCK_BYTES))
     assert resident_bytes(path) == path.stat().st_size
 
@@ -145,7 +143,6 @@ def _lock(path: Path, first: int, end: int) -> None:
 
 
 def unlock() -> None:
-    """Let go of what was locked."""
     while _locked:
         _locked.pop().close()
 
@@ -158,7 +155,7 @@ def recorded(
     pause: float = POLL_S,
     **scope: Any,
 ) -> Recording:
-    """What is recorded of `file` from a command that waits for a line."""
+    """Return the records of `file` that a source makes while a command runs, which starts after a line on stdin."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         source = kind()
         try:
@@ -170,15 +167,15 @@ def recorded(
         finally:
             source.stop()
             process.kill()
-        said = process.stdout.read()
+        output = process.stdout.read()
     status = file.stat()
     mine = (records["inode"] == status.st_ino) & (records["dev"] == status.st_dev)
     assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
-    return Recording(records[mine], process.pid, source.lost, process.returncode, said)
+    return Recording(records[mine], process.pid, source.lost, process.returncode, output)
 
 
 def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, pause: float = POLL_S) -> Records:
-    """Everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
+    """Return everything that `source` records until the processes end; `lazy` leaves it in the ring until then."""
     records = []
     deadline = time.monotonic() + PATIENCE_S
     while (process.poll() is None or source.alive()) and time.monotonic() < deadline:
@@ -192,13 +189,13 @@ def drained(source: Source, process: subprocess.Popen[Any], lazy: bool = False, 
 
 @pytest.fixture
 def record(paths: Path, file: Path) -> Callable[..., Recording]:
-    """Returns a function that records paths.c doing something to the file in one way."""
+    """Return a function that records paths.c accessing the file in one way."""
 
-    def go(way: str, kind: type[Source] = FilemapSource, **how: Any) -> Recording:
-        found = recorded([paths, file, way], file, kind, **how)
+    def record_way(way: str, kind: type[Source] = FilemapSource, **options: Any) -> Recording:
+        found = recorded([paths, file, way], file, kind, **options)
         if found.status == 77:
             pytest.skip(f"this system cannot {way}")
         assert found.status == 0
         return found
 
-    return go
+    return record_way

@@ -1,7 +1,7 @@
-/* paths FILE WAY: after a line on stdin, 23 requests of one block each to FILE, by one way to read or write.
+/* paths FILE WAY: after a line on stdin, send 23 requests of one block each to FILE, by one way to read or write.
  *
- * Request i goes to block 3 + 40 * i, so that no two are adjacent and none shares a fault-around window; other ways
- * say what they do. Prints "ok", or what the system cannot do with exit code 77. */
+ * Request i is for block 3 + 40 * i, so that no two are adjacent or share a fault-around window; other ways are described
+ * where they are defined. Prints "ok", or the missing feature with exit code 77. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -226,21 +226,21 @@ static void by_appending(int flags, ssize_t (*one)(void))
 		need(one() == BLOCK, "write");
 }
 
-/* The whole file, 256 KiB at a time. */
+/* Reads the whole file, 256 KiB at a time. */
 static void sequentially(void)
 {
 	for (off_t at = 0; at < SIZE; at += 64 * BLOCK)
 		need(pread(fd, buffer, 64 * BLOCK, at) == 64 * BLOCK, "pread");
 }
 
-/* More requests than the ring holds: two blocks in turn, so that none is adjacent to the one before. */
+/* More requests than fit the ring: two blocks alternately, so that no request is adjacent to the previous one. */
 static void often(void)
 {
 	for (int i = 0; i < 400000; i++)
 		one_pread(i & 1);
 }
 
-/* Every page of a mapping in order, three times, mapped afresh each time. */
+/* Every page of a mapping in order, three times, each time in a new mapping. */
 static void scan(void)
 {
 	for (int pass = 0; pass < 3; pass++) {
@@ -259,7 +259,7 @@ static void unaligned(void)
 		need(pread(fd, buffer, 10000, at) == 10000, "pread");
 }
 
-/* The whole file in requests that share their first and last blocks with their neighbours. */
+/* The whole file, in requests that share their first and last blocks with their neighbors. */
 static void unaligned_passes(void)
 {
 	for (int pass = 0; pass < 50; pass++)

@@ -1,4 +1,4 @@
-"""`llmcache trace` as it is called: endings, names, errors, what is left when it is killed."""
+"""The command `llmcache trace`: how it ends, file names, errors, and the files that a killed recorder leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ while True:
         os.pread(fd, 4096, block * 4096)
     time.sleep(0.01)
 """
-# Keeps a file open until the recorder has its name, which it writes down once a second.
+# Keeps a file open until the recorder, which looks names up once a second, has written its name.
 KEEP_OPEN = """
 import os, sys, time
 path, name, recording = sys.argv[1:4]
@@ -55,7 +55,7 @@ def run(*arguments: str | int | Path, **more: Any) -> subprocess.CompletedProces
 
 
 def recorded(path: Path, trace: Path) -> list[int]:
-    """Blocks of the file `path` in the trace, in order."""
+    """Return the blocks of the file `path` in the trace, in order."""
     found = Trace.load(trace)
     ids = {file.id for file in found.files if file.path == str(path)}
     assert ids, [file.path for file in found.files]
@@ -65,7 +65,7 @@ def recorded(path: Path, trace: Path) -> list[int]:
 
 @pytest.fixture
 def reader(file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that reads the first 64 blocks of the file again and again."""
+    """A process that reads the first 64 blocks of the file repeatedly."""
     command = [sys.executable, "-c", SLOW_READER, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -74,7 +74,7 @@ def reader(file: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def started(*arguments: str | int | Path, under: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A recorder that runs, and has said so."""
+    """Start a recorder, and return it once it reports that it is recording."""
     command = [*under, *LLMCACHE, *map(str, arguments)]
     recorder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert recorder.stderr is not None
@@ -83,12 +83,14 @@ def started(*arguments: str | int | Path, under: Sequence[str] = ()) -> subproce
 
 
 def reads(process: subprocess.Popen[str]) -> int:
-    """How many bytes a process has read so far."""
     return int(Path(f"/proc/{process.pid}/io").read_text().split()[1])
 
 
 def kept_open(out: Path, path: Path, name: Path, change: str, blocks: int) -> subprocess.CompletedProcess[str]:
-    """Record a process that opens `path`, does `change`, reads, and keeps it open until the recorder knows it by `name`."""
+    """Record a process that opens `path` and applies `change`.
+
+    The process then reads, and keeps the file open until the recorder has its `name`.
+    """
     words: list[str | int | Path] = [path, name, f"{out}.recording", change, blocks]
     return run("-o", out, "--force", "--", sys.executable, "-c", KEEP_OPEN, *words)
 
@@ -118,44 +120,44 @@ def test_a_signal_ends_a_recording_normally_and_leaves_the_process(
     recorder = started(str(reader.pid), "-o", out, under=["nohup"])
     recorder.send_signal(signal.SIGHUP)
     rounds = reads(reader) + 3 * 64 * 4096
-    wait_for(lambda: reads(reader) > rounds, "all its blocks are read")
+    wait_for(lambda: reads(reader) > rounds, "all blocks are read")
     recorder.send_signal(how)
-    _, said = recorder.communicate(timeout=PATIENCE_S)
-    assert recorder.returncode == 0, said
-    assert f"stopped by {how.name}" in said
+    _, message = recorder.communicate(timeout=PATIENCE_S)
+    assert recorder.returncode == 0, message
+    assert f"stopped by {how.name}" in message
     assert set(recorded(file, out)) == set(range(64))
     assert reader.poll() is None
 
 
-def test_a_duration_ends_it_and_each_second_has_a_line(reader: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_duration_ends_the_recording_and_each_second_has_a_line(reader: subprocess.Popen[str], tmp_path: Path) -> None:
     began = time.monotonic()
     done = run(reader.pid, "-o", tmp_path / "run.parquet", "-d", "2.3")
     assert done.returncode == 0 and 2.3 < time.monotonic() - began < 100
     lines = done.stderr.splitlines()
     assert all(len(line) < 80 for line in lines)
     heading = next(number for number, line in enumerate(lines) if "blocks/s" in line)
-    told = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d) s +\d", line))]
-    # One for each second that is over, told as tenths; a machine that stands still for one leaves it out.
-    assert told[0] >= 1 and 1 <= len(told) <= 2 and told[-1] >= len(told)
+    times_s = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d) s +\d", line))]
+    # one line per full second, in tenths; on a machine that stalls, one may be missing
+    assert times_s[0] >= 1 and 1 <= len(times_s) <= 2 and times_s[-1] >= len(times_s)
     assert "the time is over" in done.stderr
 
 
-def test_what_a_killed_recorder_leaves_is_readable(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
+def test_the_recording_of_a_killed_recorder_is_readable(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     recorder = started(str(reader.pid), "-o", out)
-    left = tmp_path / "run.parquet.recording"
+    recording = tmp_path / "run.parquet.recording"
 
     def has_flushed() -> bool:
-        with suppress(DataError), open_trace(left) as found:
+        with suppress(DataError), open_trace(recording) as found:
             rows = found.read()
             return bool(rows.t_ns[-1] - rows.t_ns[0] > 0.7e9)
         return False
 
-    wait_for(has_flushed, "rows of a second are written")
+    wait_for(has_flushed, "the rows of a second are written")
     recorder.kill()
     recorder.communicate(timeout=PATIENCE_S)
     assert not out.exists()
-    with open_trace(left) as found:
+    with open_trace(recording) as found:
         assert "cut short" in found.provenance.note
         rows = found.read()
         assert {entry.path for entry in found.files} >= {str(file)}
@@ -163,10 +165,10 @@ def test_what_a_killed_recorder_leaves_is_readable(reader: subprocess.Popen[str]
     again = run(reader.pid, "-o", out, "-d", "0.2")
     assert again.returncode == 2 and "run.parquet.recording" in again.stderr and "convert" in again.stderr
     assert run(reader.pid, "-o", out, "-d", "0.2", "--force").returncode == 0
-    assert not left.exists()
+    assert not recording.exists()
 
 
-def test_a_full_disk_keeps_what_was_recorded(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
+def test_a_recording_on_a_full_disk_stays_readable(reader: subprocess.Popen[str], file: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", small], check=True)
@@ -192,7 +194,7 @@ def test_only_files_that_match_are_recorded(file: Path, tmp_path: Path) -> None:
         assert set(recorded(file, out)) == set(range(BLOCKS))
 
 
-def test_names_of_deleted_and_renamed_files(file: Path, tmp_path: Path) -> None:
+def test_deleted_and_renamed_files_have_their_names(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     renamed = file.with_name("data2")
     for path, change in ((file, "os.rename(path, path + '2')"), (renamed, "os.unlink(path)")):
@@ -201,13 +203,13 @@ def test_names_of_deleted_and_renamed_files(file: Path, tmp_path: Path) -> None:
         assert recorded(renamed, out) == list(range(23))
 
 
-def test_a_file_that_is_closed_at_once_has_its_name(file: Path, tmp_path: Path) -> None:
+def test_a_file_closed_at_once_has_its_name(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     assert run("-o", out, "--", "sh", "-c", f"head -c 4096 {file} > /dev/null").returncode == 0
     assert 0 in recorded(file, out)
 
 
-def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
+def test_files_on_an_overlay_have_their_names(file: Path, tmp_path: Path) -> None:
     base = file.parent
     for name in ("upper", "work", "merged"):
         (base / name).mkdir()
@@ -226,7 +228,7 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["4194303"], 3, "does not exist"),
         (["2"], 3, "kernel thread"),
@@ -245,9 +247,9 @@ def test_names_on_an_overlay(file: Path, tmp_path: Path) -> None:
         (["-o", "/proc/run.parquet", "--", "true"], 3, "/proc/run.parquet"),
     ],
 )
-def test_bad_input(words: list[str], code: int, said: str, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: list[str], code: int, message: str, tmp_path: Path) -> None:
     done = run(*words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
-    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
     assert "hint:" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -259,16 +261,16 @@ def test_an_ended_process_is_refused() -> None:
     assert done.returncode == 3 and "has ended" in done.stderr
 
 
-def test_without_privilege_it_says_what_would_work(tmp_path: Path) -> None:
+def test_without_privileges_errors_suggest_a_working_tier(tmp_path: Path) -> None:
     out = tmp_path / "run.parquet"
     bare = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *LLMCACHE, "-o", str(out)]
-    for options, said in (
+    for options, message in (
         (["--block"], "can record this on this machine: filemap: "),
         (["--tier", "fexit"], "--tier faults works here"),
         (["--tier", "fexit", "--block"], "no other tier works here either"),
     ):
         done = subprocess.run([*bare, *options, "--", "true"], capture_output=True, text=True)
-        assert done.returncode == 3 and said in done.stderr and "hint:" in done.stderr
+        assert done.returncode == 3 and message in done.stderr and "hint:" in done.stderr
     assert not list(tmp_path.iterdir())
     done = subprocess.run([*bare, "--", "true"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -276,7 +278,7 @@ def test_without_privilege_it_says_what_would_work(tmp_path: Path) -> None:
     assert "better tiers are not available" in done.stderr
 
 
-def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Path, tmp_path: Path) -> None:
+def test_the_command_waits_for_the_recorder_and_ends_with_it(file: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     code = "import sys, time; from llmcache.trace.processes import target_of\n"
     code += "print(target_of(['--', 'touch', sys.argv[1]]).pid, flush=True); time.sleep(600)"
@@ -286,11 +288,11 @@ def test_the_command_waits_until_the_recorder_is_ready_and_dies_with_it(file: Pa
         time.sleep(0.1)
         assert not marker.exists() and target.exists()
         recorder.kill()
-    wait_for(lambda: not target.exists(), "the command that waited is gone")
+    wait_for(lambda: not target.exists(), "the waiting command has ended")
     assert not marker.exists()
 
 
-def test_a_report_is_drawn_in_one_step(file: Path, tmp_path: Path) -> None:
+def test_a_report_is_written_with_the_trace(file: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     drop(file)
     done = run("-o", tmp_path / "run.parquet", "--path", "data", "--report", page, "--", "sha256sum", file)
@@ -298,24 +300,25 @@ def test_a_report_is_drawn_in_one_step(file: Path, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!DOCTYPE html>") and "<img" in page.read_text()
 
 
-def test_block_requests_are_written_beside_the_trace(file: Path, tmp_path: Path) -> None:
-    out, said = tmp_path / "run.parquet", ""
-    while "events lost: 0" not in said:  # the program that sees a completion is not run within itself: by another disk's
+def test_block_requests_are_written_next_to_the_trace(file: Path, tmp_path: Path) -> None:
+    out, message = tmp_path / "run.parquet", ""
+    # a completion during the completion of another disk's request is not observed: retry
+    while "events lost: 0" not in message:
         drop(file)
         done = run("-o", out, "--force", "--block", "--path", "data", "--", "sha256sum", file)
         assert done.returncode == 0, done.stderr
-        said = " ".join(done.stderr.split())  # lines are broken where the path ends
+        message = " ".join(done.stderr.split())  # the path may break a line
     found = pq.read_table(tmp_path / "run.block.parquet")
     assert found.schema.metadata[b"llmcache.block"] == b"llmcache.block/1"
     entry = next(entry for entry in Trace.load(out).files if entry.path == str(file))
     rows = [row for row in found.to_pylist() if row["file"] == entry.id]
     blocks = sorted(block for row in rows for block in range(row["first"], row["first"] + row["count"]))
-    assert blocks == list(range(BLOCKS)), said
+    assert blocks == list(range(BLOCKS)), message
     assert all(0 < row["latency_us"] < 60e6 for row in rows)
-    assert "block requests" in said and "mean latency" in said
+    assert "block requests" in message and "mean latency" in message
 
 
-def test_after_its_duration_a_command_is_ended(tmp_path: Path) -> None:
+def test_the_command_is_ended_after_the_duration(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run("-o", tmp_path / "run.parquet", "-d", "0.3", "--", "sleep", "600")
     assert done.returncode == 0 and "the time is over" in done.stderr

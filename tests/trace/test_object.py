@@ -1,4 +1,4 @@
-"""The compiled object: the same layouts as in Python, the same behaviour when it is built again, gone when we are."""
+"""The compiled BPF object: layouts match those in Python, a rebuilt one is equivalent, and programs end with the process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llmcache.trace.records import FILL, RECORD
 from tests.mount.live import wait_for
 from tests.trace.conftest import TOUCHED, Recording, warm
 
-# BTF: an independent reading of the layout that the object describes.
+# BTF constants, for an independent reading of the layouts in the object.
 _INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM = 1, 2, 3, 4, 5, 6
 _TYPEDEF, _VOLATILE, _CONST, _RESTRICT = 8, 9, 10, 11
 _FUNC_PROTO, _VAR, _DATASEC, _DECL_TAG, _ENUM64 = 13, 14, 15, 17, 19
 
 
 def sections(path: Path) -> dict[str, bytes]:
-    """Contents of the sections of a 64-bit little-endian ELF file, by name."""
+    """Return the contents of the sections of a 64-bit little-endian ELF file, by name."""
     data = path.read_bytes()
     assert data[:6] == b"\x7fELF\x02\x01"
     (table,) = struct.unpack_from("<Q", data, 0x28)
@@ -44,13 +44,12 @@ def sections(path: Path) -> dict[str, bytes]:
 
 
 def machine(path: Path) -> int:
-    """The ELF machine number."""
     return int(struct.unpack_from("<H", path.read_bytes(), 0x12)[0])
 
 
 @dataclass(frozen=True)
 class Field:
-    """A member of a structure, in bytes."""
+    """A member of a structure: offset and size in bytes."""
 
     offset: int
     size: int
@@ -68,9 +67,9 @@ class Btf:
         while at < end:
             name, info, size = struct.unpack_from("<III", raw, at)
             kind, count = info >> 24 & 31, info & 0xFFFF
-            each = {_INT: 4, _ARRAY: 12, _VAR: 4, _DECL_TAG: 4}.get(kind)
-            per = {_STRUCT: 12, _UNION: 12, _ENUM: 8, _FUNC_PROTO: 8, _DATASEC: 12, _ENUM64: 12}.get(kind, 0)
-            extra = each if each is not None else per * count
+            fixed = {_INT: 4, _ARRAY: 12, _VAR: 4, _DECL_TAG: 4}.get(kind)
+            per_element = {_STRUCT: 12, _UNION: 12, _ENUM: 8, _FUNC_PROTO: 8, _DATASEC: 12, _ENUM64: 12}.get(kind, 0)
+            extra = fixed if fixed is not None else per_element * count
             self._types.append((self._name(name), kind, count, size, raw[at + 12 : at + 12 + extra]))
             at += 12 + extra
 
@@ -78,7 +77,7 @@ class Btf:
         return self._text[at : self._text.index(b"\0", at)].decode()
 
     def size(self, number: int) -> int:
-        """Bytes that a value of type `number` takes."""
+        """Return the size of a value of type `number`."""
         _, kind, _, size, extra = self._types[number]
         if kind in (_INT, _STRUCT, _UNION, _ENUM, _ENUM64):
             return size
@@ -91,14 +90,14 @@ class Btf:
         return self.size(size)
 
     def structure(self, name: str) -> tuple[int, dict[str, Field]]:
-        """Size of `struct name`, and its members."""
+        """Return the size of `struct name`, and its members."""
         _, _, count, size, extra = next(found for found in self._types if found[:2] == (name, _STRUCT))
         members = [struct.unpack_from("<III", extra, 12 * index) for index in range(count)]
         return size, {self._name(text): Field(bits // 8, self.size(kind)) for text, kind, bits in members}
 
 
 def older_counters(raw: bytes) -> bytes:
-    """The BTF of a kernel, with the counters of `struct mm_struct` as they were before Linux 6.2: words in a structure."""
+    """Return the BTF of a kernel with the counters of `struct mm_struct` as before Linux 6.2: words in a structure."""
     head = struct.unpack_from("<HBBIIIII", raw)
     types, text = bytearray(raw[head[3] + head[4] :][: head[5]]), raw[head[3] + head[6] :][: head[7]]
     name, new_text = text.index(b"\0rss_stat\0") + 1, text + b"count\0counter\0"
@@ -107,17 +106,17 @@ def older_counters(raw: bytes) -> bytes:
         number += 1
         _, info, size = struct.unpack_from("<III", types, at)
         kind, count = info >> 24 & 31, info & 0xFFFF
-        per = {_STRUCT: 12, _UNION: 12, _ENUM: 8, _FUNC_PROTO: 8, _DATASEC: 12, _ENUM64: 12}.get(kind, 0) * count
+        per_element = {_STRUCT: 12, _UNION: 12, _ENUM: 8, _FUNC_PROTO: 8, _DATASEC: 12, _ENUM64: 12}.get(kind, 0) * count
         if kind == _INT and size == 8:
             word = number
         elif kind == _ARRAY:
             arrays.add(number)
         elif kind == _STRUCT:
-            places = range(at + 12, at + 12 + per, 12)
-            members += [place for place in places if struct.unpack_from("<I", types, place)[0] == name]
-        at += 12 + {_INT: 4, _ARRAY: 12, _VAR: 4, _DECL_TAG: 4}.get(kind, per)
-    changed = [place for place in members if struct.unpack_from("<I", types, place + 4)[0] in arrays]
-    assert len(changed) == 1, "the kernel's counters have another form"
+            offsets = range(at + 12, at + 12 + per_element, 12)
+            members += [offset for offset in offsets if struct.unpack_from("<I", types, offset)[0] == name]
+        at += 12 + {_INT: 4, _ARRAY: 12, _VAR: 4, _DECL_TAG: 4}.get(kind, per_element)
+    changed = [offset for offset in members if struct.unpack_from("<I", types, offset + 4)[0] in arrays]
+    assert len(changed) == 1, "the kernel's counters have an unknown form"
     struct.pack_into("<I", types, changed[0] + 4, number + 3)
     types += struct.pack("<IIIIII", 0, _STRUCT << 24 | 1, 8, len(text) + 6, word, 0)
     types += struct.pack("<IIIIII", 0, _ARRAY << 24, 0, number + 1, word, 4)
@@ -126,7 +125,7 @@ def older_counters(raw: bytes) -> bytes:
 
 
 class _OpenOptions(ctypes.Structure):
-    """struct bpf_object_open_opts, up to the BTF that is relocated against instead of the running kernel's."""
+    """struct bpf_object_open_opts, up to the path of the BTF to relocate against instead of the running kernel's."""
 
     _fields_ = (
         ("sz", ctypes.c_size_t),
@@ -148,12 +147,12 @@ PROGRAM_BY_ID, LINK_BY_ID = 13, 30
 def test_structures_have_the_layout_of_their_dtypes(name: str, dtype: np.dtype[np.void]) -> None:
     size, members = Btf(sections(kernel.OBJECT)[".BTF"]).structure(name)
     assert dtype.fields is not None
-    ours = {field: (int(entry[1]), entry[0].itemsize) for field, entry in dtype.fields.items()}
+    expected = {field: (int(entry[1]), entry[0].itemsize) for field, entry in dtype.fields.items()}
     assert size == dtype.itemsize
-    assert {field: (member.offset, member.size) for field, member in members.items()} == ours
+    assert {field: (member.offset, member.size) for field, member in members.items()} == expected
 
 
-def test_codes_are_those_of_the_source() -> None:
+def test_codes_match_the_source() -> None:
     source = (ROOT / "bpf" / "record.h").read_text()
     assert "enum { READ, WRITE, MAP };" in source
     assert "enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };" in source
@@ -167,18 +166,18 @@ def test_the_object_runs_on_every_little_endian_processor() -> None:
     assert "__TARGET_ARCH" not in "".join(path.read_text() for path in (ROOT / "bpf").iterdir())
 
 
-def test_the_licence_lets_it_read_kernel_memory() -> None:
+def test_the_license_allows_reading_kernel_memory() -> None:
     assert sections(kernel.OBJECT)["license"] == b"Dual MIT/GPL\0"
 
 
 @pytest.mark.bpf
 @pytest.mark.parametrize("older", [False, True])
 def test_the_page_fault_programs_load_before_linux_6_2(older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = Path("/sys/kernel/btf/vmlinux").read_bytes()
-    (tmp_path / "btf").write_bytes(older_counters(described) if older else described)
+    btf = Path("/sys/kernel/btf/vmlinux").read_bytes()
+    (tmp_path / "btf").write_bytes(older_counters(btf) if older else btf)
     options = _OpenOptions(ctypes.sizeof(_OpenOptions), btf_custom_path=os.fsencode(tmp_path / "btf"))
-    opened = libbpf.library().bpf_object__open_file
-    monkeypatch.setattr(libbpf.library(), "bpf_object__open_file", lambda path, _: opened(path, ctypes.byref(options)))
+    open_file = libbpf.library().bpf_object__open_file
+    monkeypatch.setattr(libbpf.library(), "bpf_object__open_file", lambda path, _: open_file(path, ctypes.byref(options)))
     loaded = libbpf.BpfObject(kernel.OBJECT)
     try:
         loaded.load(["touched", "touched_in_call", "mapped"])
@@ -188,25 +187,25 @@ def test_the_page_fault_programs_load_before_linux_6_2(older: bool, tmp_path: Pa
 
 @pytest.mark.clang
 @pytest.mark.bpf
-def test_built_again_it_behaves_the_same(
+def test_a_rebuilt_object_behaves_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., Recording], file: Path
 ) -> None:
     subprocess.run([ROOT / "bpf" / "build", tmp_path], check=True)
-    built = tmp_path / kernel.OBJECT.name
+    rebuilt_path = tmp_path / kernel.OBJECT.name
     shipped = record("pread")
-    monkeypatch.setattr(kernel, "OBJECT", built)
+    monkeypatch.setattr(kernel, "OBJECT", rebuilt_path)
     rebuilt = record("preadv")
     for found in (shipped, rebuilt):
         assert sorted(found.blocks()) == TOUCHED
         assert found.requests == 23
     warm(file)
     assert not len(record("sequential").kind(FILL))
-    old, new = sections(kernel.OBJECT), sections(built)
+    old, new = sections(kernel.OBJECT), sections(rebuilt_path)
     assert old.keys() == new.keys()
 
 
 def _exists(command: int, number: int) -> bool:
-    """Whether the kernel still has the program or link."""
+    """Return whether the kernel still has the program or link."""
     attributes = (ctypes.c_uint32 * 32)(number)
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(ctypes.c_long(BPF), ctypes.c_int(command), attributes, ctypes.c_uint(ctypes.sizeof(attributes)))
@@ -217,8 +216,8 @@ def _exists(command: int, number: int) -> bool:
     return True
 
 
-def _held(pid: int) -> dict[int, set[int]]:
-    """Ids of the programs and links that a process holds."""
+def _open_ids(pid: int) -> dict[int, set[int]]:
+    """Return the ids of the programs and links that a process has open."""
     found: dict[int, set[int]] = {PROGRAM_BY_ID: set(), LINK_BY_ID: set()}
     for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
         text = entry.read_text()
@@ -242,14 +241,14 @@ def test_nothing_stays_attached_when_the_recorder_is_killed(number: signal.Signa
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as recorder:
         assert recorder.stdout is not None
         assert recorder.stdout.readline() == "started\n"
-        held = _held(recorder.pid)
-        assert len(held[LINK_BY_ID]) >= 10
-        assert len(held[PROGRAM_BY_ID]) >= 10
-        assert all(_exists(command, one) for command, numbers in held.items() for one in numbers)
+        open_ids = _open_ids(recorder.pid)
+        assert len(open_ids[LINK_BY_ID]) >= 10
+        assert len(open_ids[PROGRAM_BY_ID]) >= 10
+        assert all(_exists(command, one) for command, numbers in open_ids.items() for one in numbers)
         recorder.send_signal(number)
         recorder.wait()
     # The kernel frees them after a grace period.
     wait_for(
-        lambda: not any(_exists(command, one) for command, numbers in held.items() for one in numbers),
-        "programs and links are gone",
+        lambda: not any(_exists(command, one) for command, numbers in open_ids.items() for one in numbers),
+        "programs and links are freed",
     )

@@ -1,4 +1,4 @@
-"""The tier without BPF counts 23 requests as 23 too, in the ways that it says it sees."""
+"""The tier without BPF counts 23 requests as 23, in the ways of access that it claims to see."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_strace_sees_calls(way: str, record: Record) -> None:
 
 
 @pytest.mark.parametrize("way", ["write", "pwrite", "writev", "pwritev", "pwritev2"])
-def test_strace_sees_writes_where_they_are_wanted(way: str, record: Record) -> None:
+def test_strace_sees_writes_if_requested(way: str, record: Record) -> None:
     found = record(way, FaultSource, writes=True)
     assert sorted(found.blocks()) == TOUCHED, found
     assert set(found.accesses["op"]) == {WRITE}
     assert not record(way, FaultSource, writes=False).blocks()
 
 
-def test_faults_tell_the_very_page(record: Record, file: Path) -> None:
+def test_faults_name_the_exact_page(record: Record, file: Path) -> None:
     warm(file)
     found = record("mmap", FaultSource)
     assert sorted(found.blocks()) == TOUCHED, found

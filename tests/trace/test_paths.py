@@ -1,4 +1,4 @@
-"""23 requests are 23, whatever way the blocks are read or written, hit or miss."""
+"""23 requests are recorded as 23, by every way to read or write, hit or miss."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_faults_on_missing_pages_wait_for_storage(record: Record) -> None:
 
 
 @pytest.mark.parametrize("way", WRITES)
-def test_writes(way: str, record: Record) -> None:
+def test_writes_are_recorded(way: str, record: Record) -> None:
     found = record(way, writes=True)
     assert sorted(found.blocks()) == TOUCHED, found
     assert set(found.accesses["op"]) == {WRITE}
@@ -75,13 +75,13 @@ def test_writes(way: str, record: Record) -> None:
 
 
 @pytest.mark.parametrize("way", WRITES)
-def test_writes_that_are_not_wanted_are_not_recorded(way: str, record: Record) -> None:
+def test_writes_are_not_recorded_unless_requested(way: str, record: Record) -> None:
     assert not len(record(way).accesses)
 
 
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("way", APPENDS)
-def test_appended_pages_are_no_fills(way: str, writes: bool, record: Record) -> None:
+def test_appended_pages_are_not_fills(way: str, writes: bool, record: Record) -> None:
     found = record(way, writes=writes)
     assert not len(found.kind(FILL)), found
     assert found.blocks() == (list(range(BLOCKS, BLOCKS + 23)) if writes else [])
@@ -97,7 +97,7 @@ def test_stores_through_a_mapping_are_writes(record: Record, file: Path) -> None
 
 
 def test_block_requests_name_the_file_and_take_time(record: Record, file: Path) -> None:
-    # The kernel of some virtual machines runs no BPF program in interrupts of process 1, so an end may go unseen.
+    # On some virtual machines, BPF programs do not run in interrupts of process 1, so a completion may be missed.
     for _ in range(4):
         drop(file)
         found = record("pread", block=True)
@@ -110,16 +110,16 @@ def test_block_requests_name_the_file_and_take_time(record: Record, file: Path) 
     assert set(requests["miss"]) == {UNKNOWN}
 
 
-def test_evictions_are_told_of_files_that_were_accessed(record: Record, file: Path) -> None:
+def test_evictions_of_accessed_files_are_recorded(record: Record, file: Path) -> None:
     warm(file)
     found = record("direct-write", writes=True)
-    # Writing past the cache takes the pages out of it; the first time, nothing was recorded of the file before.
+    # Direct writes drop the pages. The first eviction precedes all accesses of the file, so it is not recorded.
     assert found.blocks(EVICT) == TOUCHED[1:], found
 
 
 @pytest.mark.fexit
 @pytest.mark.parametrize("way", ["read", "pread", "readv", "uring", "mmap"])
-def test_the_fexit_tier_tells_hits_from_misses(way: str, record: Record, file: Path) -> None:
+def test_the_fexit_tier_distinguishes_hits_and_misses(way: str, record: Record, file: Path) -> None:
     found = record(way, kind=FexitSource)
     assert TOUCHED[0] in found.blocks(miss=MISS), found
     assert set(TOUCHED) <= set(found.blocks())

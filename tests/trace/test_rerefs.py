@@ -1,4 +1,4 @@
-"""Sampled accessed bits: exactly the pages touched in the interval, of the processes asked for."""
+"""Sampled accessed bits show exactly the pages that the given processes touched in the interval."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = [
     pytest.mark.bpf,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="page tables of x86-64 are read"),
 ]
-TRIES = 50  # who else ages pages (DAMON, reclaim) takes a bit away now and then, but never gives one
+TRIES = 50  # DAMON and reclaim may clear an accessed bit, but never set one
 
 
 @contextmanager
 def mapped(file: Path, offset: int = 0) -> Iterator[Callable[[int], int]]:
-    """A function that touches a block of the file, every page of which is mapped already."""
+    """Yield a function that touches a block of the file; all its pages are mapped."""
     warm(file)
     with file.open("rb") as handle:
         size = BLOCKS * BLOCK_BYTES - offset
@@ -47,20 +47,20 @@ def mapped(file: Path, offset: int = 0) -> Iterator[Callable[[int], int]]:
 
 
 def blocks(records: Records, file: Path) -> list[int]:
-    mine = records[(records["inode"] == file.stat().st_ino) & (records["dev"] == file.stat().st_dev)]
-    assert set(mine["kind"]) <= {SAMPLED}
-    assert set(mine["op"]) <= {MAP}
-    assert set(mine["miss"]) <= {UNKNOWN}
-    assert set(mine["pid"]) <= {os.getpid()}
-    return [block for row in mine for block in range(int(row["first"]), int(row["first"] + row["count"]))]
+    own = records[(records["inode"] == file.stat().st_ino) & (records["dev"] == file.stat().st_dev)]
+    assert set(own["kind"]) <= {SAMPLED}
+    assert set(own["op"]) <= {MAP}
+    assert set(own["miss"]) <= {UNKNOWN}
+    assert set(own["pid"]) <= {os.getpid()}
+    return [block for row in own for block in range(int(row["first"]), int(row["first"] + row["count"]))]
 
 
 @pytest.mark.parametrize("offset", [0, 3 * BLOCK_BYTES])
-def test_a_sample_holds_what_was_touched_since_the_last(file: Path, offset: int) -> None:
+def test_a_sample_has_the_pages_touched_since_the_last_one(file: Path, offset: int) -> None:
     with mapped(file, offset) as touch:
         sampler = Sampler([os.getpid()], 0.0)
         for _ in range(2):
-            # A processor that still has a page's translation at hand does not mark it: each is seen in one try or another.
+            # The processor does not mark a page whose translation it has cached, so a page may take several tries.
             seen: set[int] = set()
             for _ in range(TRIES):
                 seen |= set(touched_blocks(sampler, touch, file))
@@ -79,7 +79,7 @@ def touched_blocks(sampler: Sampler, touch: Callable[[int], int], file: Path) ->
     return found
 
 
-def test_samples_come_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_taken_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], monotonic_ns=lambda: int(now_s[0] * 1e9))
     monkeypatch.setattr(rerefs, "time", clock)
@@ -98,7 +98,7 @@ def test_samples_come_at_their_interval(file: Path, monkeypatch: pytest.MonkeyPa
         sampler.close()
 
 
-def test_a_source_brings_samples_among_its_records(file: Path) -> None:
+def test_the_records_of_a_source_contain_samples(file: Path) -> None:
     with mapped(file) as touch:
         source = FilemapSource()
         source.start(Scope([os.getpid()], rerefs_s=0.001))
@@ -109,14 +109,14 @@ def test_a_source_brings_samples_among_its_records(file: Path) -> None:
             found.append(source.drain())
             return 7 in blocks(found[-1][found[-1]["kind"] == SAMPLED], file)
 
-        wait_for(sampled, "a sample of what was touched")
+        wait_for(sampled, "a sample has the touched page")
         source.stop()
         records = np.concatenate([*found, source.drain()])
         assert source.remarks == []
     assert (np.diff(records["t_ns"].astype(np.int64)) >= 0).all()
 
 
-def test_a_process_that_ended_gives_nothing() -> None:
+def test_an_ended_process_gives_no_samples() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     assert list(mappings(process.pid)) == []
@@ -127,7 +127,7 @@ def test_a_process_that_ended_gives_nothing() -> None:
 
 def test_children_are_found() -> None:
     with subprocess.Popen(["sleep", "30"]) as child:
-        # What /proc lists is whole only while none of the children comes or goes.
+        # /proc lists all children only while none starts or ends
         wait_for(lambda: {os.getpid(), child.pid} <= set(descendants(os.getpid())), "the child is found")
         child.kill()
 

@@ -1,4 +1,4 @@
-"""Hits and misses told by fills and evictions, against a plain model; records of several buffers in order of time."""
+"""Hits and misses inferred from fills and evictions, compared with a plain model; records of buffers sorted by time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmcache.trace.records import ACCESS, BLOCK, DIRECT, EVICT, FILL, Residency
 
 
 def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:
-    """Records of (kind, inode, first, count), a nanosecond apart."""
+    """Return records of (kind, inode, first, count), one nanosecond apart."""
     records = no_records(len(events))
     for index, (kind, inode, first, count) in enumerate(events):
         records[index] = (index, first, inode, 1, count, 7, 1, op, UNKNOWN, kind, 0)
@@ -22,7 +22,7 @@ def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:
 
 
 def verdicts(records: Records) -> list[tuple[int, int, int]]:
-    """(inode, block, miss) of every access, block by block."""
+    """Return (inode, block, miss) of every access, block by block."""
     return [
         (int(row["inode"]), block, int(row["miss"]))
         for row in records
@@ -32,19 +32,19 @@ def verdicts(records: Records) -> list[tuple[int, int, int]]:
 
 
 def plain(records: Records) -> list[tuple[int, int, int]]:
-    """The same, one block after the other."""
-    fresh: set[tuple[int, int]] = set()
+    """Return the same, computed block by block."""
+    filled: set[tuple[int, int]] = set()
     found = []
     for row in records:
         for block in range(int(row["first"]), int(row["first"] + row["count"])):
             key = (int(row["inode"]), block)
             if row["kind"] == FILL:
-                fresh.add(key)
+                filled.add(key)
             elif row["kind"] == EVICT:
-                fresh.discard(key)
+                filled.discard(key)
             elif row["kind"] == ACCESS:
-                found.append((*key, MISS if key in fresh else HIT))
-                fresh.discard(key)
+                found.append((*key, MISS if key in filled else HIT))
+                filled.discard(key)
     return found
 
 
@@ -52,7 +52,7 @@ events = st.tuples(st.sampled_from([ACCESS, FILL, EVICT]), st.integers(1, 2), st
 
 
 @given(st.lists(st.lists(events, max_size=12), min_size=1, max_size=4))
-def test_verdicts_are_those_of_the_plain_model(batches: list[list[Any]]) -> None:
+def test_results_equal_those_of_the_plain_model(batches: list[list[Any]]) -> None:
     residency = Residency()
     marked = [residency.mark(rows(*batch)) for batch in batches]
     expected = plain(np.concatenate([rows(*batch) for batch in batches]))
@@ -74,8 +74,8 @@ def test_a_run_partly_read_from_storage_is_split() -> None:
     assert parts == [(0, 4, HIT, 1), (4, 2, MISS, 0), (6, 4, HIT, 0), (0, 10, HIT, 1)]
 
 
-def test_what_the_page_cache_does_not_see_leaves_it_alone() -> None:
-    """Direct reads are misses, writes hits, block requests without a verdict."""
+def test_accesses_around_the_page_cache_do_not_change_it() -> None:
+    """Direct reads are misses, writes are hits, and block requests have no result."""
     records = rows((FILL, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 0, 1), (ACCESS, 1, 5, 1))
     records["flags"][[1, 3]] = DIRECT
     assert list(Residency().mark(records)["miss"][1:]) == [MISS, MISS, MISS]
@@ -92,14 +92,14 @@ def at(*times: int, kind: int = ACCESS) -> Records:
     return records
 
 
-def test_records_wait_until_nothing_older_can_come() -> None:
+def test_records_wait_until_no_older_one_can_arrive() -> None:
     order = TimeOrder()
     assert list(order.put(at(30, 10, 50), 20)["t_ns"]) == [10]
     assert list(order.put(at(40, 25), 45)["t_ns"]) == [25, 30, 40]
     assert list(order.put(at(), None)["t_ns"]) == [50]
 
 
-def test_late_records_get_the_time_of_the_horizon_and_fills_come_first() -> None:
+def test_late_records_get_the_time_of_the_horizon_and_fills_precede_accesses() -> None:
     order = TimeOrder()
     order.put(at(10, 30), 20)
     assert list(order.put(at(5), 25)["t_ns"]) == [20]

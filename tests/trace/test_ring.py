@@ -1,4 +1,4 @@
-"""The reading end of a ring, against a writer that does what the kernel does."""
+"""The reader of a ring buffer, with a writer that follows the kernel's protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRAME = 8 + RECORD.itemsize
 
 
 class Writer:
-    """A ring in a file: the reader's page, the writer's page, the data twice in a row."""
+    """A ring in a file: the reader's page, the writer's page, and the data mapped twice in a row."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ring")
@@ -34,7 +34,7 @@ class Writer:
         self._put(at, struct.pack("<I", RECORD.itemsize | bits))
 
     def write(self, number: int, bits: int = 0) -> int:
-        """Add a record; returns where."""
+        """Add a record and return its offset."""
         at = self.end
         assert at + FRAME - self.read_to <= SIZE
         self._put(at, struct.pack("<IIQQ", RECORD.itemsize | bits, 0, number, ~number & 0xFFFFFFFF))
@@ -44,19 +44,19 @@ class Writer:
 
     def _put(self, at: int, data: bytes) -> None:
         for index, byte in enumerate(data):
-            place = (at + index) % SIZE
+            offset = (at + index) % SIZE
             for copy in (0, SIZE):
-                os.pwrite(self.fd, bytes([byte]), 2 * mmap.PAGESIZE + copy + place)
+                os.pwrite(self.fd, bytes([byte]), 2 * mmap.PAGESIZE + copy + offset)
 
 
 @pytest.fixture
 def writer() -> Iterator[Writer]:
-    made = Writer()
-    yield made
-    os.close(made.fd)
+    ring_writer = Writer()
+    yield ring_writer
+    os.close(ring_writer.fd)
 
 
-def test_records_come_once_and_in_order_also_round_the_end(writer: Writer) -> None:
+def test_records_are_read_once_and_in_order_across_the_end(writer: Writer) -> None:
     ring = RecordRing(writer.fd, SIZE, RECORD)
     numbers = iter(range(1000))
     seen: list[int] = []
@@ -71,7 +71,7 @@ def test_records_come_once_and_in_order_also_round_the_end(writer: Writer) -> No
     assert len(seen) > 2 * SIZE // FRAME
 
 
-def test_what_is_still_being_written_waits(writer: Writer) -> None:
+def test_records_behind_an_unfinished_one_wait(writer: Writer) -> None:
     ring = RecordRing(writer.fd, SIZE, RECORD)
     writer.write(1)
     busy = writer.write(2, BUSY)
@@ -82,7 +82,7 @@ def test_what_is_still_being_written_waits(writer: Writer) -> None:
     assert ring.read()["number"].tolist() == [2, 3]
 
 
-def test_discarded_records_are_passed_over(writer: Writer) -> None:
+def test_discarded_records_are_skipped(writer: Writer) -> None:
     ring = RecordRing(writer.fd, SIZE, RECORD)
     for number in range(4):
         writer.write(number, DISCARDED if number % 2 else 0)

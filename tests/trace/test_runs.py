@@ -1,4 +1,4 @@
-"""Adjacent blocks become runs that hold exactly what was read; losses are counted; the process tree is followed."""
+"""Adjacent blocks become runs with exactly the blocks read; losses are counted; child processes are followed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_large_requests_are_counted_once(cached: bool, record: Record, file: Pat
     assert found.blocks() == list(range(BLOCKS)), found
     assert found.requests == 16
     assert set(found.accesses["miss"]) == {HIT if cached else MISS}, found
-    assert not cached or len(found.accesses) < 16, "fills end runs: how many, storage decides"
+    assert not cached or len(found.accesses) < 16, "fills end runs, and their number depends on storage"
     fills = found.blocks(FILL)
     assert list(dict.fromkeys(fills)) == ([] if cached else list(range(BLOCKS)))
-    assert len(fills) == len(set(fills)) or found.blocks(EVICT), "none is filled twice, unless the kernel took it back"
+    assert len(fills) == len(set(fills)) or found.blocks(EVICT), "no block is filled twice, unless the kernel evicted it"
 
 
 @pytest.mark.parametrize("folios", ["small", "large"])
-def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record, file: Path) -> None:
+def test_every_page_of_a_mapping_counts_once_per_pass(folios: str, record: Record, file: Path) -> None:
     if folios == "small":
         warm(file)
     else:
@@ -53,7 +53,7 @@ def test_every_page_of_a_mapping_counts_once_a_pass(folios: str, record: Record,
     assert found.lost == 0
 
 
-def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(record: Record, file: Path) -> None:
+def test_an_unmapped_page_does_not_count_its_neighbors_twice(record: Record, file: Path) -> None:
     warm_but(file, 675)
     found = record("scan")
     assert found.blocks() == 3 * list(range(BLOCKS)), found
@@ -62,13 +62,13 @@ def test_a_page_that_the_kernel_left_out_does_not_count_its_neighbours_again(rec
 
 def test_nothing_is_merged_without_coalescing(record: Record, file: Path) -> None:
     warm(file)
-    # Drained at the end: a request that is half done when records are drained makes two of them.
+    # Drained at the end, because a drain in the middle of a request makes two records of it.
     found = record("sequential", coalesce=False, lazy=True)
     assert found.blocks() == list(range(BLOCKS)), found
     assert found.requests == len(found.accesses) == 16
 
 
-def test_a_block_shared_by_requests_in_a_row_counts_once(record: Record, file: Path) -> None:
+def test_a_block_shared_by_successive_requests_counts_once(record: Record, file: Path) -> None:
     warm(file)
     found = record("unaligned")
     assert found.blocks() == list(range(-(-400_000 // 4096))), found
@@ -76,8 +76,8 @@ def test_a_block_shared_by_requests_in_a_row_counts_once(record: Record, file: P
 
 
 @pytest.mark.parametrize(("way", "passes", "blocks"), [("unaligned passes", 50, 1023), ("scan", 3, BLOCKS)])
-def test_draining_all_the_time_changes_nothing(way: str, passes: int, blocks: int, record: Record, file: Path) -> None:
-    """The flush is then at work at any moment, and often interrupted by whatever else this machine does."""
+def test_continuous_draining_changes_nothing(way: str, passes: int, blocks: int, record: Record, file: Path) -> None:
+    """The flush may run at any moment and is often interrupted by other load on the machine."""
     warm(file)
     found = record(way, pause=0)
     assert found.blocks() == passes * list(range(blocks)), found
@@ -85,9 +85,7 @@ def test_draining_all_the_time_changes_nothing(way: str, passes: int, blocks: in
 
 
 @pytest.mark.parametrize("missing", [0, 26, 27, 28, 29, 30, 97])
-def test_one_block_to_be_read_from_storage_does_not_count_its_request_again(
-    missing: int, record: Record, file: Path
-) -> None:
+def test_a_block_read_from_storage_does_not_count_its_request_twice(missing: int, record: Record, file: Path) -> None:
     warm_but(file, missing)
     found = record("unaligned")
     assert found.blocks() == list(range(-(-400_000 // 4096))), found
@@ -97,7 +95,7 @@ def test_one_block_to_be_read_from_storage_does_not_count_its_request_again(
 
 @pytest.fixture(params=["as it is", pytest.param("unlucky", marks=pytest.mark.clang)])
 def programs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs; or such as find their slot busy every fourth time, as when a hypervisor stops the flush."""
+    """The shipped programs, or programs whose slot is busy every fourth time, as if a hypervisor had paused the flush."""
     if request.param == "as it is":
         return
     shutil.copytree(ROOT / "bpf", tmp_path / "bpf")
@@ -119,17 +117,17 @@ def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
     drop(file)
     script = "import hashlib,sys; sys.stdin.read(1); print(hashlib.sha256(open(sys.argv[1],'rb').read()).hexdigest())"
     found = recorded([sys.executable, "-c", script, file], file)
-    assert found.said.strip() == hashlib.sha256(content).hexdigest()
+    assert found.output.strip() == hashlib.sha256(content).hexdigest()
     assert found.blocks() == list(range(-(-size // 4096))), found
     assert sorted(found.blocks(miss=MISS)) == found.blocks(), found
     assert found.lost == 0
 
 
-def test_what_does_not_fit_the_ring_is_counted_as_lost(record: Record, file: Path) -> None:
+def test_records_that_do_not_fit_the_ring_are_counted_as_lost(record: Record, file: Path) -> None:
     warm(file)
     found = record("often", lazy=True, coalesce=False)
     assert found.lost > 0
-    # Other files that the program touched may be among the lost.
+    # The lost requests may include other files of the program.
     assert 400_000 <= found.requests + found.lost < 400_100
 
 
@@ -141,7 +139,7 @@ def test_children_are_followed_or_not(record: Record, file: Path) -> None:
     assert record("fork", follow=False).blocks() == []
 
 
-def test_a_process_that_is_not_there_is_an_error() -> None:
+def test_a_missing_process_is_an_error() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} does not exist"):
@@ -165,15 +163,15 @@ def test_processes_have_the_recorders_numbers_in_a_pid_namespace(paths: Path, fi
         pytest.skip(ended.stderr.strip())
     assert ended.returncode == 0, ended.stderr
     pid, pids, requests = json.loads(ended.stdout)
-    assert pid < 1000, "the namespace has numbers of its own"
+    assert pid < 1000, "the namespace has its own process numbers"
     assert pids == [pid]
     assert requests >= 23
 
 
-def test_short_processes_leave_nothing_out(file: Path) -> None:
+def test_short_processes_are_recorded_completely(file: Path) -> None:
     warm(file)
     script = f"read line; for i in $(seq 100); do dd if={file} of=/dev/null bs=4096 count=1 skip=$i status=none; done"
-    # Drained all the time: a thread then often ends while its run is being sent.
+    # Drained continuously: then a thread often ends while its run is being sent.
     found = recorded(["sh", "-c", script], file, pause=0)
     assert found.blocks() == list(range(1, 101)), found
     assert len(set(found.accesses["pid"])) == 100

@@ -1,4 +1,4 @@
-"""`llmcache tokens` on real processes: a client whose passes are known, and llama.cpp."""
+"""`llmcache tokens` on real processes: a client with known passes, and llama.cpp."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(model: Path, *words: object) -> list[str]:
 
 
 def observed(command: Sequence[str], json_lines: Path, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The passes and the summary that the command line reports of a command."""
+    """Return the passes and the summary that the command reports of `command`."""
     done = llmcache("tokens", "--json", "--force", "-o", json_lines, "--", *command)
     assert done.returncode == code, done.stderr
     lines = [json.loads(line) for line in json_lines.read_text().splitlines()]
@@ -58,14 +58,14 @@ def observed(command: Sequence[str], json_lines: Path, code: int = 0) -> tuple[l
 
 
 def watched(command: Sequence[str]) -> tuple[list[Token], TokenSummary]:
-    """The passes of a process that runs before it is watched, and has not mapped its model then."""
+    """Return the passes of a process that is observed from before it maps its model."""
     found: list[Token] = []
     with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as process:
         watch = TokenWatch(process.pid, on_token=found.append)
         try:
             watch.start()
             process.wait(120)
-            wait_for(lambda: not watch.has_processes or not watch.is_alive, "the end of the process is seen")
+            wait_for(lambda: not watch.has_processes or not watch.is_alive, "the end of the process is observed")
         finally:
             process.kill()
             summary = watch.stop()
@@ -90,7 +90,7 @@ def test_passes_over_resident_data_are_seen_one_by_one(model: Path, tmp_path: Pa
         assert one["model"] == str(model)
     starts = [one["start_ns"] for one in passes]
     assert starts == sorted(starts)
-    # The pause is no part of a pass, and nothing else is left out.
+    # The pause is not part of a pass, and no other time is missing.
     assert all(after - before >= one["time_ns"] for before, after, one in zip(starts, starts[1:], passes, strict=False))
 
 
@@ -107,7 +107,7 @@ def test_passes_over_data_on_storage_name_their_causes(model: Path, tmp_path: Pa
     assert layers <= {*map(str, range(100)), "output", "output_norm", "token_embd", "header"}
 
 
-def test_missed_experts_are_counted(moe: Path, tmp_path: Path) -> None:
+def test_missing_experts_are_counted(moe: Path, tmp_path: Path) -> None:
     cold, _ = observed(client(moe, 3, "--cold", "--random"), tmp_path / "lines")
     assert all(one["experts_missed"] > 0 for one in cold[1:])
     assert all(one["experts_used"] for one in cold)
@@ -124,7 +124,7 @@ def test_a_child_whose_norms_were_copied_is_seen_by_other_tensors(model: Path, m
     assert 20 < len(found) <= 300
 
 
-def test_a_process_that_copies_its_weights_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_copies_its_weights_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, summary = watched(client(model, 3, "--read"))
     assert not found
     assert not summary.can_see_tokens
@@ -134,7 +134,7 @@ def test_a_process_that_copies_its_weights_is_named(model: Path, monkeypatch: py
     assert "dense.gguf" in str(summary.why_not)
 
 
-def test_a_program_that_another_one_becomes_is_seen_with_its_own_model(model: Path, moe: Path) -> None:
+def test_a_program_after_exec_is_observed_with_its_own_model(model: Path, moe: Path) -> None:
     first, second = client(model, 4, "--pause", 0.05), client(moe, 4, "--pause", 0.05)
     found, _ = watched(["sh", "-c", f"{shlex.join(first)}; exec {shlex.join(second)}"])
     names = [Path(one.model).name for one in found]
@@ -151,7 +151,7 @@ def test_the_command_keeps_its_output_and_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--force", "-o", "/dev/full"]])
-def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words: list[str]) -> None:
+def test_the_command_continues_when_its_output_cannot_be_written(model: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "llmcache", "tokens", *words, "--", "sh", "-c", '"$@" > /dev/null; echo end', "sh"]
     command += client(model, 8, "--pause", 0.3)
     with open("/dev/full", "w") as full:
@@ -162,7 +162,7 @@ def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ((), 2, "no process"),
         (("--",), 2, "no process"),
@@ -175,10 +175,10 @@ def test_the_command_goes_on_when_its_lines_cannot_be_written(model: Path, words
         (("--", "/etc/passwd"), 126, "not executable"),
     ],
 )
-def test_bad_words_are_refused(words: tuple[str, ...], code: int, said: str) -> None:
+def test_bad_arguments_are_refused(words: tuple[str, ...], code: int, message: str) -> None:
     done = llmcache("tokens", *words)
     assert done.returncode == code
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> None:
@@ -192,7 +192,7 @@ def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> No
         assert process.wait(60) == 0
 
 
-def test_without_tracepoints_of_files_tokens_are_seen_and_layers_are_not(
+def test_without_tracepoints_of_files_tokens_are_observed_but_layers_are_not(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "has_tracepoint", lambda _name: False)
@@ -202,9 +202,7 @@ def test_without_tracepoints_of_files_tokens_are_seen_and_layers_are_not(
     assert {one.slowest_layer for one in found} == {None}
 
 
-def test_where_the_machine_has_no_breakpoints_the_counters_of_proc_are_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hardware_breakpoints_no_tokens_are_observed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
@@ -228,7 +226,7 @@ def test_two_observers_see_the_same_tokens(model: Path) -> None:
 
 
 @pytest.mark.clang
-def test_built_again_the_object_behaves_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuilt_object_behaves_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([ROOT / "bpf" / "build", tmp_path], check=True)
     monkeypatch.setattr(observer, "OBJECT", tmp_path / observer.OBJECT.name)
     found, summary = watched(client(model, 5, "--pause", 0.05))
@@ -238,13 +236,13 @@ def test_built_again_the_object_behaves_the_same(model: Path, tmp_path: Path, mo
 
 @pytest.mark.stock
 def test_tokens_and_prompts_of_the_stock_server_are_counted_exactly(directory: Path, tmp_path: Path) -> None:
-    """With its default flags, by which it repacks the weights of a Q4_K_M model."""
+    """The server uses its default flags and therefore repacks the weights of a Q4_K_M model."""
     model = directory / "q4.gguf"
     make_model([str(model), "--size", "60M", "--type", "q4_k_m"])
     script, events = ROOT / "tools" / "bench" / "clients" / "server_tokens.py", tmp_path / "events"
     words = [sys.executable, str(script), str(model), "--turns", "3", "--prompt", "60", "--answer", "20"]
     passes, summary = observed(["sh", "-c", f"{shlex.join(words)} > {shlex.quote(str(events))}"], tmp_path / "lines")
-    # The first token of an answer comes with its prompt. The first turn may begin before the clock is set.
+    # The prompt's pass gives the first token of an answer. The first turn may begin before the clock is set.
     assert [one["rows"] for one in passes if one["kind"] == "prefill"][-2:] == [61, 61]
     assert 2 * 19 <= summary["tokens"] <= 3 * 20
     steps = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "step"]

@@ -1,8 +1,8 @@
-"""Client: passes over a mapped model, tensor by tensor in the order of a decoder; prints a line for each pass.
+"""Client that makes passes over a mapped model, tensor by tensor in the order of a decoder, and prints a line per pass.
 
-`--skip TEXT` leaves out tensors with TEXT in their name, as an engine does that has copied them. `--read` reads the file
-into memory first and passes over that. `--cold` drops the file from the page cache before each pass, `--random` has each
-page read alone. `--pause` sleeps after each pass.
+`--skip TEXT` skips tensors with TEXT in their name, like an engine that has copied them. `--read` reads the file into
+memory first and makes the passes there. `--cold` drops the file from the page cache before each pass, `--random` disables
+readahead. `--pause` sleeps after each pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PIECE = 64 << 10
 
 
 def main() -> None:
-    """Run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)

@@ -1,4 +1,4 @@
-"""Emulated devices that are forks of the test's process: they begin at once, where a program of their own imports numba."""
+"""Emulated devices that are forks of the test's process: they start at once, while a new process first imports numba."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmcache.kv.csd import host as hosts
 
 
 class Fork:
-    """As much of a subprocess.Popen as a host asks of its device."""
+    """The part of subprocess.Popen that a host uses for its device."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_options: Any) -> None:
         self.args = command
@@ -30,7 +30,7 @@ class Fork:
                 for number in (signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 last = 2
-                for descriptor in sorted(pass_fds):  # with the host's own end it would not see that the host is gone
+                for descriptor in sorted(pass_fds):  # close others: with the host's end open, it would not notice its death
                     os.closerange(last + 1, descriptor)
                     last = descriptor
                 os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
@@ -58,7 +58,7 @@ class Fork:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Devices of this test are forks. That the program begins and ends as it should is for tests without it."""
+    """Make the devices of a test forks; other tests check the start and the end of the program."""
     monkeypatch.setattr(hosts, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Fork}))
     yield
 

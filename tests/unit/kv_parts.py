@@ -1,4 +1,4 @@
-"""Keys and values whose every number tells where it belongs, so that a page in the wrong place is seen."""
+"""Keys and values in which every number encodes its place, so that misplaced pages are detected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def carried(numbers: NDArray[np.float32], dtype: str) -> Rows:
-    """Return `numbers` as numpy carries those of `dtype`: of bfloat16 the bits."""
+    """Return `numbers` in the numpy type for `dtype`; for bfloat16, the bits."""
     return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else numbers.astype(dtype)
 
 
@@ -56,7 +56,7 @@ def rows(shape: KvShape, layer: int, ids: NDArray[np.int64], side: int) -> Rows:
 
 
 def append(file: SpillFile, sequence: int, ids: NDArray[np.int64], layers: range | None = None) -> None:
-    """Append tokens to all layers (or to `layers` alone, without the tokens)."""
+    """Append tokens to all layers, or only to `layers`, without the tokens."""
     shape = file.shape
     for layer in range(shape.layers) if layers is None else layers:
         file.append(sequence, layer, *(rows(shape, layer, ids, side) for side in (0, 1)))
@@ -65,7 +65,7 @@ def append(file: SpillFile, sequence: int, ids: NDArray[np.int64], layers: range
 
 
 def restored(file: SpillReader, sequence: int) -> list[int]:
-    """Return the ids of a sequence, after every key, value, scale and position of them was compared."""
+    """Return the ids of a sequence, after a comparison of all keys, values and positions."""
     ids, positions = file.tokens(sequence)
     shape, pages = file.shape, file.pages(sequence)
     assert len(ids) == len(positions) == file.length(sequence)
@@ -80,7 +80,7 @@ def restored(file: SpillReader, sequence: int) -> list[int]:
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the bytes of every read of pages from now on."""
+    """Return a list to which the size of every later read of pages is appended."""
     reads: list[int] = []
     read_runs = RawFile.read_runs
 
@@ -98,18 +98,18 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def unmount(point: Path) -> None:
-    """Unmount a file system of a test; one that stays in use goes too, once nobody uses it any more, but is told."""
+    """Unmount a file system of a test; if it is busy, detach it and fail."""
     for _ in range(100):
         if not subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode:
             return
-        time.sleep(0.1)  # whoever looks at all mounts, as monitors do, holds it for a moment
+        time.sleep(0.1)  # monitors that read the list of mounts keep it busy for a moment
     subprocess.run(["umount", "-l", str(point)], check=True)
     raise AssertionError(f"{point} was still in use")
 
 
 @contextlib.contextmanager
 def small_disk(parent: Path, size: str) -> Iterator[Path]:
-    """A real file system of `size` (as mount takes it) below `parent`; skips the test where none can be mounted."""
+    """Mount a file system of `size` (as in mount options) below `parent`; skip the test if that is impossible."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small tmpfs needs root")
     small = parent / "small"
@@ -123,14 +123,14 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
 
 
 class LoopDisk:
-    """A file system on a loop device whose image lies on a small disk of its own: `point` is where it is mounted."""
+    """A file system on a loop device, whose image is on a small disk of its own; `point` is the mount point."""
 
     def __init__(self, image: Path, device: str, point: Path) -> None:
         self._image, self._device, self.point = image, device, point
         self._ballast = image.with_name("ballast")
 
     def starve(self, path: Path, offsets: list[int]) -> None:
-        """Let the blocks at `offsets` of a file fail to be written; what they hold is lost."""
+        """Make writes of the blocks at `offsets` of a file fail; their contents are lost."""
         told = _run("filefrag", "-v", "-b4096", path)
         extents = [list(map(int, re.findall(r"\d+", line)[1:4])) for line in told.splitlines() if ".." in line]
         for block in (offset // 4096 for offset in offsets):
@@ -141,11 +141,11 @@ class LoopDisk:
                 file.write(bytes(4096))
 
     def feed(self) -> None:
-        """Let every block be written."""
+        """Make writes of all blocks succeed again."""
         self._ballast.unlink()
 
     def remount(self) -> None:
-        """Forget all that is in memory and not on the disk."""
+        """Drop all data that is in memory and not on disk."""
         unmount(self.point)
         _run("mount", self._device, self.point)
 
@@ -156,7 +156,7 @@ def _run(*words: str | Path) -> str:
 
 @contextlib.contextmanager
 def loop_disk(parent: Path) -> Iterator[LoopDisk]:
-    """Yield a disk of 20 MiB; skips the test where there are no loop devices."""
+    """Yield a disk of 20 MiB; skip the test if there are no loop devices."""
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("a loop device needs e2fsprogs")
     with contextlib.ExitStack() as stack:
@@ -168,13 +168,13 @@ def loop_disk(parent: Path) -> Iterator[LoopDisk]:
             pytest.skip(f"no loop devices here: {made.stderr.strip()}")
         device = made.stdout.strip()
         stack.callback(_run, "losetup", "-d", device)
-        _run("mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-m", "0", device)  # one that fails would end it
+        _run("mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", "-m", "0", device)  # a journal error would stop it
         point.mkdir()
         _run("mount", device, point)
         stack.callback(unmount, point)
         with (point / "all").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
-                file.write(b"x" * (1 << 20))  # no block that is used later is a hole of the image
+                file.write(b"x" * (1 << 20))  # allocate all blocks of the image that are used later
         _run("sync", "-f", point)
         (point / "all").unlink()
         yield LoopDisk(image, device, point)

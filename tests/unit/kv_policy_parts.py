@@ -1,4 +1,4 @@
-"""A policy over a small store, fed step by step, with all that it was fed beside it: what full attention would look at."""
+"""A policy over a small store, decoded step by step, and a copy of all keys and values to compute full attention."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ PAGE, DIM, KV_HEADS, LAYERS = 16, 16, 2, 2
 
 @functools.cache
 def _token(batch: int, seed: tuple[int, ...]) -> Array:
-    """Keys or values of one token, [batch, kv_heads, dim], for all the tests that begin with the same prompt."""
+    """Return keys or values of one token, [batch, kv_heads, dim]; cached, because many tests have the same prompt."""
     return np.random.default_rng(seed).standard_normal((batch, KV_HEADS, DIM), np.float32)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a store and its contents are made from. `pool`: pages of the host's pool; None: no file and no bound; `rows`: of
-    each head that stay beside it.
+    """Parameters of a store and its contents.
+
+    `pool`: pages of the host's pool; None: no file and no limit; `rows`: cached rows of each head.
     """
 
     batch: int = 1
@@ -54,34 +55,37 @@ class Case:
         return StoreConfig(self.shape, self.batch, 16, 32, self.pool, file, self.ssd, threads=1, cpu_rows=self.rows)
 
     def side(self, layer: int, positions: range, side: int) -> Array:
-        """Keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim]; the same in whatever parts."""
+        """Return keys (`side` 0) or values of tokens, [batch, kv_heads, tokens, dim].
+
+        Independent of the division into parts.
+        """
         return np.stack([_token(self.batch, (self.seed, layer, side, position)) for position in positions], axis=2)
 
     def stored(self, layer: int, positions: range) -> list[Array]:
-        """What a store is given: keys and values in its type."""
+        """Return keys and values in the type of the store."""
         return [carried(self.side(layer, positions, side), self.dtype) for side in (0, 1)]
 
     def queries(self, layer: int, step: int) -> Array:
-        """Queries [batch, heads, dim] of a step: half of each stays what it was at the step before."""
+        """Return the queries [batch, heads, dim] of a step; half of each is the same as in the previous step."""
         found = np.zeros((self.batch, self.heads, DIM), np.float32)
         for past in range(4):
             found += np.random.default_rng((self.seed, 2, layer, step - past + 4)).standard_normal(found.shape, np.float32)
         return found
 
     def prompt(self, layer: int) -> Array:
-        """Queries [batch, heads, tokens, dim] of the prompt."""
+        """Return the queries [batch, heads, tokens, dim] of the prompt."""
         size = (self.batch, self.heads, self.context, DIM)
         return np.random.default_rng((self.seed, 3, layer)).standard_normal(size, np.float32)
 
 
 def commit(store: KvStore, tokens: int) -> None:
-    """Ends a step or a prefill of `tokens` tokens, whose ids are their numbers."""
+    """End a step or a prefill of `tokens` tokens, whose ids are their numbers."""
     ids = np.broadcast_to(np.arange(store.length, store.length + tokens), (store.batch, tokens))
     store.commit(ids, ids)
 
 
 class Run:
-    """A policy in use. `keys`, `values`: by layer, all that was appended."""
+    """A policy in use. `keys`, `values`: all appended ones, by layer."""
 
     def __init__(self, case: Case, store: KvStore, policy: KvPolicy) -> None:
         self.case, self.store, self.policy = case, store, policy
@@ -99,7 +103,7 @@ class Run:
         commit(self.store, self.case.context)
 
     def step(self) -> list[tuple[Selection, Array]]:
-        """Decodes one token; what was chosen, and what attention gave, of each layer."""
+        """Decode a token; return the selection and the output of attention of each layer."""
         found = [self._layer(layer) for layer in range(LAYERS)]
         commit(self.store, 1)
         self.steps += 1
@@ -124,12 +128,12 @@ class Run:
         return self.case.queries(layer, self.steps)[: self.store.batch]
 
     def full(self, layer: int) -> Array:
-        """What full attention gives for the queries of the last step over all that was appended."""
+        """Return the output of full attention for the queries of the last step."""
         queries = self.case.queries(layer, self.steps - 1)[: self.store.batch]
         return attention(queries, self.keys[layer], self.values[layer])[0]
 
     def over(self, layer: int, attended: Array) -> Array:
-        """What attention gives for the queries of the last step over the tokens `attended` [batch, kv_heads, tokens]."""
+        """Return the output of attention of the last step's queries over the tokens `attended` [batch, kv_heads, tokens]."""
         queries = self.case.queries(layer, self.steps - 1)[: self.store.batch]
         return attention(queries, self.keys[layer], self.values[layer], ~attended)[0]
 
@@ -139,14 +143,14 @@ class Run:
         self.keys, self.values = ([rows[:, :, :tokens] for rows in side] for side in (self.keys, self.values))
 
     def reorder(self, index: list[int]) -> None:
-        """Makes sequence i what sequence `index[i]` was."""
+        """Replace sequence i by sequence `index[i]`."""
         order = np.array(index)
         self.store.select(order)
         self.policy.reordered(order)
         self.keys, self.values = ([rows[order] for rows in side] for side in (self.keys, self.values))
 
     def scores(self, layer: int) -> Array:
-        """Best products [batch, kv_heads, tokens] of this step's queries and all keys, in halves as they are compared."""
+        """Return the best products [batch, kv_heads, tokens] of this step's queries and all keys, rounded to fp16."""
         queries = self.queries(layer).reshape(self.store.batch, KV_HEADS, -1, DIM)
         found: Array = (queries @ widened(self.keys[layer]).swapaxes(2, 3)).max(axis=2).astype(np.float16)
         return found
@@ -156,7 +160,7 @@ class Run:
 def running(
     name: str, settings: PolicySettings, case: Case, path: Path, first: int = 0, timeline: Timeline = NO_TIMELINE
 ) -> Iterator[Run]:
-    """A policy over a store in `path` that has the prompt of `case`, whose tokens before `first` are padding."""
+    """Return a policy over a store in `path` with the prompt of `case`; tokens before `first` are padding."""
     path.mkdir(exist_ok=True)
     with KvStore(case.config(path)) as store:
         made = policy_class(name)
@@ -168,12 +172,12 @@ def running(
 
 
 def variants(case: Case) -> list[Case]:
-    """The case with one sequence and two, with query heads in groups and without (GQA, MHA)."""
+    """Return the case with one sequence and two, with and without groups of query heads (GQA, MHA)."""
     return [replace(case, batch=batch, heads=heads) for batch in (1, 2) for heads in (KV_HEADS, 2 * KV_HEADS)]
 
 
 class Best(KvPolicy):
-    """Chooses the tokens in memory with the largest products; notes what it is called for, in `calls`."""
+    """Chooses the tokens in memory with the largest products, and records its calls in `calls`."""
 
     name, title = "best", "best"
 

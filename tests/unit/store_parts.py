@@ -1,4 +1,4 @@
-"""A plain model of a KvStore: arrays that are appended to and indexed, and nothing else."""
+"""A simple model of a KvStore: arrays that are appended to and indexed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shape_of(dtype: str = "float16", layers: int = 2, value_dim: int = 0) -> KvS
 
 
 def noise(shape: KvShape, size: tuple[int, ...], seed: int) -> Rows:
-    """Return numbers of the type of `shape`, as numpy carries them."""
+    """Return random numbers in the numpy type of `shape`."""
     return carried(np.random.default_rng(seed).standard_normal(size, dtype=np.float32), shape.dtype)
 
 
@@ -38,9 +38,9 @@ Make = Callable[..., tuple[KvStore, "Plain"]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Make a store over tmp/a.kv with `tokens` in it, and the arrays that it must equal.
+    """Return a function that creates a store over tmp/a.kv with `tokens` tokens, and the arrays that it must equal.
 
-    Whatever a test does, its process is gone afterwards.
+    Its device is killed after the test.
     """
     made: list[KvStore] = []
 
@@ -58,7 +58,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 class HostFastTier:
-    """A FastTier of up to `pages` pages in host memory: what a gpu would do."""
+    """A FastTier of up to `pages` pages in host memory, in place of a GPU."""
 
     def __init__(self, pages: int) -> None:
         self._most = pages
@@ -100,18 +100,18 @@ class Plain:
         self.layers = [[np.empty(*form) for form in forms] for _ in range(shape.layers)]
 
     def rows(self, layer: int, tokens: int, seed: int) -> list[Rows]:
-        """Return what to append to a layer."""
+        """Return the rows to append to a layer."""
         size = (len(self.ids), self.shape.kv_heads, tokens)
         dims = (self.shape.head_dim, self.shape.value_dim)
         return [noise(self.shape, (*size, dim), seed + 2 * layer + side) for side, dim in enumerate(dims)]
 
     def append(self, store: KvStore, tokens: int, seed: int) -> None:
-        """Append to all layers of both, in another order each time."""
+        """Append to all layers of both, in a different order each time."""
         for layer in np.random.default_rng(seed).permutation(self.shape.layers).tolist():
             store.append(layer, *self.grow(layer, tokens, seed))
 
     def grow(self, layer: int, tokens: int, seed: int) -> list[Rows]:
-        """Append to a layer of this alone; return what."""
+        """Append only to a layer of this model, and return the rows."""
         rows = self.rows(layer, tokens, seed)
         self.layers[layer] = [np.concatenate(pair, axis=2) for pair in zip(self.layers[layer], rows, strict=True)]
         return rows
@@ -121,7 +121,7 @@ class Plain:
         store.commit(ids, ids + 7)
 
     def grow_ids(self, tokens: int, seed: int) -> Numbers:
-        """Append to the ids of this alone; return which."""
+        """Append only to the ids of this model, and return them."""
         ids = seed + np.arange(tokens) + 1000 * np.arange(len(self.ids))[:, None]
         self.ids = np.concatenate([self.ids, ids], axis=1)
         return ids
@@ -135,7 +135,7 @@ class Plain:
         self.layers = [[array[:, :, :tokens] for array in arrays] for arrays in self.layers]
 
     def choose(self, index: Numbers) -> None:
-        """Make sequence i what `index[i]` was."""
+        """Replace sequence i by sequence `index[i]`."""
         self.ids = self.ids[index]
         self.layers = [[array[index] for array in arrays] for arrays in self.layers]
 
@@ -143,7 +143,7 @@ class Plain:
         return widened(self.layers[layer][0][sequence])
 
     def check(self, layer: int, found: Gathered) -> None:
-        """Compare every byte of what was gathered."""
+        """Compare every byte of gathered rows."""
         index = found.positions[..., None]
         for side, got in zip(self.layers[layer], (found.keys, found.values), strict=True):
             wanted = np.take_along_axis(side, index, axis=2)
@@ -164,10 +164,10 @@ class Plain:
 
 
 def crash(store: KvStore) -> None:
-    """End a store as a kill of its process would: nothing is flushed, nothing closed in order."""
+    """End a store as a kill of its process would, without a flush or an orderly close."""
     ssd = store.ssd
     if isinstance(ssd, CsdTier):
         ssd.device.kill()
     elif isinstance(ssd, FileTier):
-        with contextlib.suppress(EnvironmentProblem):  # on a dead mount
+        with contextlib.suppress(EnvironmentProblem):  # the mount may be dead
             ssd.file.raw.close()

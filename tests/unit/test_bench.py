@@ -1,5 +1,5 @@
-"""Benchmarks: bars are reached on their side, recorded ones are those of the bench beside them; a quick run of one; and all,
-one after the other, whatever fails, with every bar on one page.
+"""Benchmarks: targets and their limits, recorded results, a quick run of a benchmark, the patterns of the zoo, and the run
+of all benchmarks.
 """
 
 from __future__ import annotations
@@ -26,65 +26,67 @@ from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry
 from tools.bench.kv import SHAPE
 from tools.bench.patterns import MB, PAGE, WARMUP, Pass, Space, Touch
-from tools.bench.results import Bar, exit_code, of_json
+from tools.bench.results import Target, exit_code, of_json
 from tools.bench.runner import client
 
 RECORDED = sorted(one.stem for one in results.DIRECTORY.glob("*.json") if one.stem != "all")
 
 
-def bar(value: float, sense: str = "<=") -> Bar:
-    return Bar("a", "what", value, sense, 1.0)
+def target(value: float, sense: str = "<=") -> Target:
+    return Target("a", "what", value, sense, 1.0)
 
 
 @pytest.mark.parametrize(("sense", "passed"), [("<=", [1, 1, 0]), ("<", [1, 0, 0]), (">=", [0, 1, 1]), (">", [0, 0, 1])])
-def test_a_bar_is_reached_on_its_side_and_by_no_number_that_is_none(sense: str, passed: list[int]) -> None:
-    assert [bar(value, sense).passed for value in (0.9, 1.0, 1.1)] == [bool(one) for one in passed]
+def test_a_target_is_met_up_to_its_limit_and_never_by_a_value_that_is_not_finite(sense: str, passed: list[int]) -> None:
+    assert [target(value, sense).passed for value in (0.9, 1.0, 1.1)] == [bool(one) for one in passed]
     for value in (math.nan, math.inf, -math.inf):
-        told = bar(value, sense).to_json()
-        assert told["value"] is None and told["passed"] is False and bar(value).shown == "-"
-        assert not of_json(json.loads(json.dumps(told))).passed and exit_code([bar(value)]) == 1
+        told = target(value, sense).to_json()
+        assert told["value"] is None and told["passed"] is False and target(value).shown == "-"
+        assert not of_json(json.loads(json.dumps(told))).passed and exit_code([target(value)]) == 1
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_recorded_is_of_the_benchmark_and_judged_by_it(name: str) -> None:
+def test_recorded_targets_are_those_of_the_benchmark(name: str) -> None:
     bench: Any = importlib.import_module(f"tools.bench.{name}")
     told = results.read(results.DIRECTORY / f"{name}.json")
     assert told["schema"] == bench.SCHEMA and told["machine"]["cpus"] and not told.get("quick") and told["bars"]
-    assert [bar.to_json() for bar in harness.bars_of(bench, told)] == told["bars"]
-    assert len({bar["name"] for bar in told["bars"]}) == len(told["bars"]), "a name is a key"
+    assert [target.to_json() for target in harness.targets_of(bench, told)] == told["bars"]
+    assert len({target["name"] for target in told["bars"]}) == len(told["bars"]), "a name is a key"
 
 
-def test_a_quick_run_of_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_of_kvstore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "store.json"
     code = harness.run(kvstore, ["--quick", "--rounds", "2", "--dir", str(tmp_path), "--json", str(path)])
     told = json.loads(path.read_text())
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "the scratch directory is gone"
-    assert code == (0 if all(bar["passed"] for bar in told["bars"]) else 1) and told["tokens"] == kvstore.TOKENS // 16
+    assert code == (0 if all(target["passed"] for target in told["bars"]) else 1) and told["tokens"] == kvstore.TOKENS // 16
     assert told["prefill"]["kv_bytes"] == told["tokens"] * SHAPE.token_bytes
     fetch, memory = told["fetch"], told["memory"]
     assert len(fetch["seconds"]) == len(fetch["plain_seconds"]) == 2 and fetch["bytes"] == 2 * 1024 * fetch["request_bytes"]
-    assert [bar["value"] for bar in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
+    assert [target["value"] for target in told["bars"]] == [fetch["figure"], memory["peak_bytes"] / 2**20]
     assert "KvStore.gather" in capsys.readouterr().out
 
 
-# What a bar says of a run that failed
+# Targets of failed runs
 
 
 def comparison(times: dict[str, float], **changes: Any) -> dict[str, Any]:
-    """What was measured of some sides: the time of each, and twice that once."""
+    """Return the results of some sides, three steps each; the second step takes twice the time."""
     runs = [{"side": side, "seconds": [[each, 2 * each, each]], "storage_bytes_per_step": 1} for side, each in times.items()]
     about = {"case": "a", "name": "A loop", "loop_bytes": 10**9, "cache_bytes": 75 * 10**7, "read_bps": 10**9}
     about |= {"clients": 2, "compute_s": 0.1, "bound_s": 0.5, "sides": list(times), "runs": runs}
     return {**about, "problems": {side: ["hung"] if side == "kernel" else [] for side in times}, **changes}
 
 
-def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
+def test_a_case_that_fails_over_the_mount_misses_all_targets() -> None:
     measured = {"kernel": 3.0, "kernel-128": 1.0, "mount": 0.4}
-    assert all(bar.passed for bar in mount.bars({"results": [comparison(measured)]})), "the kernel's hang is not its fault"
+    assert all(target.passed for target in mount.targets({"results": [comparison(measured)]})), (
+        "the kernel's hang is not its fault"
+    )
     hung = {"problems": {"mount": ["hung", "1 MiB wrong"]}}
     failed = comparison({"kernel": 1.0}, sides=["kernel", "mount"], **hung)
-    nothing, *others = mount.bars({"results": [failed]})
-    assert nothing.value == 2 and len(others) == 2 and not any(bar.passed for bar in (nothing, *others))
+    nothing, *others = mount.targets({"results": [failed]})
+    assert nothing.value == 2 and len(others) == 2 and not any(target.passed for target in (nothing, *others))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,11 @@ def test_a_case_that_failed_over_the_mount_reaches_nothing() -> None:
         ("h", "inplace", "kernel", "kernel-128"),
     ],
 )
-def test_nothing_is_better_than_what_was_not_measured(case: str, mode: str, compared: str, failed: str) -> None:
+def test_a_comparison_with_a_failed_side_misses_its_target(case: str, mode: str, compared: str, failed: str) -> None:
     sides = ["direct", "kernel", "kernel-128", mode]
     measured = comparison({side: 0.4 if side == mode else 1.0 for side in sides if side != failed}, case=case, sides=sides)
-    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
-    assert math.isnan(bars[compared].value) and not bars[compared].passed
+    targets = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, mode)}
+    assert math.isnan(targets[compared].value) and not targets[compared].passed
 
 
 @pytest.mark.parametrize(("token_bytes", "passed"), [(30e6, True), (32e6, False)])
@@ -108,11 +110,11 @@ def test_a_server_may_read_a_little_more_than_the_page_cache(token_bytes: float,
     measured = comparison({"kernel": 1.0, "inplace": 1.0}, case="h")
     for run in measured["runs"]:
         run["storage_bytes_per_step"] = 20e6 if run["side"] == "kernel" else token_bytes
-    bars = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, "inplace")}
-    assert bars["kernel"].passed and bars["bytes"].passed == passed
+    targets = {one.name.rpartition(".")[2]: one for one in mount.judge(measured, "inplace")}
+    assert targets["kernel"].passed and targets["bytes"].passed == passed
 
 
-def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_full_cache() -> None:
+def test_losses_are_compared_with_half_of_the_best_press_each_relative_to_its_own_full_cache() -> None:
     full = {Candidate(STOCK, None): Told(losses=[2.0, 3.0]), Candidate(kvmodels.PRESS_FULL, None): Told(losses=[2.5, 3.5])}
     pressed = {Candidate(one, 64): Told(losses=[2.5 + above, 3.5 + above]) for above, one in enumerate(kvmodels.PRESSES, 1)}
 
@@ -134,26 +136,26 @@ def test_a_loss_is_compared_with_half_of_the_best_press_and_each_with_its_own_fu
         ("==== 6093 passed in 517.23s (0:08:37) ====", 517.23, 0),
     ],
 )
-def test_times_of_finished_runs(tmp_path: Path, last: str, seconds: float, code: int) -> None:
+def test_testtime_reads_the_last_summary_of_a_log(tmp_path: Path, last: str, seconds: float, code: int) -> None:
     log = tmp_path / "run.log"
     log.write_text(f"tests/unit/test_x.py .... [ 1%]\n==== 2 passed in 1.00s ====\n{last}\n")
     run = testtime.of_log(log)
     assert (run["seconds"], run["exit_code"]) == (seconds, code)
-    suite_bar, flakes = testtime.bars({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
-    assert suite_bar.passed and flakes.passed == (code == 0)
-    assert not testtime.bars({"runs": [run] * 9})[1].passed, "ten runs are asked for"
+    suite_target, flakes = testtime.targets({"runs": [run] * 5 + [{**run, "seconds": 900.0, "busy": 2}] * 5})
+    assert suite_target.passed and flakes.passed == (code == 0)
+    assert not testtime.targets({"runs": [run] * 9})[1].passed, "fewer than ten runs"
     log.write_text("collected 6093 items\n")
     with pytest.raises(DataError, match="--log"):
         testtime.of_log(log)
 
 
-# The zoo: what its patterns touch, and how mounts are judged
+# The zoo: patterns, and the targets of mounts
 
 SPACE = Space("model", 1000, 400 * MB)
 
 
 def pages(touches: Iterable[Touch]) -> list[tuple[int, int]]:
-    """The pages of a pass, in order, each with its file."""
+    """Return the pages of a pass, in order, each with its file."""
     return [
         (one.file, page)
         for one in touches
@@ -162,7 +164,7 @@ def pages(touches: Iterable[Touch]) -> list[tuple[int, int]]:
 
 
 def passes_of(pattern: patterns.Pattern) -> tuple[Pass, ...]:
-    """The passes of a pattern of one reader."""
+    """Return the passes of a pattern with one reader."""
     ((reader,),) = (stage.readers for stage in pattern.stages)
     return reader.passes
 
@@ -249,7 +251,7 @@ def test_prompts_read_nearly_all_experts_and_tokens_few() -> None:
 
 
 def zoo_result(read: dict[str, list[float]], repeats: int = 1, **changes: Any) -> dict[str, Any]:
-    """What was measured of some sides: megabytes of their passes, which last a second for each 100 MB and one more."""
+    """Return the results of some sides: the MB that each pass reads; a pass takes 1 s and 1 s per 100 MB."""
     runs = [
         {
             "side": side,
@@ -264,45 +266,45 @@ def zoo_result(read: dict[str, list[float]], repeats: int = 1, **changes: Any) -
     return {**about, "runs": [{**run, "problems": []} for run in runs], **changes}
 
 
-def zoo_bars(result: dict[str, Any]) -> dict[str, Bar]:
-    """The bars of a result, by the end of their names."""
-    return {one.name.partition(".")[2]: one for one in zoo.bars({"results": [result]}) if one.name != "problems"}
+def zoo_targets(result: dict[str, Any]) -> dict[str, Target]:
+    """Return the targets of a result, by the end of their names."""
+    return {one.name.partition(".")[2]: one for one in zoo.targets({"results": [result]}) if one.name != "problems"}
 
 
 def test_a_mount_may_read_a_twentieth_more_than_the_page_cache_and_a_hundredth_of_the_loop() -> None:
     load = [9000.0] * WARMUP
     read = {"page-cache": [*load, 80, 120], "steer": [*load, 60, 160], "arena": [*load, 60, 161]}
-    found = zoo_bars(zoo_result(read))
+    found = zoo_targets(zoo_result(read))
     assert found["steer.bytes"].value == pytest.approx(1) and not found["arena.bytes"].passed
-    nothing = zoo_bars(zoo_result({"page-cache": [*load, 0, 0], "steer": [*load, 5, 4], "arena": [*load, 5, 6]}))
+    nothing = zoo_targets(zoo_result({"page-cache": [*load, 0, 0], "steer": [*load, 5, 4], "arena": [*load, 5, 6]}))
     assert nothing["steer.bytes"].passed and not nothing["arena.bytes"].passed
     assert "**1.00**" in zoo.table({"results": [zoo_result(read)]})
 
 
-def test_a_run_that_lacks_a_pass_reaches_nothing_and_problems_count() -> None:
+def test_an_incomplete_run_misses_its_targets_and_problems_are_counted() -> None:
     complete, short = [100.0] * (WARMUP + 2), [0.0] * (WARMUP + 1)
-    assert not zoo_bars(zoo_result({"page-cache": complete, "inplace": short}))["inplace.bytes"].passed
-    assert not zoo_bars(zoo_result({"page-cache": short, "inplace": complete}))["inplace.bytes"].passed
+    assert not zoo_targets(zoo_result({"page-cache": complete, "inplace": short}))["inplace.bytes"].passed
+    assert not zoo_targets(zoo_result({"page-cache": short, "inplace": complete}))["inplace.bytes"].passed
     killed = zoo_result({"page-cache": complete, "inplace": complete})
     for run in killed["runs"]:
         run["problems"] = ["1 OOM kills"]
-    problems, *others = zoo.bars({"results": [killed]})
+    problems, *others = zoo.targets({"results": [killed]})
     assert problems.value == 1 and all(one.passed for one in others), "those of the page cache are not the mount's"
 
 
-def test_time_is_judged_in_place_by_three_runs_and_rows_where_the_loop_fits() -> None:
+def test_targets_for_time_need_three_runs_in_place_and_those_for_rows_a_loop_that_fits() -> None:
     read = {"page-cache": [100.0] * (WARMUP + 2), "inplace": [111.0] * (WARMUP + 2), "steer": [111.0] * (WARMUP + 2)}
-    assert not any("time" in name for name in zoo_bars(zoo_result(read, 2)))
-    timed = zoo_bars(zoo_result(read, 3))
+    assert not any("time" in name for name in zoo_targets(zoo_result(read, 2)))
+    timed = zoo_targets(zoo_result(read, 3))
     assert timed["inplace.time"].value == pytest.approx(2.11 / 2) and "steer.time" not in timed
     rows = {"first": WARMUP + 1, "count": 1000}
     read = {"page-cache": [0.0] * (WARMUP + 2), "steer": [0.0] * WARMUP + [1.0, 1.0 + 1.25 * 1000 * PAGE / MB]}
-    assert "steer.rows" not in zoo_bars(zoo_result(read, rows=rows))
-    judged = zoo_bars(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
+    assert "steer.rows" not in zoo_targets(zoo_result(read, rows=rows))
+    judged = zoo_targets(zoo_result(read, rows=rows, share=1.1))["steer.rows"]
     assert judged.value == pytest.approx(1.25) and not judged.passed
 
 
-def test_two_runs_do_not_share_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_on_the_same_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with zoo.alone_in(tmp_path):
         assert harness.run(zoo, ["--dir", str(tmp_path)]) == 3
     said = capsys.readouterr().err
@@ -328,7 +330,7 @@ def test_the_reader_replays_a_stage(tmp_path: Path, how: patterns.How) -> None:
 
 
 def replayed(place: Path, pattern: patterns.Pattern) -> list[dict[str, Any]]:
-    """The events of the reader of a pattern of one stage."""
+    """Return the events of a client that replays a pattern of one stage."""
     (place / "plan").write_text(json.dumps(pattern.stages[0].to_json()))
     command = client("zoo_reader", place / "plan", *(place / name for name in pattern.files))
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -348,7 +350,7 @@ value = dict(good=0.5, slow=2.0).get(sys.argv[1])
 if value is None:
     sys.exit("broken")
 path = Path(sys.argv[sys.argv.index("--json") + 1])
-bar = dict(name="x", what="the <bar> of " + sys.argv[1], value=value, sense="<=", limit=1.0, unit="s", passed=value <= 1)
+bar = dict(name="x", what="the <target> of " + sys.argv[1], value=value, sense="<=", limit=1.0, unit="s", passed=value <= 1)
 path.write_text(json.dumps(dict(schema="x/1", machine={machine}, words=sys.argv[2:], bars=[bar])))
 sys.exit(0 if value <= 1 else 1)
 """
@@ -356,12 +358,12 @@ sys.exit(0 if value <= 1 else 1)
 
 @pytest.fixture
 def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of three benchmarks: one that reaches its bar, one that breaks, one that does not reach it."""
+    """Create a tree with a benchmark that meets its target, one that breaks, and one that misses its target."""
     program = tmp_path / "tools" / "bench" / "__main__.py"
     program.parent.mkdir(parents=True)
     program.write_text(PROGRAM.format(machine=MACHINE))
     benchmarks = [SuiteEntry(name, f"about {name}", ("--long",)) for name in ("good", "broken", "slow")]
-    benchmarks.append(SuiteEntry("asked", "long", quick=None, asked=True))
+    benchmarks.append(SuiteEntry("asked", "long", quick=None, on_request=True))
     monkeypatch.setattr(suite, "BENCHMARKS", tuple(benchmarks))
     monkeypatch.setattr(suite, "NAMES", tuple(one.name for one in benchmarks))
     monkeypatch.setattr(suite, "ROOT", tmp_path)
@@ -373,21 +375,21 @@ def words_of(out: Path, name: str) -> Any:
     return results.read(out / f"{name}.json")["words"][:-2]
 
 
-def test_what_fails_stops_nothing_and_is_shown(rooted: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_benchmark_does_not_stop_the_others_and_is_shown(rooted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["-o", str(rooted)]) == suite.FAILED
     assert sorted(one.name for one in rooted.iterdir()) == ["all.html", "all.json", "good.json", "slow.json"]
     told = results.read(rooted / "all.json")
-    assert [(bar["benchmark"], bar["passed"]) for bar in told["bars"]] == [("good", True), ("slow", False)]
+    assert [(target["benchmark"], target["passed"]) for target in told["bars"]] == [("good", True), ("slow", False)]
     errors = {run["benchmark"]: run["error"] for run in told["runs"]}
     assert "exit code 1" in errors["broken"] and errors["good"] is None and words_of(rooted, "good") == ["--long"]
     page = (rooted / "all.html").read_text()
-    assert "the &lt;bar&gt; of slow" in page and "MISSED" in page and "1 of 2 targets" in page
+    assert "the &lt;target&gt; of slow" in page and "MISSED" in page and "1 of 2 targets" in page
     assert "machine was busy" in page and "Without results: broken, asked" in page
     said = capfd.readouterr()
     assert said.out == "" and "broken FAILED" in said.err and "BUSY" in said.err
 
 
-def test_codes_are_of_what_was_asked_for_and_nothing_is_replaced_without_force(
+def test_exit_codes_cover_the_selected_benchmarks_and_results_are_replaced_only_with_force(
     rooted: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert suite.main(["-o", str(rooted), "--only", "good", "--quick"]) == 0
@@ -396,7 +398,7 @@ def test_codes_are_of_what_was_asked_for_and_nothing_is_replaced_without_force(
     assert suite.main(["-o", str(rooted), "--only", "good"]) == 2 and (rooted / "good.json").read_text() == before
     assert "--force" in capfd.readouterr().err
     assert suite.main(["-o", str(rooted), "--only", "good", "--force"]) == 0 and words_of(rooted, "good") == ["--long"]
-    assert suite.main(["-o", str(rooted), "--only", "slow"]) == 1, "one bar is not reached"
+    assert suite.main(["-o", str(rooted), "--only", "slow"]) == 1, "one target is missed"
     assert suite.main(["--from", str(rooted)]) == suite.FAILED, "broken has none"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,21 @@ def test_the_rule_is_the_one_that_misses_least(habits: routing.Habits, share: fl
     routed, ranks = routing.ranked(200, 6, 64, 4, habits)
     missed = routing.misses(routed, ranks, habits, int(share * 6 * 64), warmup=50)
     assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]
+
+
+def test_a_loaded_cache_misses_only_what_it_had_no_room_for() -> None:
+    """Three experts of one layer in turns, among two: the first two are in memory already."""
+    routed = np.array([0, 1, 2, 0, 1, 2]).reshape(-1, 1, 1)
+    assert routing.replay(routed, 2)["belady"].tolist() == [1, 1, 1, 0, 1, 0]
+    assert routing.replay(routed, 2, is_loaded=True)["belady"].tolist() == [0, 0, 1, 0, 1, 0]
+    assert routing.replay(routed, 3, is_loaded=True)["lru"].sum() == 0
+
+
+def test_locality_of_a_routing() -> None:
+    """One layer of four experts; a token uses two, one of which is always expert 0."""
+    routed = np.array([[[0, 1 + token % 2]] for token in range(20)])
+    found = routing.locality(routed, 4)
+    assert found.reused == {1: 0.5, 4: 1.0, 16: 1.0} and found.top == 0.5 and found.ninety == 0.75
 
 
 def test_what_is_forgotten_stands_for_nothing() -> None:

@@ -23,7 +23,7 @@ from tests.property.contract import clauses, long_case
 from tests.unit.command_parts import parsed
 from tools.bench import readme
 from tools.bench.all import NAMES as BENCHMARKS
-from tools.site import BESIDE
+from tools.site import ROOT_PAGES
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +85,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (page.parent / name).resolve() if name else page
         assert path.is_file(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
-        on_site = path in DOCS or path.parent.parent == ROOT / "tools" / "man" or path.name in BESIDE
+        on_site = path in DOCS or path.parent.parent == ROOT / "tools" / "man" or path.name in ROOT_PAGES
         assert page not in DOCS or on_site or path.suffix == ".svg", f"{page.name}: {target} is not on the site"
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
     site = text_of(ROOT / "mkdocs.yml")
     assert sorted(re.findall(r"^ +- [^:]+: (\S+)$", site.partition("\nnav:\n")[2], re.MULTILINE)) == sorted(
-        [*(page.name for page in DOCS), *BESIDE]
+        [*(page.name for page in DOCS), *ROOT_PAGES]
     )
     assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
 

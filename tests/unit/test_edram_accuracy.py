@@ -154,7 +154,7 @@ def test_kv_bench_records_what_kelle_keeps(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
     command = ["kv", "bench", "--policy", "kelle", "--edram-run", str(path), *options]
-    assert f"written: {path}" in called(*command).stderr
+    assert f"{path} is written" in called(*command).stderr
     run = read_run(path)
     assert run.steps == 3 and run.durations_ns is None and run.settings["policy"] == "kelle"
     assert called("edram", "report", path).returncode == 5

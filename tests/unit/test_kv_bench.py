@@ -1,4 +1,4 @@
-"""`llmcache kv bench`: what is printed was run and adds up; measured and modelled are never beside each other."""
+"""`llmcache kv bench`: printed results were run and add up; measured and modelled values are never mixed."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def model(tmp_path: Path) -> str:
 def bench(*args: str) -> dict[str, Any]:
     result = CliRunner().invoke(cli.app, ["kv", "bench", "--json", *args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    told: dict[str, Any] = json.loads(result.stdout)
-    return told
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
 
 
 @FORKED
 def test_a_measured_run_of_all_policies(tmp_path: Path, model: str) -> None:
     spill = tmp_path / "spill"
     spill.mkdir()
-    told = bench(
+    document = bench(
         "--model", model, "--context", "1k", "--steps", "3", "--compute", "3ms", "--path", str(spill), "--threads", "2",
         "--policy", "full,prefetch,hillinfer,hillinfer-no-app", "--block", "64",
     )  # fmt: skip
-    assert list(spill.iterdir()) == [], "no spill file is left"
-    assert told["kind"] == "measured" and told["conditions"]["stream"]["synthetic"]
-    assert "emulated, 3.00 ms per layer" in told["conditions"]["compute"]
-    rows = {row["policy"]: row for row in told["rows"]}
+    assert list(spill.iterdir()) == [], "the spill file was removed"
+    assert document["kind"] == "measured" and document["conditions"]["stream"]["synthetic"]
+    assert "emulated, 3.00 ms per layer" in document["conditions"]["compute"]
+    rows = {row["policy"]: row for row in document["rows"]}
     assert list(rows) == ["full", "prefetch", "hillinfer", "hillinfer-no-app"]
     for row in rows.values():
         _check_times(row)
@@ -86,34 +86,34 @@ def _check_times(row: dict[str, Any]) -> None:
 
 
 def test_a_sweep_tries_betas_around_the_measured_rule(tmp_path: Path, model: str) -> None:
-    told = bench(
+    document = bench(
         "--model", model, "--context", "2k", "--steps", "1", "--compute", "1ms", "--path", str(tmp_path), "--threads", "2",
         "--policy", "hillinfer-no-app", "--sweep-beta", "--ram", "350k", "--layers", "1", "--device", "file",
     )  # fmt: skip
-    marks = told["marks"]
+    marks = document["marks"]
     whole = 2048 * 2 * 2 * 16 * 4
     assert marks["m0"] == pytest.approx(350_000 / (whole - 350_000)) and marks["rule"] == marks["f_c"] / marks["f_s"]
-    betas = [row["beta"] for row in told["rows"]]
-    assert betas == sorted(betas) and max(betas) <= marks["expected"] * 1.05, "no more than memory holds"
-    assert {row["policy"] for row in told["rows"]} == {"hillinfer-no-app"}
+    betas = [row["beta"] for row in document["rows"]]
+    assert betas == sorted(betas) and max(betas) <= marks["expected"] * 1.05, "limited by memory"
+    assert {row["policy"] for row in document["rows"]} == {"hillinfer-no-app"}
 
 
-def test_switches_leave_designs_out_and_a_file_stands_for_the_device(tmp_path: Path, model: str) -> None:
-    told = bench(
+def test_switches_disable_designs_and_a_file_replaces_the_device(tmp_path: Path, model: str) -> None:
+    document = bench(
         "--model", model, "--context", "512", "--steps", "1", "--compute", "cpu", "--path", str(tmp_path), "--threads", "2",
         "--policy", "hillinfer", "--no-hie", "--no-bkp", "--no-app", "--device", "file", "--beta", "auto", "--exact",
         "--ram", "100k",
     )  # fmt: skip
-    (row,) = told["rows"]
+    (row,) = document["rows"]
     assert row["policy"] == "hillinfer-no-hie-no-bkp-no-app" and row["title"].endswith("without HIE, BKP, APP")
     whole = 512 * 2 * 2 * 2 * 16 * 4
-    assert row["observed"]["device"] is None and 0 < row["beta"] <= 1.05 * 100_000 / (whole - 100_000), "M0 bounds it"
-    assert row["observed"]["timeline"]["emulated"] == [] and "this processor" in told["conditions"]["compute"]
-    assert told["conditions"]["exact"] is True
+    assert row["observed"]["device"] is None and 0 < row["beta"] <= 1.05 * 100_000 / (whole - 100_000), "limited by M0"
+    assert row["observed"]["timeline"]["emulated"] == [] and "this processor" in document["conditions"]["compute"]
+    assert document["conditions"]["exact"] is True
 
 
 @pytest.mark.parametrize(("policy", "interleaved"), [("mass", True), ("prefetch", False)])
-def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, policy: str, interleaved: bool) -> None:
+def test_a_spill_file_has_the_layout_of_the_policy(tmp_path: Path, policy: str, interleaved: bool) -> None:
     setup = Setup(StreamSpec(1, 2, 4, 16, 512), Accelerator(), tmp_path, steps=1)
     with PolicySession(setup, Variant(policy)) as session:
         session.prefill()
@@ -122,11 +122,11 @@ def test_a_spill_file_lies_as_that_of_a_cache_with_the_policy(tmp_path: Path, po
             assert file.interleaved == interleaved
 
 
-def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_paper_profile_is_only_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.kv.bench.synthetic.compare", None)
-    told = bench("--profile", "paper", "--context", "16k", "--batch", "8", "--policy", "full,hillinfer,hillinfer-no-app")
-    assert told["kind"] == "modelled" and all(row["observed"] is None for row in told["rows"])
-    full, hillinfer, without = told["rows"]
+    document = bench("--profile", "paper", "--context", "16k", "--batch", "8", "--policy", "full,hillinfer,hillinfer-no-app")
+    assert document["kind"] == "modelled" and all(row["observed"] is None for row in document["rows"])
+    full, hillinfer, without = document["rows"]
     assert hillinfer["token_ns"] < without["token_ns"] < full["token_ns"]
     swept = bench("--profile", "paper", "--context", "32k", "--batch", "8", "--policy", "hillinfer", "--sweep-beta")
     betas = [row["beta"] for row in swept["rows"]]
@@ -147,13 +147,13 @@ def test_the_paper_profile_is_modelled_and_runs_nothing(monkeypatch: pytest.Monk
         ("--context 1000M --layers 1000", "--path: /tmp: spill files need"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_its_name(words: str, named: str) -> None:
+def test_invalid_options_are_refused_by_name(words: str, named: str) -> None:
     plain = ["--policy", "full,hillinfer", "--context", "1k", "--steps", "2", "--path", "/tmp", "--compute", "1ms"]
     with pytest.raises(LlmcacheError, match=named):
         CliRunner().invoke(cli.app, ["kv", "bench", *plain, *words.split()], catch_exceptions=False)
 
 
-def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
+def test_a_run_is_plotted_at_once_if_possible(tmp_path: Path) -> None:
     picture = tmp_path / "beta.svg"
     args = ["kv", "bench", "--profile", "paper", "--policy", "hillinfer", "--batch", "8", "--plot", str(picture)]
     result = CliRunner().invoke(cli.app, [*args, "--sweep-beta"])
@@ -164,7 +164,7 @@ def test_a_run_is_drawn_at_once_where_it_can_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [picture]
 
 
-# Reports, of results that are made up
+# Reports of made-up results
 
 MS = 1_000_000
 
@@ -201,10 +201,10 @@ SWEEP = Bench(
 )  # fmt: skip
 
 
-def test_what_is_saved_comes_back_whole() -> None:
+def test_a_saved_benchmark_is_read_back_unchanged() -> None:
     for saved in (MEASURED, SWEEP):
-        told = json.loads(json.dumps(saved.document()))
-        assert read_bench(told, "run.json").document() == saved.document()
+        data = json.loads(json.dumps(saved.document()))
+        assert read_bench(data, "run.json").document() == saved.document()
     assert MEASURED.document()["rows"][1]["speedup_over"] == {"full": 3.0}
     assert SWEEP.document()["rows"][0]["speedup_over"] == {}, "all rows are of one policy"
     assert SWEEP.document()["marks"]["expected"] == 2.0 and Marks(8e9, 1e9, 3.0).expected == 3.0
@@ -220,26 +220,26 @@ def test_what_is_saved_comes_back_whole() -> None:
         ({"rows": [{**asdict(MEASURED.rows[0]), "observed": {**asdict(observed()), "timeline": {}}}]}, "emulated: missing"),
     ],
 )
-def test_what_is_no_benchmark_is_refused_with_the_field(change: dict[str, Any], field: str) -> None:
+def test_an_invalid_benchmark_is_refused_with_the_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(DataError, match=f"^run.json: .*{field}") as caught:
         read_bench({**MEASURED.document(), **change}, "run.json")
     assert caught.value.hint
 
 
-def test_the_table_says_what_is_measured_and_what_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_separates_measured_and_emulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     kv_bench.show(MEASURED, False)
-    told = capsys.readouterr().out
-    assert "measured on this machine, with a synthetic stream" in told and "a note" in told
-    assert "device of Full (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms of wall time" in told
-    lines = [line.split() for line in told.splitlines() if line.startswith("Full ")]
+    output = capsys.readouterr().out
+    assert "measured on this machine, with a synthetic stream" in output and "a note" in output
+    assert "device of Full (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms of wall time" in output
+    lines = [line.split() for line in output.splitlines() if line.startswith("Full ")]
     assert lines[0][-1] == "3.00x" and lines[1][-2:] == ["3", "(25.0%)"]
-    assert "context 2048" in told and "alpha" not in told, "what was not set is not told"
-    assert "stream synthetic" in told and "speed-up of Hillinfer: 3.00x over Full" in told
-    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, the rest; inside"
+    assert "context 2048" in output and "alpha" not in output, "unset options are omitted"
+    assert "stream synthetic" in output and "speed-up of Hillinfer: 3.00x over Full" in output
+    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, others, internal"
 
 
 @pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
-def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, tmp_path: Path) -> None:
+def test_every_format_is_plotted_from_the_saved_file(found: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
     run.write_text(json.dumps(found.document()))
     kv_bench.plot(str(run), str(output), force=False)
@@ -250,20 +250,20 @@ def test_every_form_is_drawn_from_the_saved_file_alone(found: Bench, form: str, 
     with pytest.raises(UsageError, match=r"exists|there"):
         kv_bench.plot(str(run), str(output), force=False)
     kv_bench.plot(str(run), str(output), force=True)
-    assert output.read_bytes() == data, "the same data, the same bytes"
+    assert output.read_bytes() == data, "plots are reproducible"
 
 
-def test_captions_say_what_of_it_was_emulated_by_the_rows() -> None:
+def test_captions_name_the_emulated_resources() -> None:
     real, both = (replace(observed(), timeline=Timeline(kinds).to_json()) for kinds in ([], ["device", "compute"]))
     rows = row("full", 90, seen=real), row("hillinfer", 30, seen=both)
     assert kv_bench.kind_of(replace(MEASURED, rows=rows[:1])) == "measured" and kv_bench.kind_of(SWEEP) == "modelled"
-    told = "measured, with an emulated accelerator and computational SSD"
+    kind = "measured, with an emulated accelerator and computational SSD"
     page = kv_bench.drawn(replace(MEASURED, rows=rows), "run.json", "html").decode()
-    assert f"All values are {told}." in page and f"M{told[1:]}." in page
+    assert f"All values are {kind}." in page and f"M{kind[1:]}." in page
 
 
 @pytest.mark.parametrize("text", ["", "full,full", "hillinfer-no-x", "full-no-app"])
-def test_variants_that_there_are_not_are_refused(text: str) -> None:
+def test_unknown_variants_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--policy: ") as caught:
         variants_of(text)
     assert caught.value.hint

@@ -1,4 +1,4 @@
-"""The emulated computational SSD: scores as the host would compute them, bytes counted, death noticed, nothing lost."""
+"""The emulated computational SSD: scores equal the host's, bytes are counted, and no data is lost if it dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., EmulatedCsd]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Make a device over tmp/a.kv; whatever a test does, its process is gone afterwards."""
+    """Return a function that creates a device over tmp/a.kv; its process is killed after the test."""
     made: list[EmulatedCsd] = []
 
     def start(profile: CsdProfile = PROFILES["none"], shape: KvShape = SHAPE, create: bool = True) -> EmulatedCsd:
@@ -52,7 +52,7 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
 
 
 def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
-    """Write `tokens` to sequence 0; returns the keys of layer 1 [kv_heads, tokens, head_dim]."""
+    """Write `tokens` to sequence 0; return the keys of layer 1 [kv_heads, tokens, head_dim]."""
     keys = normal((2, 2, tokens, 64), 1).astype(np.float16)
     for layer in range(2):
         device.append(0, layer, keys[layer], -keys[layer])
@@ -62,7 +62,7 @@ def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
 
 
 def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
-    """Return the scores [kv_heads, tokens] of all blocks; each token exactly once."""
+    """Return the scores [kv_heads, tokens] of all blocks, which must contain each token once."""
     found = np.full((2, tokens), np.nan, np.float32)
     for block in blocks:
         assert np.isnan(found[block.head, block.positions]).all()
@@ -73,21 +73,21 @@ def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
 
 @FORKED
 @pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7)])
-def test_scores_are_those_of_the_host_rounded_to_halves(make: Make, tokens: int, block_tokens: int) -> None:
+def test_scores_equal_those_of_the_host_rounded_to_fp16(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
         keys, queries = filled(device, tokens), normal((8, 64), 2)
         found = gathered(device.execute(queries, 0, 1, block_tokens=block_tokens), tokens)
-        wanted = score(queries[None], keys[None])[0]
-        assert (found == wanted.astype(np.float16).astype(np.float32)).all()
+        expected = score(queries[None], keys[None])[0]
+        assert (found == expected.astype(np.float16).astype(np.float32)).all()
         assert device.last.scored_keys == 2 * tokens
         summed = gathered(device.execute(queries, 0, 1, combine="sum"), tokens)
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
-        assert file.length(0) == tokens, "the file is flushed and whole"
+        assert file.length(0) == tokens, "the file is flushed and complete"
 
 
 @FORKED
-def test_more_than_the_shared_memory_holds(make: Make) -> None:
+def test_transfers_larger_than_the_shared_memory(make: Make) -> None:
     shape = KvShape("big", layers=1, kv_heads=4, head_dim=128, page_tokens=16, value_dim=64)
     keys = normal((4, 12_000, 128), 1).astype(np.float16)
     with make(shape=shape) as device:
@@ -108,13 +108,13 @@ def test_more_than_the_shared_memory_holds(make: Make) -> None:
 
 @FORKED
 def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
-    """With the modelled time taken in earnest, the first block comes long before the last."""
+    """With throttling, the first block arrives long before the last."""
     slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
     with make(slow) as device:
         filled(device, 16_384)
-        list(device.execute(normal((2, 64), 2), 0, 1))  # compiled, cached
+        list(device.execute(normal((2, 64), 2), 0, 1))  # compile the loops
         firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
-        while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine looks as if it came late
+        while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine may delay a block
             begin, times = time.perf_counter(), []
             for _ in device.execute(normal((2, 64), 2), 0, 1):
                 times.append(time.perf_counter() - begin)
@@ -127,7 +127,7 @@ def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
 def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> None:
     device = make()
     keys = filled(device, 3000)
-    device.append(1, 0, keys, keys)  # one layer of a step: acknowledged, so it must not be lost either
+    device.append(1, 0, keys, keys)  # one layer of a step: it is acknowledged, so it must not be lost
     queries = normal((2, 64), 2)
     before = gathered(device.execute(queries, 0, 1), 3000)
     old = device.process.pid
@@ -146,20 +146,20 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
 
 
 @FORKED
-def test_a_device_that_hangs_is_taken_for_dead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_hangs_counts_as_dead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     device = make()
     filled(device, 100)
     os.kill(device.process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match="says nothing"):
         patch.setattr(host, "ANSWER_S", 0.3)
         device.flush()
-    assert device.process.poll() is not None, "it does not stay behind"
+    assert device.process.poll() is not None, "its process was killed"
     device.restart()
     assert device.pages(0, 1) == 7 and device.read(0, 1, [6])
 
 
 def interrupted(command: Callable[[], object]) -> None:
-    """Have Ctrl-C come while `command` waits."""
+    """Send SIGINT while `command` waits."""
     timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         timer.start()
@@ -168,8 +168,8 @@ def interrupted(command: Callable[[], object]) -> None:
 
 
 @FORKED
-def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make: Make) -> None:
-    """Of reading, of scoring, and of writing, whose pages are known."""
+def test_replies_of_an_interrupted_command_are_discarded(make: Make) -> None:
+    """After an interrupted read, execution or write; the written pages are known."""
     device = make(CsdProfile("slow", math.inf, math.inf, 1e6, 0, throttle=True))
     keys = filled(device, 1600)
     pages, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), normal((2, 64), 2)
@@ -189,7 +189,7 @@ def test_what_an_interrupted_command_left_is_not_taken_for_the_next_answer(make:
 
 
 @FORKED
-def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
+def test_missing_acknowledged_pages_are_reported(make: Make) -> None:
     device = make()
     filled(device, 3000)
     device.kill()
@@ -199,7 +199,7 @@ def test_what_was_acknowledged_and_is_gone_is_reported(make: Make) -> None:
         device.restart()
 
 
-def test_an_end_amid_a_message_is_an_end() -> None:
+def test_an_incomplete_message_raises_eoferror() -> None:
     ours, theirs = Pipe()
     with theirs:
         with ours:
@@ -219,7 +219,7 @@ def test_the_device_ends_with_its_host(make: Make) -> None:
 
 
 @FORKED
-def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
+def test_the_device_raises_the_errors_of_the_file(make: Make) -> None:
     before = psutil.Process().children()
     with make() as device:
         with pytest.raises(UsageError, match="the file exists"):
@@ -233,10 +233,10 @@ def test_errors_of_the_device_are_those_of_the_file(make: Make) -> None:
         assert not list(device.execute(normal((2, 64), 1), 0, 0))
     with pytest.raises(DataError, match="spill file of another model"):
         make(shape=KvShape("other", 2, 2, 64), create=False)
-    assert psutil.Process().children() == before, "no device is left"
+    assert psutil.Process().children() == before, "no device process remains"
 
 
-def test_halves_on_the_link_are_rounded_to_nearest() -> None:
+def test_fp16_scores_are_rounded_to_nearest() -> None:
     random = np.random.default_rng(0)
     bits = random.integers(0, 1 << 32, 60_000, dtype=np.uint64).astype(np.uint32)
     edges = np.array([0.0, -0.0, 65504, 65519.9, 65520, 1e9, -np.inf, np.inf, np.nan, 6e-8, 2.9e-8, 6.1e-5], np.float32)
@@ -249,18 +249,18 @@ def test_halves_on_the_link_are_rounded_to_nearest() -> None:
         assert block.head == 5 and (block.positions == 70_000 + first + np.arange(len(data))).all()
         found.append(block.scores)
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted = np.clip(scores, -65504, 65504).astype(np.float16).astype(np.float32)
-    assert np.array_equal(np.concatenate(found), wanted, equal_nan=True)
+        expected = np.clip(scores, -65504, 65504).astype(np.float16).astype(np.float32)
+    assert np.array_equal(np.concatenate(found), expected, equal_nan=True)
 
 
-def test_the_modelled_clock_is_a_pipeline() -> None:
+def test_the_modelled_clock_models_a_pipeline() -> None:
     clock = ModelledClock(CsdProfile("p", 1e9, 0.5e9, 0.1e9, 100, fdm_bytes=4000, buffer_bytes=1000))
     assert clock.now_ns == 100
     for _ in range(10):
         clock.read(1000)
         clock.compute(1000)
         clock.send(10)
-    # Computing is the slowest: 10 times 2000 ns behind one reading, and the last block over the link.
+    # The computation is the bottleneck: 10 buffers of 2000 ns after the first read, and the last block on the link.
     assert clock.now_ns == 100 + 1000 + 10 * 2000 + 100
     other = ModelledClock(CsdProfile("p", 1e9, 1e9, 0.1e9, 0, fdm_bytes=1 << 20, buffer_bytes=1000))
     for _ in range(3):
@@ -269,11 +269,11 @@ def test_the_modelled_clock_is_a_pipeline() -> None:
     assert other.now_ns == 3 * 1000 + 100
 
 
-# A part of a layer: given pages are scored, single rows are sent, and nothing else is read
+# A part of a layer: only the given pages are read and scored, and only the requested rows are sent
 
 
 def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
-    """Write `tokens` to layer 0 of sequence 0; returns keys and values [kv_heads, tokens, dim]."""
+    """Write `tokens` to layer 0 of sequence 0; return keys and values [kv_heads, tokens, dim]."""
     random, shape = np.random.default_rng(1), device.shape
     dims = (shape.head_dim, shape.value_dim)
     arrays = [random.standard_normal((2, tokens, dim), dtype=np.float32).astype(shape.numpy_dtype) for dim in dims]
@@ -283,18 +283,18 @@ def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
 
 
 @FORKED
-def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
+def test_only_the_given_pages_are_read_and_scored(make: Make) -> None:
     device = make(shape=ROWS)
     keys = filled_rows(device, 5000)[0]
     queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
-    pages = [3, 4, 5, 70, 100, 312]  # over several extents; the last is not full
+    pages = [3, 4, 5, 70, 100, 312]  # in several extents; the last is partial
     found = np.full((2, 5000), np.nan, np.float32)
     for block in device.execute(queries, 0, 0, pages=pages, block_tokens=20):
         assert np.isnan(found[block.head, block.positions]).all()
         found[block.head, block.positions] = block.scores
     tokens = [token for page in pages for token in range(page * 16, min(5000, page * 16 + 16))]
-    wanted = score(queries[None], keys[None])[0]
-    assert (found[:, tokens] == wanted.astype(np.float16).astype(np.float32)[:, tokens]).all()
+    expected = score(queries[None], keys[None])[0]
+    assert (found[:, tokens] == expected.astype(np.float16).astype(np.float32)[:, tokens]).all()
     assert np.isnan(np.delete(found, tokens, axis=1)).all()
     report = device.last
     assert report.scored_keys == 2 * len(tokens)
@@ -307,7 +307,7 @@ def test_only_the_pages_named_are_read_and_scored(make: Make) -> None:
 
 
 @FORKED
-def test_rows_are_gathered_near_the_data(make: Make) -> None:
+def test_a_gather_sends_only_the_requested_rows(make: Make) -> None:
     device, shape = make(CsdProfile("modelled", 1e9, 1e9, 1e8, 1000), ROWS), ROWS
     arrays = filled_rows(device, 5000)
     random = np.random.default_rng(3)
@@ -315,17 +315,17 @@ def test_rows_are_gathered_near_the_data(make: Make) -> None:
     written = device.report.internal_read_bytes, device.report.link_to_host_bytes, device.report.modelled_ns
     rows = device.gather(0, 0, positions)
     for side, got in zip(arrays, rows, strict=True):
-        wanted = np.concatenate([side[head, of_head] for head, of_head in enumerate(positions)])
-        assert got.dtype == wanted.dtype and (got == wanted).all()
+        expected = np.concatenate([side[head, of_head] for head, of_head in enumerate(positions)])
+        assert got.dtype == expected.dtype and (got == expected).all()
     pages = len(np.unique(np.concatenate(positions) // 16))
     assert device.report.internal_read_bytes - written[0] == pages * sum(shape.slot_sizes)
     moved = 703 * 96 * 2
     assert device.report.link_to_host_bytes - written[1] == moved + 16
-    assert device.report.modelled_ns - written[2] >= 1000 + moved * 10, "the link is the slowest"
+    assert device.report.modelled_ns - written[2] >= 1000 + moved * 10, "the link is the bottleneck"
 
 
 @FORKED
-def test_more_rows_than_the_ring_holds(make: Make) -> None:
+def test_a_gather_of_more_rows_than_fit_the_ring(make: Make) -> None:
     shape = KvShape("big", 1, 2, 128, "float32", page_tokens=16)
     device = make(shape=shape)
     keys, values = filled_rows(device, 12_000)

@@ -1,4 +1,4 @@
-"""Hits, column sums of attention, and which pages change places, also over the steps of a synthetic stream."""
+"""Hits of tokens, column sums of attention, and moves of pages, also over the steps of a synthetic stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(*shape: int, seed: int = 0) -> Array:
 
 
 def chosen(*heads: list[int]) -> Array:
-    """What one sequence's heads chose, [1, heads, k]."""
+    """Return the tokens that the heads of one sequence chose, [1, heads, k]."""
     return np.array([heads], np.int64)
 
 
@@ -41,11 +41,11 @@ def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
     assert not table.pages(0, 0, 3, 16).any()
 
 
-def test_hits_are_halved_before_one_overflows_and_keep_their_order() -> None:
+def test_hits_are_halved_before_an_overflow_and_keep_their_order() -> None:
     table = HitTable(layers=1, batch=1)
     counts = table.rows(0, 0, 2000)
     counts[[1, 2, 3, 1999]] = [MOST - 1, MOST // 2, 10, 9]
-    table.record(0, chosen([1], [1], [2]))  # the second of the two does not fit
+    table.record(0, chosen([1], [1], [2]))  # the second hit of token 1 would overflow
     assert table.rows(0, 0, 2000)[[1, 2, 3, 1999]].tolist() == [(MOST - 1) // 2 + 2, MOST // 4 + 1, 5, 4]
     for _ in range(3):
         counts = table.rows(0, 0, 2000)
@@ -69,7 +69,7 @@ def test_a_table_grows_and_its_rows_follow_their_sequences() -> None:
 
 
 def plain_column_sums(queries: Array, keys: Array, start: int, first: int, scale: float) -> Array:
-    """As the formula says, in float64, row by row."""
+    """Compute the formula in float64, row by row."""
     sums = np.zeros(keys.shape[:2])
     group = len(queries) // len(keys)
     for head, rows in enumerate(queries.astype(np.float64)):
@@ -100,23 +100,23 @@ def test_column_sums(heads: int, kv_heads: int, rows: int, start: int, first: in
 @pytest.mark.parametrize(
     ("in_cpu", "hits", "important", "room", "recent", "clearly", "up", "down"),
     [
-        ("ccccss", [5, 1, 7, 2, 9, 8], 2, 4, 0, 1, [4, 5], [1, 3]),  # the most hit come up, the least hit go down for them
-        ("ccss", [4, 2, 8, 5], 2, 2, 0, 2, [2], [1]),  # what has not clearly more hits does not take another's place
-        ("cccs", [3, 1, 2, 0], 1, 2, 0, 1, [], [1]),  # a page too many goes down without another coming up
-        ("sscc", [9, 8, 0, 0], 2, 2, 1, 1, [0], [2]),  # what is recent stays up whatever its hits
-        ("ccss", [3, 3, 3, 0], 2, 2, 0, 1, [], []),  # nothing moves that is not hit more
-        ("cssss", [1, 4, 3, 2, 0], 2, 3, 0, 1, [1, 2], []),  # free room is taken without anything going down
-        ("sss", [1, 2, 3], 3, 0, 2, 1, [], []),  # a pool without room for the middle holds none of it
+        ("ccccss", [5, 1, 7, 2, 9, 8], 2, 4, 0, 1, [4, 5], [1, 3]),  # the most hit pages move up, the least hit move down
+        ("ccss", [4, 2, 8, 5], 2, 2, 0, 2, [2], [1]),  # a page replaces only one with clearly fewer hits
+        ("cccs", [3, 1, 2, 0], 1, 2, 0, 1, [], [1]),  # a page above the limit moves down without a replacement
+        ("sscc", [9, 8, 0, 0], 2, 2, 1, 1, [0], [2]),  # recent pages stay up regardless of hits
+        ("ccss", [3, 3, 3, 0], 2, 2, 0, 1, [], []),  # pages with equal hits do not move
+        ("cssss", [1, 4, 3, 2, 0], 2, 3, 0, 1, [1, 2], []),  # free room is used without a move down
+        ("sss", [1, 2, 3], 3, 0, 2, 1, [], []),  # a pool without room for the middle gets none of it
     ],
 )
-def test_pages_change_places(
+def test_pages_that_move(
     in_cpu: str, hits: list[int], important: int, room: int, recent: int, clearly: int, up: list[int], down: list[int]
 ) -> None:
     found = moves(np.array(list(in_cpu)) == "c", np.array(hits), important, room, recent, clearly)
     assert [side.tolist() for side in found] == [up, down]
 
 
-def test_moves_keep_to_the_room() -> None:
+def test_moves_respect_the_limit_of_the_pool() -> None:
     random = np.random.default_rng(0)
     for _ in range(300):
         pages = int(random.integers(1, 30))
@@ -137,7 +137,7 @@ STEPS = 60
 
 
 def decoded(path: Path, settings: HillInferSettings, share: float, context: int = 2048, batch: int = 1) -> HillInfer:
-    """Decodes `STEPS` tokens; the host's pool has `share` of the pages."""
+    """Decode `STEPS` tokens with a pool of `share` of the pages, and return the policy."""
     spec = StreamSpec(layers=1, kv_heads=2, heads=4, head_dim=32, context=context, batch=batch)
     stream = SyntheticStream(spec)
     path.mkdir(exist_ok=True)
@@ -156,13 +156,13 @@ def decoded(path: Path, settings: HillInferSettings, share: float, context: int 
 
 
 def finish(engine: KvEngine, length: int) -> None:
-    """Ends the step before the one whose token is at `length`."""
+    """End the step before the one whose token is at position `length`."""
     ids = np.tile(np.arange(engine.store.length, length), (engine.store.batch, 1))
     engine.finish_step(ids, ids)
 
 
-def test_pools_move_next_to_nothing_in_vain(tmp_path: Path) -> None:
-    """At most 1 % of what comes up had gone down within 16 steps; without BKP more than 10 % has."""
+def test_few_pages_move_in_vain(tmp_path: Path) -> None:
+    """At most 1 % of the pages that move up had moved down within 16 steps; without BKP, more than 10 %."""
     kept, naive = (
         decoded(tmp_path / str(bkp), HillInferSettings(alpha=0.2, bkp=bkp), 0.3).store.traffic for bkp in (True, False)
     )
@@ -170,17 +170,17 @@ def test_pools_move_next_to_nothing_in_vain(tmp_path: Path) -> None:
     assert naive.ping_pong_share > 0.1 and naive.pages_up > 1.5 * kept.pages_up
 
 
-def test_hits_rise_by_what_comes_up_and_recent_pages_stay(tmp_path: Path) -> None:
-    """More of what is chosen is in the pool than when nothing ever comes up but what the window leaves."""
+def test_moves_increase_hits_and_recent_pages_stay(tmp_path: Path) -> None:
+    """The pool has more of the chosen tokens than a pool of the last pages only."""
     policy = decoded(tmp_path, HillInferSettings(alpha=0.2), 0.5)
     found, in_cpu = policy.hits.pages(0, 0, 128, 16), policy.store.in_cpu(0, 0)
-    still = np.arange(128) >= 128 - 64 + 1  # the pool as the prompt has left it
-    assert found[in_cpu[:128]].sum() > 1.2 * found[still].sum()
+    unchanged = np.arange(128) >= 128 - 64 + 1  # the pool after the prompt
+    assert found[in_cpu[:128]].sum() > 1.2 * found[unchanged].sum()
     assert in_cpu[-int(0.2 * (2048 + STEPS) / 16) :].all()
 
 
-def test_sequences_that_share_pages_keep_to_the_bound_in_the_end(tmp_path: Path) -> None:
-    """A page that comes up for one sequence comes up for all that share it: the others drop one at their next step."""
+def test_sequences_that_share_pages_return_to_the_limit(tmp_path: Path) -> None:
+    """A shared page moves up for all its sequences; the others drop a page in their next step."""
     spec = StreamSpec(layers=1, kv_heads=2, heads=4, head_dim=32, context=1024)
     stream = SyntheticStream(spec)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Kernels against numpy: exact where numbers are, close where sums round, and the same choice in every case."""
+"""Kernels compared with numpy: exact for exact numbers, close for rounded sums, and the same selections."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def _widen_all(bits, out, shifted):  # type: ignore[no-untyped-def]
         shifted[i] = widened_by_shifts(bits[i])
 
 
-def test_every_half_is_widened_exactly_in_both_ways() -> None:
+def test_every_fp16_number_is_converted_exactly_in_both_ways() -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     out, shifted = np.empty((2, 1 << 16), np.float32)
     _widen_all(bits, out, shifted)
-    wanted = bits.view(np.float16).astype(np.float32)
-    numbers = ~np.isnan(wanted)
+    expected = bits.view(np.float16).astype(np.float32)
+    numbers = ~np.isnan(expected)
     for found in (out, shifted):
-        assert (found.view(np.uint32) == wanted.view(np.uint32))[numbers].all()
+        assert (found.view(np.uint32) == expected.view(np.uint32))[numbers].all()
         assert np.isnan(found[~numbers]).all()
 
 
 def whole(shape: tuple[int, ...], seed: int) -> Floats:
-    """Return small whole numbers: all products and sums of them are exact."""
+    """Return small integers, for which all products and sums are exact."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
 def plain(queries: Floats, keys: Floats, combine: str) -> Floats:
-    """Return the scores as numpy computes them."""
+    """Return the scores, computed by numpy."""
     batch, heads, _, dim = keys.shape
     grouped = queries.reshape(batch, heads, -1, dim).astype(np.float64)
     products = np.einsum("bhgd,bhnd->bhgn", grouped, keys.astype(np.float64))
@@ -63,18 +63,18 @@ def test_scores_of_whole_numbers_are_exact(dtype: str, group: int, dim: int) -> 
     keys, queries = whole((2, 3, 301, dim), 1), whole((2, 3 * group, dim), 2)
     by = np.random.default_rng(3).integers(1, 5, (2, 3, 301)).astype(np.float32) if dtype == "int8" else None
     for combine in ("max", "sum"):
-        wanted = plain(queries, keys, combine) * (1 if by is None else by)
+        expected = plain(queries, keys, combine) * (1 if by is None else by)
         for threads in (1, 3):
             found = score(queries, carried(keys, dtype), by, combine=combine, threads=threads)
-            assert found.dtype == np.float32 and (found == wanted).all()
+            assert found.dtype == np.float32 and (found == expected).all()
 
 
-def test_large_inputs_are_split_among_threads_without_a_seam() -> None:
+def test_large_inputs_are_split_among_threads() -> None:
     keys, queries = whole((1, 1, 50_001, 64), 1).astype(np.float16), whole((1, 2, 64), 2)
     assert (score(queries, keys, threads=4) == plain(queries, keys.astype(np.float32), "max")).all()
 
 
-def test_infinities_and_nan_stay_what_they_are() -> None:
+def test_infinities_and_nan_are_preserved() -> None:
     keys = np.ones((1, 1, 3, 64), np.float16)
     keys[0, 0, 0, 3], keys[0, 0, 1, 3] = np.inf, np.nan
     found = score(np.ones((1, 1, 64), np.float32), keys)[0, 0]
@@ -83,38 +83,38 @@ def test_infinities_and_nan_stay_what_they_are() -> None:
 
 def test_any_strides_of_keys() -> None:
     keys, queries = whole((2, 5, 40, 64), 1).astype(np.float16), whole((2, 5, 64), 2)
-    wanted = plain(queries, keys.astype(np.float32), "max")
+    expected = plain(queries, keys.astype(np.float32), "max")
     swapped, turned = keys.swapaxes(1, 2).copy().swapaxes(1, 2), keys[::-1, ::-1].copy()[::-1, ::-1]
     for same in (swapped, turned, np.asfortranarray(keys), np.repeat(keys, 2, 2)[:, :, ::2]):
-        assert (score(queries, same) == wanted).all()
+        assert (score(queries, same) == expected).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_products_of_each_query(dtype: str) -> None:
-    # Loops are compiled by the number of queries and the type; 400 pages are multiplied by several threads.
+    # Loops are compiled by number of queries and type; several threads multiply 400 pages.
     for group, pages in ((1, 3), (2, 1), (3, 4), (4, 2), (7, 400)) if dtype == "float16" else ((3, 4), (7, 400)):
         keys, queries = whole((pages, 3, 16, 200), group), whole((3 * group, 200), 9)
         scales = whole((pages, 3, 16), 4) if dtype == "int8" else None
-        wanted = np.einsum("hgd,phtd->hgpt", queries.reshape(3, group, 200), keys)
-        wanted = wanted if scales is None else wanted * scales.swapaxes(0, 1)[:, None]
+        expected = np.einsum("hgd,phtd->hgpt", queries.reshape(3, group, 200), keys)
+        expected = expected if scales is None else expected * scales.swapaxes(0, 1)[:, None]
         found = products(queries, carried(keys, dtype), scales, threads=2)
-        assert (found == wanted.reshape(3, group, -1)).all()
+        assert (found == expected.reshape(3, group, -1)).all()
 
 
-def test_weights_of_softmax_are_added_up() -> None:
+def test_softmax_weights_are_summed() -> None:
     random = np.random.default_rng(3)
     for spread, inside, around in ((1, 1, 0), (3, 17, 5), (40, 1000, 15), (3000, 64, 64)):
         sides = [(random.standard_normal((2, 3, n)) * spread).astype(np.float32) for n in (inside, around)]
         sides[1][0, :, : around // 2] = -np.inf  # padding
         logits = 0.125 * np.concatenate(sides, axis=2).astype(np.float64)
         powers = np.exp(logits - logits.max(axis=2, keepdims=True))
-        wanted = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
+        expected = (powers / powers.sum(axis=2, keepdims=True))[..., :inside].sum(axis=1)
         found, sums = weights(sides[0], sides[1], 0.125)
-        assert np.allclose(found, wanted, rtol=3e-6 * max(1, spread), atol=1e-30)
+        assert np.allclose(found, expected, rtol=3e-6 * max(1, spread), atol=1e-30)
         assert np.allclose(sums, logits.max(axis=2) + np.log(powers.sum(axis=2)), rtol=1e-6)
         each = (powers / powers.sum(axis=2, keepdims=True))[..., :inside]
-        assert np.allclose(sides[0], each, rtol=3e-6 * max(1, spread), atol=1e-30), "those of each query"
-        chosen = np.array([[0, inside // 2, inside - 1, inside - 1], [0, 0, 0, 0]])  # what comes again counts once
+        assert np.allclose(sides[0], each, rtol=3e-6 * max(1, spread), atol=1e-30), "the weights of each query"
+        chosen = np.array([[0, inside // 2, inside - 1, inside - 1], [0, 0, 0, 0]])  # repeated tokens count once
         rest = each.sum(axis=2) - np.stack([each[0][:, np.unique(chosen[0])].sum(axis=1), each[1][:, 0]])
         assert np.allclose(left_out(sides[0], chosen), np.maximum(0, rest), atol=1e-5)
 
@@ -125,7 +125,7 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
     loops, during, ended = 0, [0], threading.Event()
 
     def compute() -> None:
-        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 3):  # either thread may pause in some of them
+        while len(during) < 200 and (len(during) < 8 or np.median(during) <= 3):  # either thread may pause
             before = loops
             score(queries, keys, threads=1)
             during.append(loops - before)
@@ -137,11 +137,11 @@ def test_the_interpreter_runs_while_scores_are_computed() -> None:
         loops += 1
         ended.wait(0.0001)
     worker.join()
-    assert np.median(during) > 3, "a kernel that holds the interpreter lets one or two through"
+    assert np.median(during) > 3, "with the GIL, only one or two of them run"
 
 
-def test_an_error_in_a_thread_is_raised_and_nothing_runs_any_more() -> None:
-    """Memory that the jobs write to may then be used again."""
+def test_an_error_in_a_thread_is_raised_after_all_jobs_have_ended() -> None:
+    """The memory that the jobs write to may be reused afterwards."""
     failed, ended = threading.Event(), []
 
     def fail() -> None:
@@ -158,7 +158,7 @@ def test_an_error_in_a_thread_is_raised_and_nothing_runs_any_more() -> None:
     assert ended
 
 
-def test_a_fork_has_threads_of_its_own() -> None:
+def test_a_forked_child_has_its_own_threads() -> None:
     jobs: list[Callable[[], None]] = [lambda: None, lambda: None]
     run_all(jobs, 2)
     child = os.fork()
@@ -170,7 +170,7 @@ def test_a_fork_has_threads_of_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_arguments_that_do_not_fit() -> None:
+def test_invalid_arguments_are_refused() -> None:
     queries, keys = np.zeros((1, 2, 8), np.float32), np.zeros((1, 2, 5, 8), np.float16)
     calls: list[tuple[str, Any, Any, Any]] = [
         ("queries: must be", np.zeros((1, 3, 8), np.float32), keys, None),
@@ -186,7 +186,7 @@ def test_arguments_that_do_not_fit() -> None:
 
 
 def chosen(scores: Floats, k: int) -> NDArray[np.int64]:
-    """Return what must be chosen, by a full sort."""
+    """Return the expected selection, by a full sort."""
     order = np.lexsort((np.arange(len(scores)), -np.nan_to_num(scores, nan=-np.inf), np.isnan(scores)))
     return np.sort(order[:k])
 
@@ -204,7 +204,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("kind", SCORES)
-def test_top_is_what_a_sort_would_choose(kind: str) -> None:
+def test_top_selects_the_same_as_a_sort(kind: str) -> None:
     for count in (1, 2, 100, 4096, 5000, 70_001):
         scores = np.asarray(SCORES[kind](np.random.default_rng(count), count), np.float32)  # type: ignore[no-untyped-call]
         for k in sorted({1, min(2, count), max(1, count // 100), max(1, count // 5), max(1, count - 1), count}):
@@ -213,8 +213,8 @@ def test_top_is_what_a_sort_would_choose(kind: str) -> None:
         assert (top(scores, count + 5) == np.arange(count)).all()
 
 
-def test_a_sample_that_misleads_is_seen_through() -> None:
-    """Large scores at exactly the sampled places: the bound is too high, and found to be."""
+def test_a_misleading_sample_is_corrected() -> None:
+    """Large scores at all sampled positions: the bound is too high, and is corrected."""
     scores = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
     scores[:: (1 << 16) // 1024] += 1000
     assert (top(scores, 5000) == chosen(scores, 5000)).all()
@@ -233,11 +233,11 @@ def test_top_of_many_rows() -> None:
         top(scores, 0)
 
 
-def test_heads_share_what_is_best_of_all() -> None:
+def test_heads_share_the_best_of_all() -> None:
     scores = np.random.default_rng(5).standard_normal((3, 500), np.float32) + np.array([[0], [1], [-9]], np.float32)
     found = top_shared(scores, 40)
     of_head = [np.unique(row) for row in found]
-    assert [len(row) for row in of_head] == [39, 80, 1]  # twice its share at most, one at least
+    assert [len(row) for row in of_head] == [39, 80, 1]  # at most twice the even part, at least one
     for row, best, own in zip(found, of_head, scores, strict=True):
         assert set(best) == set(np.argsort(-own)[: len(best)])
         assert row.tolist() == [*best, *[best[-1]] * (found.shape[1] - len(best))]
@@ -252,7 +252,7 @@ def test_heads_share_what_is_best_of_all() -> None:
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=examples(80), deadline=None)
-def test_blocks_merged_in_any_order_choose_the_same(blocks: list[list[float]], k: int, chance: Any) -> None:
+def test_the_order_of_merged_blocks_does_not_matter(blocks: list[list[float]], k: int, chance: Any) -> None:
     scores = np.array([value for block in blocks for value in block], np.float32)
     starts = np.cumsum([0, *map(len, blocks)])
     order = list(range(len(blocks)))
@@ -266,7 +266,7 @@ def test_blocks_merged_in_any_order_choose_the_same(blocks: list[list[float]], k
 
 @given(st.lists(st.integers(-5, 5) | st.integers(-(2**62), 2**62), max_size=60), st.integers(-6, 6))
 @settings(max_examples=examples(200))
-def test_compiled_loops_sort_and_find_as_numpy_does(numbers: list[int], least: int) -> None:
+def test_compiled_sort_and_search_equal_numpy(numbers: list[int], least: int) -> None:
     found = np.array(numbers, np.int64)
     sort(found)
     assert (found == np.sort(np.array(numbers, np.int64))).all()

@@ -1,6 +1,6 @@
-"""The pipeline: looking ahead changes when things are done, not what is attended to; errors come up where they belong.
+"""The pipeline: lookahead changes the time of fetches, not the selected rows; errors are raised at their layer.
 
-Attention is what the formula says, also for grouped heads and half precision. In a timeline what overlaps counts once.
+Attention equals the formula, also for grouped heads and half precision. Overlapping spans of a timeline count once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = 8
 
 
 def opened(**settings: object) -> tuple[KvStore, Best]:
-    """Return a store that holds everything in memory, and a policy over it."""
+    """Return a store with everything in memory, and a policy over it."""
     store = KvStore(StoreConfig(SPEC.shape, batch=SPEC.batch))
     return store, Best(store, PolicySettings(**settings))  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ def fill(engine: KvEngine) -> None:
 
 
 def layer_step(engine: KvEngine, layer: int, step: int, error: float = 0.0) -> Gathered:
-    """Do one layer of one step, and look ahead for the next; with `error` 0 by what will be its true queries."""
+    """Run a layer of a step, and start lookahead for the next layer; with `error` 0, its estimated queries are exact."""
     found = engine.step(layer, STREAM.queries(layer, step), *STREAM.keys_values(layer, at(step)))
     if layer + 1 < SPEC.layers:
         engine.ahead(layer + 1, STREAM.estimate(layer + 1, step, error))
@@ -65,7 +65,7 @@ def layer_step(engine: KvEngine, layer: int, step: int, error: float = 0.0) -> G
 
 
 def decode(engine: KvEngine, step: int, error: float = 0.2) -> list[Gathered]:
-    """Do one step, and return what each layer attends to."""
+    """Run a step, and return the gathered rows of each layer."""
     found = [layer_step(engine, layer, step, error) for layer in range(SPEC.layers)]
     engine.finish_step(ids(at(step)), ids(at(step)))
     return found
@@ -74,7 +74,7 @@ def decode(engine: KvEngine, step: int, error: float = 0.2) -> list[Gathered]:
 def run(
     steps: int = STEPS, error: float = 0.2, alpha: float = 0.3, app: bool = True, exact: bool = False
 ) -> list[list[Gathered]]:
-    """Return what is attended to, by step and layer."""
+    """Return the gathered rows by step and layer."""
     store, policy = opened(alpha=alpha)
     with store, KvEngine(store, policy, app=app, exact=exact) as engine:
         fill(engine)
@@ -90,7 +90,7 @@ def same(first: list[list[Gathered]], second: list[list[Gathered]]) -> bool:
 
 
 def check_rows(found: Gathered, layer: int, length: int) -> None:
-    """Check that these are rows of the stream: ascending, each once, and the token itself."""
+    """Check that these are rows of the stream: ascending, without repetition, and with the newest token."""
     assert (np.diff(found.positions, axis=2) > 0).all() and found.positions[..., -1].max() == length - 1
     for rows, everything in zip((found.keys, found.values), STREAM.keys_values(layer, range(length)), strict=True):
         assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
@@ -102,22 +102,22 @@ def _no_thread_is_left() -> Iterator[None]:
     wait_for(lambda: not any(each.name.startswith("llmcache-kv-ahead") for each in threading.enumerate()), "all have ended")
 
 
-def test_looking_ahead_with_true_queries_changes_nothing() -> None:
+def test_lookahead_with_exact_queries_changes_nothing() -> None:
     plain = run(app=False)
-    assert same(run(app=True, error=0), plain), "what is known ahead is the truth"
-    assert same(run(app=True, exact=True), plain), "it is not, but it is evaluated again"
-    assert not same(run(app=True), plain), "it is not"
+    assert same(run(app=True, error=0), plain), "the estimate is exact"
+    assert same(run(app=True, exact=True), plain), "the estimate is inexact, but corrected"
+    assert not same(run(app=True), plain), "the estimate is inexact"
 
 
-def test_a_budget_of_the_whole_context_is_full_attention_bit_for_bit() -> None:
+def test_a_budget_of_the_whole_context_equals_full_attention() -> None:
     for step, layers in enumerate(run(alpha=1.0)):
         for layer, found in enumerate(layers):
-            asked = STREAM.queries(layer, step)
-            whole = attention(asked, *STREAM.keys_values(layer, range(SPEC.context + step + 1)))
-            assert all(np.array_equal(a, b) for a, b in zip(attention(asked, found.keys, found.values), whole, strict=True))
+            queries = STREAM.queries(layer, step)
+            full = attention(queries, *STREAM.keys_values(layer, range(SPEC.context + step + 1)))
+            assert all(np.array_equal(a, b) for a, b in zip(attention(queries, found.keys, found.values), full, strict=True))
 
 
-def test_the_next_layer_is_chosen_while_this_one_computes() -> None:
+def test_the_next_layer_is_evaluated_while_the_current_one_computes() -> None:
     store, policy = opened(alpha=0.3)
     begun, may_end = threading.Event(), threading.Event()
 
@@ -132,15 +132,15 @@ def test_the_next_layer_is_chosen_while_this_one_computes() -> None:
         engine.step(0, STREAM.queries(0, 0), *STREAM.keys_values(0, at(0)))
         engine.ahead(1, STREAM.estimate(1, 0))
         assert begun.wait(120)
-        assert ("select", 1) not in policy.calls, "it is at it, and this thread computes"
-        engine.attended(0)  # must not wait either
+        assert ("select", 1) not in policy.calls, "the worker evaluates while this thread computes"
+        engine.attended(0)  # must not wait for the worker
         may_end.set()
         found = engine.step(1, STREAM.queries(1, 0), *STREAM.keys_values(1, at(0)))
-    assert found.positions.shape[2] == 90 + 1  # of 300 by alpha, and the token that came since
+    assert found.positions.shape[2] == 90 + 1  # alpha of 300, and the newest token
     assert policy.calls == [("select", 0), ("select", 1), ("attended", 0)]
 
 
-def test_a_policy_hears_of_the_prefill_and_gets_the_weights() -> None:
+def test_a_policy_receives_the_prefill_and_the_weights() -> None:
     store, policy = opened(alpha=0.3)
     keys, values = STREAM.keys_values(0, range(40))
     with KvEngine(store, policy) as engine:
@@ -155,9 +155,9 @@ def test_a_policy_hears_of_the_prefill_and_gets_the_weights() -> None:
 
 
 @pytest.mark.parametrize("app", [False, True])
-def test_an_error_of_an_evaluation_comes_up_at_its_layer_and_can_be_tried_again(app: bool) -> None:
+def test_an_evaluation_error_is_raised_at_its_layer_and_can_be_retried(app: bool) -> None:
     store, policy = opened(alpha=0.3)
-    wanted = run(steps=1, app=app)[0]
+    expected = run(steps=1, app=app)[0]
 
     def fail(layer: int) -> None:
         if layer == 1:
@@ -173,10 +173,10 @@ def test_an_error_of_an_evaluation_comes_up_at_its_layer_and_can_be_tried_again(
         engine.ahead(1, STREAM.estimate(1, 0))
         found += [layer_step(engine, layer, 0, 0.2) for layer in (1, 2)]
         engine.finish_step(ids(at(0)), ids(at(0)))
-    assert same([found], [wanted])
+    assert same([found], [expected])
 
 
-def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
+def test_an_update_error_is_raised_at_the_end_of_the_step() -> None:
     store, policy = opened(alpha=0.3)
 
     def fail(layer: int) -> None:
@@ -188,14 +188,16 @@ def test_an_error_of_an_update_comes_up_at_the_end_of_the_step() -> None:
         fill(engine)
         with pytest.raises(EnvironmentProblem, match="the disk is full"):
             decode(engine, 0)
-        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], "in order; the others were done"
+        assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], (
+            "the other updates were done, in order"
+        )
         engine.finish_step(ids(at(0)), ids(at(0)))
         policy.before_update = lambda layer: None
         decode(engine, 1)
 
 
-def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And joins no thread: it may be closed as it is collected, while another thread starts, which a join then waits for."""
+def test_close_finishes_the_current_job_and_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is joined: `close` may run in a garbage collection while another thread starts, for which a join waits."""
     join, joined = threading.Thread.join, []
 
     def noted(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -219,19 +221,19 @@ def test_closed_in_mid_flight_it_ends_what_it_is_at_and_drops_the_rest(monkeypat
     waiting = [engine.looked_ahead[layer] for layer in range(1, SPEC.layers)]
     closing = threading.Thread(target=engine.close)
     closing.start()
-    wait_for(lambda: all(one.cancelled() for one in waiting), "what was not begun is dropped")
+    wait_for(lambda: all(one.cancelled() for one in waiting), "queued jobs are dropped")
     may_end.set()
     closing.join(120)
     assert not closing.is_alive()
     assert joined == [closing]
     assert policy.calls == [("select", 0)]
     assert not engine.looked_ahead
-    engine.close()  # once more does no harm
+    engine.close()  # a second call has no effect
     with pytest.raises(RuntimeError):
         engine.ahead(0, STREAM.estimate(0, 0))
 
 
-def test_at_rest_nothing_that_was_looked_ahead_for_is_left() -> None:
+def test_rest_discards_lookahead_results() -> None:
     store, policy = opened(alpha=0.3)
     with KvEngine(store, policy) as engine:
         fill(engine)
@@ -251,18 +253,18 @@ def test_the_timeline_has_every_stage_of_every_layer() -> None:
         decode(engine, 0)
         policy.before_select = lambda layer: timeline.add(Span("device", "evaluate", layer, 2, *2 * [timeline.now_ns()]))
         decode(engine, 1)
-    told = [(span.stage, span.layer) for span in timeline.spans if span.step == 1]
-    assert sorted(told) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
+    recorded = [(span.stage, span.layer) for span in timeline.spans if span.step == 1]
+    assert sorted(recorded) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
     assert [span.resource for span in timeline.spans if (span.step, span.stage) == (2, "evaluate")] == ["device"] * 3, "once"
     again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
     assert again.to_json() == timeline.to_json() and again.spans[0].begin_ns == 0
 
 
-# Over a spill file and an emulated device
+# With a spill file and an emulated device
 
 
 def spilling(path: Path, ssd: str) -> tuple[KvStore, HillInfer]:
-    """Return a store that holds half of its pages in memory, and HillInfer over it."""
+    """Return a store with half of its pages in memory, and HillInfer over it."""
     (path / "context.kv").unlink(missing_ok=True)
     config = StoreConfig(SPEC.shape, SPEC.batch, cpu_pages=10, path=path / "context.kv", ssd=ssd, threads=2)
     store = KvStore(config)
@@ -271,23 +273,23 @@ def spilling(path: Path, ssd: str) -> tuple[KvStore, HillInfer]:
 
 @FORKED
 @pytest.mark.parametrize("ssd", ["csd", "file"])
-def test_from_the_ssd_looking_ahead_changes_nothing_either(tmp_path: Path, ssd: str) -> None:
+def test_lookahead_with_an_ssd_changes_nothing(tmp_path: Path, ssd: str) -> None:
     runs = []
     for app in (False, True):
         store, policy = spilling(tmp_path, ssd)
         with store, KvEngine(store, policy, app=app) as engine:
             fill(engine)
             runs.append([decode(engine, step, 0) for step in range(STEPS)])
-            assert store.traffic.hits_cpu > 0 and store.traffic.hits_ssd > 0, "pages of both tiers are attended to"
+            assert store.traffic.hits_cpu > 0 and store.traffic.hits_ssd > 0, "both tiers have chosen tokens"
     assert same(*runs)
 
 
 @FORKED
-def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_without_loss(tmp_path: Path) -> None:
+def test_a_device_killed_during_lookahead_is_reported_and_restarted_without_loss(tmp_path: Path) -> None:
     plain, policy = spilling(tmp_path, "csd")
     with plain, KvEngine(plain, policy) as engine:
         fill(engine)
-        wanted = [decode(engine, step, 0) for step in range(4)]
+        expected = [decode(engine, step, 0) for step in range(4)]
     store, policy = spilling(tmp_path, "csd")
     with store, KvEngine(store, policy) as engine:
         fill(engine)
@@ -303,10 +305,10 @@ def test_a_device_killed_while_looking_ahead_is_told_by_the_layer_and_restarted_
         found.append([first, *(layer_step(engine, layer, 1) for layer in (1, 2))])
         engine.finish_step(ids(at(1)), ids(at(1)))
         found += [decode(engine, step, 0) for step in (2, 3)]
-    assert same(found, wanted)
+    assert same(found, expected)
 
 
-def test_a_disk_full_for_a_while_costs_nothing_but_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporarily_full_disk_causes_only_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise EnvironmentProblem("context.kv: no space left", "make room")
 
@@ -334,7 +336,7 @@ QUERIES = RANDOM.standard_normal((2, 4, 8)).astype(np.float32)
 KEYS, VALUES = (RANDOM.standard_normal((2, 2, 11, dim)).astype(np.float32) for dim in (8, 5))
 
 
-def test_it_is_the_softmax_of_scaled_products_for_each_head() -> None:
+def test_attention_is_the_softmax_of_scaled_products() -> None:
     out, weights = attention(QUERIES, KEYS, VALUES)
     assert out.shape == (2, 4, 5) and weights.shape == (2, 4, 11) and out.dtype == np.float32
     for b in range(2):
@@ -349,7 +351,7 @@ def test_it_is_the_softmax_of_scaled_products_for_each_head() -> None:
 
 
 def made() -> Timeline:
-    """Return two steps: compute busy 60 of 100 and 50 of 100; evaluation by two resources at one time."""
+    """Return a timeline of two steps: compute is busy 60 of 100 and 50 of 100; two resources evaluate at the same time."""
     timeline = Timeline(emulated=["compute"])
     for span in (
         Span("cpu", "evaluate", 0, 4, 1000, 1040),
@@ -364,11 +366,11 @@ def made() -> Timeline:
     return timeline
 
 
-def test_what_is_busy_at_a_time_counts_once() -> None:
+def test_overlapping_spans_count_once() -> None:
     timeline = made()
     assert timeline.steps == [4, 5]
     assert [timeline.busy_ns(step, "compute") for step in timeline.steps] == [60, 50]
-    assert timeline.busy_ns(4, stage="evaluate") == 50, "what two resources do at a time counts once"
+    assert timeline.busy_ns(4, stage="evaluate") == 50, "concurrent work counts once"
     assert timeline.busy_ns(4, "cpu", "update") == 0 and timeline.busy_ns(5, "cpu") == 60
     assert timeline.busy_ns(6) == 0
     assert [span.step for span in timeline.last_step().spans] == [5, 5] and timeline.last_step().emulated == {"compute"}
@@ -376,9 +378,9 @@ def test_what_is_busy_at_a_time_counts_once() -> None:
     assert timeline.spans == [] and timeline.last_step().spans == []
 
 
-def test_what_is_paused_takes_no_time() -> None:
+def test_pauses_take_no_time() -> None:
     timeline = Timeline()
-    real_ns, begin_ns = time.perf_counter_ns(), timeline.now_ns()  # in this order: a pause between them counts as real
+    real_ns, begin_ns = time.perf_counter_ns(), timeline.now_ns()  # a delay between the calls counts as real time
     with timeline.span("cpu", "update", 0, 0):
         with timeline.paused():
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""`llmcache kv plan` and `llmcache kv profile`, end to end: answers, caching, and what is said of bad input."""
+"""`llmcache kv plan` and `llmcache kv profile`, end to end: results, caching, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of the test's own."""
+    """Set and return an empty cache directory for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "llmcache" / "kv-profile"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Speeds that are made up, and a list that tells how often they were asked for."""
-    asked: list[str] = []
+    """Replace measurements by fixed speeds, and return the list of measured directories."""
+    measured_directories: list[str] = []
 
     def storage(directory: str | Path) -> StorageSpeeds:
-        asked.append(str(directory))
+        measured_directories.append(str(directory))
         return STORAGE
 
     monkeypatch.setattr(profile, "measure_storage", storage)
     monkeypatch.setattr(profile, "measure_host", lambda: HOST)
-    return asked
+    return measured_directories
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def test_a_real_profile_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert "emulated" in machine.origins["device_bytes_per_s"].text
 
 
-def test_a_profile_is_measured_once_and_again_by_force(tmp_path: Path, measured: list[str]) -> None:
+def test_a_profile_is_measured_once_unless_forced(tmp_path: Path, measured: list[str]) -> None:
     first = json.loads(printed("profile", tmp_path, "--json"))
     assert first["schema"] == "llmcache.kv-profile/1" and first["cached"] is False and first["beta"] == 30
     assert first["storage"]["sequential_bytes_per_s"] == 2e9 and "device_bytes_per_s" in first["emulated"]
     second = json.loads(printed("profile", tmp_path, "--json"))
     assert second["cached"] is True and second["measured_at"] == first["measured_at"] and len(measured) == 1
-    told = printed("profile", tmp_path, "--force")
-    assert len(measured) == 2 and "measured    now" in told and "emulated" in told and "2.00 GB/s" in told
+    output = printed("profile", tmp_path, "--force")
+    assert len(measured) == 2 and "measured    now" in output and "emulated" in output and "2.00 GB/s" in output
     assert "cached; --force measures again" in printed("profile", tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_profile_that_is_damaged_or_of_another_machine_is_measured_again(
         key_of(tmp_path / "nowhere")
 
 
-def test_memory_is_not_taken_for_storage(
+def test_a_tmpfs_is_refused_as_storage(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     assert key_of("/proc").filesystem == "proc" and not key_of("/proc").in_memory
@@ -117,9 +117,9 @@ def test_memory_is_not_taken_for_storage(
     sizes = ("--context", "128k", "--gpu", "12G", "--ram", "32G")
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed("plan", "--model", config, *sizes, "--ssd", tmp_path).splitlines()
-    told = " ".join(" ".join(lines).split())
+    output = " ".join(" ".join(lines).split())
     parts = ("not the speeds of an SSD", "131,072 tokens x 1", "(modelled", "emulated", "assumed", "M0", "LeoAM", "free")
-    assert not [words for words in parts if words not in told] and all(len(line) <= 80 or "/" in line for line in lines)
+    assert not [words for words in parts if words not in output] and all(len(line) <= 80 or "/" in line for line in lines)
 
 
 def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
         profile.measure_storage(tmp_path)
 
 
-def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_probe_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_device: object) -> float:
         raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
 
@@ -153,23 +153,23 @@ def test_nothing_is_left_behind_by_a_probe_that_fails(tmp_path: Path, monkeypatc
 # kv plan
 
 
-def test_what_fits_where_on_a_typical_pc(config: str) -> None:
+def test_the_placement_on_a_typical_pc(config: str) -> None:
     sizes = ("--context", "128k", "--gpu", "12Gi", "--ram", "32Gi")
-    told = json.loads(printed("plan", "--model", config, *sizes, "--json"))
-    assert told["schema"] == "llmcache.kv-plan/1" and told["kind"] == "modelled" and told["fits"]
-    assert told["model"]["name"] == "Llama-8B" and told["workload"]["context"] == 131072
-    assert told["machine"]["name"] == "typical" and told["machine"]["gpu_bytes"]["origin"] == "given"
-    assert told["memory"]["kv"] == 131072 * 131072 == sum(told["placement"][tier] for tier in ("gpu", "host", "ssd"))
-    assert told["room"]["weights_on_gpu"] + told["room"]["weights_on_host"] == told["memory"]["weights"]
-    assert told["m0_bytes"] == told["room"]["host_kv"] > told["placement"]["host"] and not told["m0_binds"]
-    assert told["beta"] == pytest.approx(told["beta_rule"])
-    by_name = {one["policy"]: one["token_ns"] for one in told["latencies"]}
-    assert told["speedups"]["full"] == pytest.approx(by_name["full"] / by_name["hillinfer"]) and len(by_name) == 5
-    (limit,) = [one for one in told["largest_context_tokens"] if one["batch"] == 1]
+    output = json.loads(printed("plan", "--model", config, *sizes, "--json"))
+    assert output["schema"] == "llmcache.kv-plan/1" and output["kind"] == "modelled" and output["fits"]
+    assert output["model"]["name"] == "Llama-8B" and output["workload"]["context"] == 131072
+    assert output["machine"]["name"] == "typical" and output["machine"]["gpu_bytes"]["origin"] == "given"
+    assert output["memory"]["kv"] == 131072 * 131072 == sum(output["placement"][tier] for tier in ("gpu", "host", "ssd"))
+    assert output["room"]["weights_on_gpu"] + output["room"]["weights_on_host"] == output["memory"]["weights"]
+    assert output["m0_bytes"] == output["room"]["host_kv"] > output["placement"]["host"] and not output["m0_binds"]
+    assert output["beta"] == pytest.approx(output["beta_rule"])
+    by_name = {one["policy"]: one["token_ns"] for one in output["latencies"]}
+    assert output["speedups"]["full"] == pytest.approx(by_name["full"] / by_name["hillinfer"]) and len(by_name) == 5
+    (limit,) = [one for one in output["largest_context_tokens"] if one["batch"] == 1]
     assert limit["gpu"] == 0 < limit["gpu_and_ram"] and limit["with_ssd"] is None
 
 
-def test_what_the_ssd_has_no_room_for(
+def test_a_context_that_exceeds_the_ssd(
     config: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB))
@@ -199,7 +199,7 @@ def test_bad_options_are_named(config: str, words: str, named: str) -> None:
     assert refused.returncode == 2 and f"error: {named}" in refused.stderr and "hint: " in refused.stderr
 
 
-def test_a_file_that_is_no_config(tmp_path: Path) -> None:
+def test_an_invalid_config_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text in ("[1]", "[" * 100_000):
         file.write_text(text)
@@ -207,8 +207,8 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         assert refused.returncode == 2 and "--model: " in refused.stderr
 
 
-def test_a_mixture_is_planned(tmp_path: Path) -> None:
-    """All weights have to fit, a token reads few of them; its KV cache is like any other."""
+def test_an_moe_model_is_planned(tmp_path: Path) -> None:
+    """All weights have to fit, and a token reads few of them; the KV cache is like any other."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     call = ("plan", "--model", tmp_path, "--context", "32k", "--gpu", "24G", "--ram", "64G")
     assert "each token uses 8 of 128 experts in 48 layers, 3.04 billion weights" in printed(*call)
@@ -219,7 +219,7 @@ def test_a_mixture_is_planned(tmp_path: Path) -> None:
     assert found["memory"]["weights"] == found["model"]["weight_bytes"] and found["fits"]
 
 
-def test_without_a_gpu_the_largest_context_is_what_the_weights_leave(config: str) -> None:
+def test_without_a_gpu_weights_and_context_share_the_memory(config: str) -> None:
     found = plan(config, 8192, gpu=0)
     assert found.limits[0].gpu is None
     assert found.limits[0].gpu_and_ram == int(found.found.host_kv // found.model.token_bytes)

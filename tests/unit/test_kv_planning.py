@@ -1,4 +1,4 @@
-"""Planning: model shapes, memory, pools, and the latency model of every system, against sums done by hand."""
+"""Planning: model shapes, memory, pools, and the latency model of every system, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmcache.kv.planning.placement import Workload, by_ssd_share, largest_conte
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30
 
-# Public models' `config.json`, as far as planning asks for them
+# `config.json` of public models, with the fields that planning reads
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -42,28 +42,28 @@ GLM_4_5: dict[str, Any] = LLAMA_8B | {
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_every_number_of_a_machine_says_where_it_comes_from(machine: Any) -> None:
+def test_every_number_of_a_machine_has_an_origin(machine: Any) -> None:
     assert set(machine.origins) == set(NUMBERS)
     assert all(origin.text and origin.kind in ORIGINS for origin in machine.origins.values())
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_without_a_gpu_the_processor_computes_at_the_speed_of_its_memory(machine: Any) -> None:
+def test_without_a_gpu_the_cpu_computes_at_the_speed_of_its_memory(machine: Any) -> None:
     host = machine.with_sizes(gpu_bytes=0)
-    test_every_number_of_a_machine_says_where_it_comes_from(host)
+    test_every_number_of_a_machine_has_an_origin(host)
     assert (host.gpu_bytes_per_s, host.gpu_reserved_bytes) == (machine.host_bytes_per_s, 0)
     full = latency("full", host, QWEN, Workload(4096, batch=1))
     assert full.token_ns / 1e9 > QWEN.weight_bytes / machine.host_bytes_per_s * 0.9
 
 
-def test_scattered_reads_pay_for_whole_blocks_and_for_requests() -> None:
+def test_scattered_reads_cost_whole_blocks_and_requests() -> None:
     slow = replace(PAPER_PC, ssd_bytes_per_s=1e9, ssd_requests_per_s=100_000)
     assert slow.ssd_rate(1 << 20) == 1e9
-    assert slow.ssd_rate(512) == 512 * 100_000  # 8 times too few requests
-    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # an eighth of each block
+    assert slow.ssd_rate(512) == 512 * 100_000  # limited by the request rate, 8 times too low
+    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # 1/8 of each block is used
 
 
-def test_a_device_scores_from_its_memory_what_fits_there() -> None:
+def test_a_device_scores_keys_in_its_memory_as_far_as_they_fit() -> None:
     assert PAPER_PC.device_score_rate(1e9, cached=False) == pytest.approx(4e9)
     assert PAPER_PC.device_score_rate(1e9, cached=True) == pytest.approx(19.2e9)
     assert PAPER_PC.device_score_rate(8e9, cached=True) == pytest.approx(8e9 / (4e9 / 19.2e9 + 4e9 / 4e9))
@@ -82,7 +82,7 @@ def test_figure_2_within_three_percent_in_gib() -> None:
         assert memory_use(MODELS[name], 4096, 8).total / GIB == pytest.approx(gib, rel=0.03), name
 
 
-def test_the_largest_context_is_the_last_that_fits() -> None:
+def test_a_token_more_than_the_largest_context_does_not_fit() -> None:
     memory = 44.0 * GIB
     most = largest_context(QWEN, 8, memory)
     assert memory_use(QWEN, most, 8).total <= memory < memory_use(QWEN, most + 1, 8).total
@@ -112,13 +112,15 @@ def test_a_llama_config() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
-def test_weights_have_the_bits_of_a_quantisation(quantised: dict[str, Any], bits: int, noted: bool, inside: bool) -> None:
+def test_quantized_weights_have_their_number_of_bits(
+    quantised: dict[str, Any], bits: int, noted: bool, inside: bool
+) -> None:
     config = {"text_config": LLAMA_8B} if inside else LLAMA_8B
     shape = shape_of(config | {"quantization_config": quantised}, "config.json")
     assert shape.weight_bits == bits and bool(shape.notes) == noted
 
 
-def test_other_names_for_the_same_sizes() -> None:
+def test_other_field_names_of_sizes() -> None:
     small = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     gpt2 = shape_of(small, "gpt2/config.json")
     assert gpt2.parameters / 1e6 == pytest.approx(124.3, abs=0.2)
@@ -133,25 +135,25 @@ def test_other_names_for_the_same_sizes() -> None:
     assert nested.layers == 32
 
 
-def test_parameters_of_mixtures_are_those_that_their_makers_name() -> None:
-    """Of those used their makers count the token embedding, which a token reads a row of."""
+def test_parameters_of_moe_models_match_their_published_counts() -> None:
+    """The makers count the token embedding as used, of which a token reads one row."""
     for config, billions, used in ((MIXTRAL_8X7B, 46.7, 12.7), (QWEN3_30B_A3B, 30.5, 3.0), (GLM_4_5, 352, 32)):
         found = shape_of(config, "x/config.json")
         assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
         assert found.token_parameters / 1e9 == pytest.approx(used, rel=0.03)
 
 
-def test_a_mixture_keeps_all_weights_and_reads_those_of_the_batch() -> None:
+def test_an_moe_model_stores_all_weights_and_reads_those_of_the_batch() -> None:
     mixture, dense = shape_of(MIXTRAL_8X7B, "x"), shape_of(MIXTRAL_8X7B | {"num_local_experts": 0}, "x")
     assert mixture.token_bytes == dense.token_bytes and mixture.weight_bytes > 6 * dense.weight_bytes
     used = (mixture.layer_weight_bytes(1) - dense.layer_weight_bytes(1)) / (3 * 4096 * 14336 * 2)
-    assert used == pytest.approx(2 - 1, abs=0.001)  # two experts in place of one MLP, and a router
+    assert used == pytest.approx(2 - 1, abs=0.001)  # two experts instead of one MLP, and a router
     assert mixture.layer_weight_bytes(4) < 4 * mixture.layer_weight_bytes(1)
     assert 32 * mixture.layer_weight_bytes(1000) == pytest.approx(mixture.weight_bytes - 2 * 32000 * 4096 * 2)
 
 
-def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
-    """24 GiB of GPU: dense weights and some experts are there, the others in memory, a quarter of them used per token."""
+def test_used_experts_on_the_host_are_transferred() -> None:
+    """With a GPU of 24 GiB, it has dense weights and some experts; others are in memory, with 1/4 of them used per token."""
     mixture, work = shape_of(MIXTRAL_8X7B, "x"), Workload(4096, batch=1)
     machine = PAPER_PC.with_sizes(host_bytes=128 * GIB)
     on_host = room(machine, mixture, work, work.alpha).weights_on_host
@@ -175,7 +177,7 @@ def test_experts_on_the_host_cross_as_far_as_they_are_used() -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
     ],
 )
-def test_a_config_that_is_not_understood_names_the_field(changes: dict[str, Any], named: str) -> None:
+def test_an_unsupported_config_names_the_field(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named) as caught:
         shape(**changes)
     assert caught.value.message.startswith("--model: ") and caught.value.hint
@@ -184,7 +186,7 @@ def test_a_config_that_is_not_understood_names_the_field(changes: dict[str, Any]
 # Pools
 
 
-def test_the_rule_is_equation_1_and_m0_binds() -> None:
+def test_the_rule_is_equation_1_limited_by_m0() -> None:
     share = rule_share(PAPER_PC)
     assert share / (1 - share) == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
     small, large = Workload(8192), Workload(32768)
@@ -199,10 +201,10 @@ def test_the_rule_is_equation_1_and_m0_binds() -> None:
             assert places.beta == pytest.approx(PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s)
 
 
-# Latency: sums by hand, for one layer that is all of the model
+# Latency: sums by hand, for a model of one layer
 
 ONE = ModelShape("one", 1, 1024, 8, 8, 128, 4096, 1000)
-# 1 GB of KV: half of it keys.
+# 1 GB of KV, half of it keys.
 PLAIN = Workload(context=1 << 18, batch=1, alpha=0.25, chunk_tokens=10)
 KV = ONE.kv_bytes(PLAIN.context, 1)
 FLAT = replace(
@@ -219,7 +221,7 @@ HALF = by_ssd_share(KV, 0.5)
 
 
 def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]:
-    """Seconds of evaluation and fetch for a GB of KV, and of what computing leaves exposed."""
+    """Return the seconds of evaluation, of fetch, and of exposed time per GB of KV."""
     found = latency(policy, FLAT, ONE, workload, HALF)
     gb = KV / 1e9
     return found.stages["evaluate"] / 1e9 / gb, found.stages["fetch"] / 1e9 / gb, found.exposed_ns / 1e9 / gb
@@ -229,19 +231,19 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
     ("policy", "evaluate", "fetch"),
     [
         ("full", 0, max(0.5 / 2, 1 / 8)),
-        # A token's keys are 2048 bytes here, half of the block that is read for them.
+        # A token's keys have 2048 bytes here, and a read takes twice as much, a whole block.
         ("h2o", 0.25 / 2 + 0.5 / 10, 0.25 * 0.5 / 1 + 0.25 / 8),
         ("prefetch", max(0.25 / 2, 0.5 / 10), max(0.25 * 0.5 / 1, 0.25 / 8)),
-        # Two keys a chunk; chunks of 20 KiB are whole blocks.
+        # Two keys per chunk; chunks of 20 KiB are whole blocks.
         ("leoam", max(0.2 * 0.25 / 2, 0.2 * 0.5 / 10), 0.25 * 0.5 / 2),
         ("hillinfer", max(0.25 / 10, 0.25 / 4), max(0.25 * 0.5 / 1, 0.25 / 8)),
     ],
 )
-def test_what_a_system_reads_scores_and_fetches(policy: str, evaluate: float, fetch: float) -> None:
+def test_evaluation_and_fetch_of_each_system(policy: str, evaluate: float, fetch: float) -> None:
     assert parts(policy)[:2] == pytest.approx((evaluate, fetch))
 
 
-def test_only_who_looks_ahead_hides_it_behind_computing() -> None:
+def test_only_lookahead_overlaps_with_computation() -> None:
     evaluate, fetch, exposed = parts("h2o")
     assert exposed == pytest.approx(evaluate + fetch)
     evaluate, fetch, exposed = parts("prefetch")
@@ -249,20 +251,20 @@ def test_only_who_looks_ahead_hides_it_behind_computing() -> None:
     assert exposed == pytest.approx(evaluate + fetch - compute_ns / KV)
 
 
-def test_who_evaluates_by_keys_and_values_has_the_values_already() -> None:
+def test_an_evaluation_with_values_fetches_no_values_again() -> None:
     both = replace(PLAIN, host_evaluates="keys and values")
     assert parts("prefetch", both)[:2] == pytest.approx((0.5 / 2, 0.25 / 8))
 
 
-def test_what_hillinfer_moves() -> None:
-    """Of evaluation a 64th: with d = 128 in half precision a key is 256 bytes and its score 4."""
+def test_bytes_that_hillinfer_moves() -> None:
+    """Evaluation moves 1/64: with d = 128 in half precision, a key has 256 bytes and its score 4."""
     moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
     assert moved["ssd to host"] == 0
     assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))
     assert moved["device to host"] == pytest.approx(KV * 0.125 + KV / 4 / 64)
 
 
-def test_each_part_of_hillinfer_counts() -> None:
+def test_each_design_of_hillinfer_matters() -> None:
     no_hie, no_app = hillinfer("hie"), hillinfer("app")
     assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
     assert parts(no_hie)[0] == parts("prefetch")[0] > parts("hillinfer")[0]

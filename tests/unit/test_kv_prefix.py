@@ -1,4 +1,4 @@
-"""Prompts on disk without llama.cpp: states cut and joined, the directory of blocks whatever happens to it, commands."""
+"""Stored prompts without llama.cpp: states that are cut and joined, the directory of blocks, and its commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ SECOND = 10**9
 
 
 def state_bytes(parts: list[tuple[int, bool, int]], positions: list[int], seed: int = 0, head: bytes | None = None) -> Bytes:
-    """A state as llama.cpp writes it: for each part its layers, whether values are transposed, and F16 a row."""
+    """Return a state in llama.cpp's format.
+
+    For each part, the layers, whether values are transposed, and F16 numbers per row.
+    """
     random_bytes = np.random.default_rng(seed).bytes
     out = struct.pack("<II", 0xAF143CD8, 0) if head is None else head
     for layers, transposed, width in parts:
@@ -77,7 +80,7 @@ def test_a_state_cut_anywhere_is_joined_to_the_same_bytes(parts: list[tuple[int,
     assert joined.data.tobytes() == data.tobytes()
 
 
-def test_cells_in_another_order_are_put_in_order() -> None:
+def test_cells_are_sorted() -> None:
     order = [3, 0, 4, 1, 2]
     rows = rows_of(read_state(state_bytes([(1, False, 2)], order)), 0, 5)
     at = 8 + 8 + 12 * 5 + 8 + 12
@@ -85,7 +88,7 @@ def test_cells_in_another_order_are_put_in_order() -> None:
     assert (rows[:20].reshape(5, 4) == keys[np.argsort(order)]).all()
 
 
-def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
+def test_the_state_of_a_context_has_the_architecture_in_its_header() -> None:
     data = state_bytes([(1, False, 2)], [0, 1], head=struct.pack("<I", 5) + b"llama")
     assert read_state(data, "llama").tokens == 2
     with pytest.raises(Uncut, match="header"):
@@ -106,7 +109,7 @@ def test_the_state_of_a_context_is_known_by_its_architecture() -> None:
         ),
     ],
 )
-def test_what_cannot_be_cut_is_told(data: Bytes, reason: str) -> None:
+def test_states_that_cannot_be_cut_are_refused(data: Bytes, reason: str) -> None:
     with pytest.raises(Uncut, match=reason):
         read_state(data)
 
@@ -147,7 +150,7 @@ def numbers(store: BlockStore) -> set[int]:
     return {int(entry.key.name, 16) for entry in store.entries()}
 
 
-def test_what_is_written_is_read(store: BlockStore) -> None:
+def test_written_blocks_are_read(store: BlockStore) -> None:
     for number, kind in enumerate((CUT, PART, WHOLE)):
         assert store.write(key(number, kind=kind), block(number)) == FILE_BYTES
         assert key(number, kind=kind) in store
@@ -158,7 +161,7 @@ def test_what_is_written_is_read(store: BlockStore) -> None:
     assert key(1) not in store and store.read(key(1)) is None
 
 
-def test_nobody_else_may_read_it(store: BlockStore) -> None:
+def test_other_users_have_no_access(store: BlockStore) -> None:
     store.write(key(1), block(1))
     store.describe(MODEL, {"file": "a"})
     store.used([key(1)], 4, 8192)
@@ -167,9 +170,7 @@ def test_nobody_else_may_read_it(store: BlockStore) -> None:
 
 
 @given(at=st.integers(0, FILE_BYTES - 1), bit=st.integers(0, 7))
-def test_a_damaged_block_is_not_used_and_goes_and_the_others_stay(
-    at: int, bit: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_damaged_block_is_removed_and_others_stay(at: int, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     store = BlockStore(tmp_path_factory.mktemp("kv"), 10**9)
     store.write(key(1), block(1))
     store.write(key(2), block(2))
@@ -180,12 +181,12 @@ def test_a_damaged_block_is_not_used_and_goes_and_the_others_stay(
     read = store.read(key(1))
     if read is None:
         assert not path.exists()
-    else:  # between header and payload nothing is told
+    else:  # bytes between header and payload have no meaning
         assert same(read, block(1)) and at < 4096
     assert same(store.read(key(2)), block(2))
 
 
-def test_a_cut_off_or_exchanged_file_is_not_used(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_and_swapped_files_are_not_used(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(3):
         store.write(key(number), block(number))
     (store.directory / key(0).file).write_bytes(b"")
@@ -200,7 +201,7 @@ def test_a_cut_off_or_exchanged_file_is_not_used(store: BlockStore, caplog: pyte
     assert not store.entries()
 
 
-def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Path) -> None:
+def test_eviction_is_lru_and_starts_at_the_end_of_a_prompt(tmp_path: Path) -> None:
     clock = Clock()
     store = BlockStore(tmp_path, 6 * FILE_BYTES, clock=clock)
     for number in range(6):
@@ -209,7 +210,7 @@ def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Pa
     clock.now += SECOND
     store.used([key(number, index=number) for number in range(4)])
     store.write(key(6), block(6))
-    assert numbers(store) == {0, 1, 2, 3, 6}, "two, as it is evicted to 95 % of the limit"
+    assert numbers(store) == {0, 1, 2, 3, 6}, "two blocks, because eviction stops at 95 % of the limit"
     store.write(key(7), block(7))
     store.write(key(8), block(8))
     assert numbers(store) == {0, 1, 6, 7, 8}
@@ -218,13 +219,15 @@ def test_the_least_recently_used_goes_first_and_of_one_use_the_last(tmp_path: Pa
         store.write(key(10), block(10, 10 * FILE_BYTES))
 
 
-def test_of_a_prompt_larger_than_the_limit_the_first_blocks_stay(tmp_path: Path) -> None:
+def test_the_first_blocks_of_a_prompt_larger_than_the_limit_stay(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, 4 * FILE_BYTES, clock=Clock())
     store.write(key(9), block(9))
     used_ns = store.used([key(0)])
     for number in range(8):
         store.write(key(number, index=number), block(number), used_ns=used_ns)
-    assert numbers(store) == {0, 1, 7}, "the last ones made room for each other, two at a time: to 95 % of the limit"
+    assert numbers(store) == {0, 1, 7}, (
+        "the last blocks replaced each other, two at a time: eviction stops at 95 % of the limit"
+    )
 
 
 def test_a_clock_set_back_changes_no_order_and_expires_nothing(tmp_path: Path) -> None:
@@ -242,7 +245,7 @@ def test_a_clock_set_back_changes_no_order_and_expires_nothing(tmp_path: Path) -
     assert numbers(reopened) == {0, 3, 4}
 
 
-def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
+def test_unused_blocks_expire(tmp_path: Path) -> None:
     clock = Clock()
     store = BlockStore(tmp_path, 10**9, ttl_ns=60 * SECOND, clock=clock)
     store.write(key(1), block(1))
@@ -252,7 +255,7 @@ def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
     clock.now += 40 * SECOND
     assert key(1) not in store and key(2) in store
     store.used([key(2)], 4, 8192)
-    assert numbers(store) == {2}, "also without an end of the process"
+    assert numbers(store) == {2}, "without a restart of the process"
     clock.now += 80 * SECOND
     BlockStore(tmp_path, 10**9, ttl_ns=60 * SECOND, clock=clock)
     assert not numbers(store)
@@ -276,8 +279,22 @@ def test_a_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert not store.entries(), "what others need is given back"
 
 
+@pytest.mark.parametrize(("size", "floor"), [(300 * 10**6, 15 * 10**6), (10**12, 10**9)])
+def test_by_default_a_share_of_a_small_file_system_is_left_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, floor: int
+) -> None:
+    status = os.statvfs_result((4096, 4096, size // 4096, 0, size // 4096, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    store = BlockStore(tmp_path / "kv", 200 * 10**6, floor_bytes=None)
+    assert floor - 4096 < store.floor_bytes <= floor
+    store.write(key(1), block(1))
+    assert store.room_bytes() == 200 * 10**6 and numbers(store) == {1}
+    large = BlockStore(tmp_path / "kv", 10**15, floor_bytes=None)
+    assert large.room_bytes() == FILE_BYTES + status.f_bavail * 4096 - large.floor_bytes
+
+
 @pytest.mark.cgroup
-def test_on_a_full_disk_the_oldest_give_way_and_a_write_that_fails_costs_itself_alone(
+def test_on_a_full_disk_the_oldest_blocks_are_evicted_and_a_failed_write_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=True)
@@ -289,7 +306,7 @@ def test_on_a_full_disk_the_oldest_give_way_and_a_write_that_fails_costs_itself_
         assert 8 in left and 3 <= len(left) < 6
         (tmp_path / "foreign").write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096))
         with monkeypatch.context() as patched, pytest.raises(EnvironmentProblem, match="space"):
-            patched.setattr(store, "lacking", lambda size: 0)  # somebody else was faster
+            patched.setattr(store, "lacking", lambda size: 0)  # another process took the space first
             store.write(key(10), block(10))
         assert numbers(store) == left
         assert all(same(store.read(key(number)), block(number)) for number in left)
@@ -298,7 +315,7 @@ def test_on_a_full_disk_the_oldest_give_way_and_a_write_that_fails_costs_itself_
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_foreign_files_are_nobodys_business(store: BlockStore) -> None:
+def test_foreign_files_are_left_alone(store: BlockStore) -> None:
     store.write(key(1), block(1))
     foreign = [
         store.directory / "notes.txt",
@@ -320,8 +337,8 @@ def test_foreign_files_are_nobodys_business(store: BlockStore) -> None:
     assert all(path.read_bytes() == b"mine" for path in (*foreign, *outside.iterdir()))
 
 
-def test_what_is_no_file_is_no_block(store: BlockStore) -> None:
-    """A FIFO, a link or a directory by the name of a block: nobody waits for it, reads it or takes it away."""
+def test_only_regular_files_are_blocks(store: BlockStore) -> None:
+    """A FIFO, link or directory with the name of a block is neither read nor removed, and causes no wait."""
     store.write(key(9), block(9))
     paths = [store.directory / key(number).file for number in range(3)]
     os.mkfifo(paths[0])
@@ -338,7 +355,7 @@ def test_what_is_no_file_is_no_block(store: BlockStore) -> None:
     assert numbers(store) == {1, 9}
 
 
-def test_a_size_that_is_told_wrong_takes_no_memory(store: BlockStore) -> None:
+def test_a_huge_sparse_file_takes_no_memory(store: BlockStore) -> None:
     store.write(key(1), block(1))
     os.truncate(store.directory / key(1).file, 1 << 42)
     with bounded():
@@ -346,7 +363,7 @@ def test_a_size_that_is_told_wrong_takes_no_memory(store: BlockStore) -> None:
     assert not store.entries()
 
 
-def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(store: BlockStore) -> None:
+def test_links_refer_to_the_newest_block_and_a_longer_block_replaces_a_part(store: BlockStore) -> None:
     short, long = "b" * 40, "c" * 40
     begun = Block(block(1).payload, (1, 2, 3))
     assert store.newest(MODEL, [long, short], 1) is None
@@ -367,8 +384,8 @@ def test_links_lead_to_the_newest_block_and_a_part_goes_when_one_begins_with_it(
     assert sorted(path.name for path in store.directory.rglob("*")) == ["lock"]
 
 
-def test_links_that_another_user_puts_there_lead_nowhere(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of a new file while it is written, of a block, and of a model's directory."""
+def test_planted_symlinks_are_not_followed(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a new file during its write, of a block, and of the directory of a model."""
     outside = store.directory.parent / "outside"
     outside.mkdir()
     victim = outside / "victim"
@@ -399,7 +416,7 @@ def test_links_that_another_user_puts_there_lead_nowhere(store: BlockStore, monk
     assert victim.read_text() == "untouched" and victim.stat().st_mtime_ns == 1
 
 
-def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockStore) -> None:
+def test_unfinished_files_of_dead_writers_are_removed(store: BlockStore) -> None:
     store.write(key(1), block(1))
     left, live, link = (store.directory / MODEL / f"new-{number:016x}.tmp" for number in range(3))
     left.write_bytes(b"half")
@@ -412,8 +429,8 @@ def test_what_writers_left_half_written_is_swept_unless_they_live(store: BlockSt
     assert not live.exists() and numbers(store) == {1}
 
 
-def test_what_is_just_begun_is_not_swept(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens the directory between the making of a file and its lock."""
+def test_new_files_are_not_removed(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process opens the directory between the creation of a file and its lock."""
     lock, others = RawFile.lock, [threading.Thread(target=lambda: BlockStore(store.directory, 10**9))]
 
     def lock_late(raw: RawFile) -> None:
@@ -428,7 +445,7 @@ def test_what_is_just_begun_is_not_swept(store: BlockStore, monkeypatch: pytest.
     assert same(store.read(key(1)), block(1)) and not others
 
 
-def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockStore) -> None:
+def test_uses_are_counted_and_damaged_counters_are_reset(store: BlockStore) -> None:
     store.write(key(1), block(1))
     for _ in range(3):
         store.used([key(1)], 256, 1000)
@@ -442,7 +459,7 @@ def test_uses_are_counted_and_what_is_damaged_of_that_is_forgotten(store: BlockS
 
 
 @pytest.mark.parametrize("lock", [b"nonsense", b"", b"llmcKVB1" + b"\xff" * 16])
-def test_what_the_lock_tells_is_counted_anew_if_it_is_damaged(tmp_path: Path, lock: bytes) -> None:
+def test_sizes_are_counted_again_if_the_lock_file_is_damaged(tmp_path: Path, lock: bytes) -> None:
     store = BlockStore(tmp_path, 3 * FILE_BYTES, clock=Clock())
     for number in range(4):
         store.write(key(number), block(number))
@@ -451,14 +468,14 @@ def test_what_the_lock_tells_is_counted_anew_if_it_is_damaged(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_bytes(b""), lambda path: path.symlink_to("nowhere")])
-def test_a_directory_that_is_none(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_a_path_that_is_no_directory(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "kv")
     with pytest.raises(UsageError, match="not a directory"):
         BlockStore(tmp_path / "kv", 10**9)
 
 
 def write_on(directory: Path, seed: int, ready: Event) -> None:
-    """Writes, reads and uses blocks until it is killed."""
+    """Write, read and use blocks until the process is killed."""
     store, turns = BlockStore(directory, 40 * FILE_BYTES), random.Random(seed)
     ready.set()
     while True:
@@ -470,7 +487,7 @@ def write_on(directory: Path, seed: int, ready: Event) -> None:
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
-    """Starts writers, forked from a process that has imported all: they are killed by the thousand."""
+    """Return a function that forks writers from a process with all imports, because thousands are killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     running: list[BaseProcess] = []
@@ -489,10 +506,10 @@ def writers(tmp_path: Path) -> Iterator[Callable[[int], BaseProcess]]:
 
 
 @pytest.mark.long
-def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
+def test_writers_killed_at_any_moment_leave_valid_blocks(
     tmp_path: Path, writers: Callable[[int], BaseProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """LLMCACHE_PREFIX_KILLS (4): how often one of two writers on one directory is killed."""
+    """LLMCACHE_PREFIX_KILLS (default 4): how often one of two writers on a directory is killed."""
     turns = random.Random(0)
     pair = [writers(0), writers(1)]
     kills = int(os.environ.get("LLMCACHE_PREFIX_KILLS", "4"))
@@ -504,16 +521,16 @@ def test_writers_killed_at_any_moment_leave_blocks_that_are_right(
         for entry in store.entries():
             number = int(entry.key.name, 16)
             read = store.read(entry.key)
-            assert read is None or same(read, block(number)), "evicted meanwhile, or right"
+            assert read is None or same(read, block(number)), "evicted in the meantime, or correct"
         assert not caplog.messages, "none was damaged"
         pair[kill % 2] = writers(kill + 2)
     for process in pair:
-        assert process.is_alive(), "the other one's end ends nobody"
+        assert process.is_alive(), "the end of one writer does not end the other"
         process.kill()
         process.join()
     store = BlockStore(tmp_path / "kv", 40 * FILE_BYTES)
     assert 0 < sum(entry.size_bytes for entry in store.entries()) <= 40 * FILE_BYTES
-    assert not list((tmp_path / "kv").rglob("new-*.tmp")), "what they were writing is swept"
+    assert not list((tmp_path / "kv").rglob("new-*.tmp")), "unfinished files were removed"
     store.write(key(100), block(100))
     assert same(store.read(key(100)), block(100))
 
@@ -525,13 +542,13 @@ OTHER = "f" * 32
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three blocks of one model, unused for a day, and one of another, of which one prompt was restored."""
+    """Return a directory with three blocks of one model, unused for a day, and one block of another, restored once."""
     clock = Clock()
     clock.now = 1_700_000_000 * SECOND
     store = BlockStore(tmp_path / "kv", 10**9, clock=clock)
-    told = {"file": "a.gguf", "block_tokens": 256, "context": {"type_k": 1}}
-    store.describe(MODEL, told)
-    store.describe(OTHER, {**told, "file": "b.gguf"})
+    description = {"file": "a.gguf", "block_tokens": 256, "context": {"type_k": 1}}
+    store.describe(MODEL, description)
+    store.describe(OTHER, {**description, "file": "b.gguf"})
     for index in range(2):
         store.write(key(index, index), block(index))
     store.write(key(2, 2, PART), block(2))
@@ -552,10 +569,10 @@ def shown(*words: object) -> str:
     return CliRunner().invoke(app, ["kv", *map(str, words)], catch_exceptions=False).stdout
 
 
-def test_list_tells_of_every_model(directory: Path) -> None:
-    told = said("list", directory)
-    assert told["schema"] == "llmcache.kv-list/1"
-    first, second = told["models"]
+def test_list_shows_every_model(directory: Path) -> None:
+    document = said("list", directory)
+    assert document["schema"] == "llmcache.kv-list/1"
+    first, second = document["models"]
     assert (first["fingerprint"], first["file"], first["blocks"]) == (OTHER, "b.gguf", {"kv": 1})
     assert (first["restores"], first["restored_tokens"], first["restored_bytes"]) == (1, 256, 8192)
     assert (second["blocks"], second["size_bytes"], second["longest_tokens"]) == ({"kv": 2, "part": 1}, 3 * FILE_BYTES, 512)
@@ -565,9 +582,9 @@ def test_list_tells_of_every_model(directory: Path) -> None:
     assert "…" not in text, "nothing is cut off"
 
 
-def test_show_tells_what_a_fingerprint_stands_for(directory: Path) -> None:
-    told = said("show", directory, MODEL[:6])
-    assert told["schema"] == "llmcache.kv-show/1" and told["described"]["context"] == {"type_k": 1}
+def test_show_describes_a_fingerprint(directory: Path) -> None:
+    document = said("show", directory, MODEL[:6])
+    assert document["schema"] == "llmcache.kv-show/1" and document["described"]["context"] == {"type_k": 1}
     assert 'context      {"type_k": 1}' in shown("show", directory, "a.gguf")
     with pytest.raises(UsageError, match="no model"):
         said("show", directory, "c.gguf")
@@ -585,13 +602,17 @@ def test_show_tells_what_a_fingerprint_stands_for(directory: Path) -> None:
         (("--keep", "1G", "--unused", "100000d"), {0, 1, 2, 3}),
     ],
 )
-def test_prune_removes_what_is_said_and_nothing_foreign(directory: Path, words: tuple[str, ...], left: set[int]) -> None:
-    told, removed = said("prune", directory, *words), 4 - len(left)
-    assert (told["removed_blocks"], told["removed_bytes"]) == (removed, removed * FILE_BYTES)
-    assert (told["left_blocks"], told["left_bytes"]) == (len(left), len(left) * FILE_BYTES)
+def test_prune_removes_the_selected_blocks_and_no_foreign_files(
+    directory: Path, words: tuple[str, ...], left: set[int]
+) -> None:
+    document, removed = said("prune", directory, *words), 4 - len(left)
+    assert (document["removed_blocks"], document["removed_bytes"]) == (removed, removed * FILE_BYTES)
+    assert (document["left_blocks"], document["left_bytes"]) == (len(left), len(left) * FILE_BYTES)
     store = BlockStore(directory, None)
     assert numbers(store) == left
-    assert store.models() == sorted({OTHER if number == 3 else MODEL for number in left}), "one without blocks is forgotten"
+    assert store.models() == sorted({OTHER if number == 3 else MODEL for number in left}), (
+        "models without blocks are removed"
+    )
     assert (directory / "foreign").read_text() == "mine"
 
 
@@ -599,8 +620,8 @@ def test_prune_removes_what_is_said_and_nothing_foreign(directory: Path, words: 
     ("words", "code"),
     [(("prune", "."), 2), (("list", "."), 2), (("list", "/nowhere"), 2), (("prune", ".", "--unused", "long"), 2)],
 )
-def test_what_cannot_be_done_is_refused(words: tuple[str, ...], code: int, tmp_path: Path) -> None:
+def test_invalid_commands_are_refused(words: tuple[str, ...], code: int, tmp_path: Path) -> None:
     with pytest.raises(LlmcacheError) as caught:
         CliRunner().invoke(app, ["kv", words[0], str(tmp_path / words[1]), *words[2:]], catch_exceptions=False)
     assert caught.value.exit_code == code and caught.value.hint
-    assert not list(tmp_path.iterdir()), "nothing is made by looking"
+    assert not list(tmp_path.iterdir()), "a refused command creates no files"

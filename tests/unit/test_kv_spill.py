@@ -1,4 +1,4 @@
-"""Spill files: what goes in comes out, also after a restart; and what is wrong with a file is named."""
+"""Spill files: data is the same after a write and a restart, and errors name the cause."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ ROOT = Path(__file__).resolve().parents[2]
     ("dtype", "extent_pages", "direct", "head_dim"),
     [("float32", 1, None, 5), ("float16", 3, False, 5), ("bfloat16", 3, None, 5), ("float16", 3, None, 1200)],
 )
-def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None, head_dim: int) -> None:
+def test_written_pages_are_read_back_unchanged(
+    tmp_path: Path, dtype: str, extent_pages: int, direct: bool | None, head_dim: int
+) -> None:
     shape = KvShape("tiny", 3, 2, head_dim, dtype, page_tokens=3, value_dim=1207)  # values in several blocks
     options: dict[str, Any] = {"extent_pages": extent_pages, "direct": direct, "interleaved": head_dim > 5}
     with SpillFile.create(tmp_path / "a.kv", shape, **options) as file:
         append(file, 0, ids(0, 21))
         append(file, 5, ids(100, 3))
-        append(file, 0, ids(21, 8))  # 2 of its pages are whole, the last has 2 tokens
+        append(file, 0, ids(21, 8))  # two full pages, and one with 2 tokens
         assert restored(file, 0) == list(range(29))
     with SpillFile.open(tmp_path / "a.kv", shape) as file:
         assert not file.torn
@@ -53,7 +55,9 @@ def test_what_goes_in_comes_out(tmp_path: Path, dtype: str, extent_pages: int, d
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
+def test_pages_are_read_in_any_order_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool
+) -> None:
     with SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=8, interleaved=interleaved) as file:
         append(file, 0, ids(0, 80))
         keys, values = file.read(0, 1, list(range(20)))
@@ -63,7 +67,7 @@ def test_pages_in_any_order_and_coalesced(tmp_path: Path, monkeypatch: pytest.Mo
         assert part[0].tobytes() == keys[order].tobytes()
         assert part[1].tobytes() == values[order].tobytes()
         together = [2, 3, 2, 3, 2, 2, 2] if interleaved else [1, 2, 2, 1, 1, 1] * 2
-        assert sorted(size // 4096 for size in reads) == sorted(together), "15 and 16 lie in two extents"
+        assert sorted(size // 4096 for size in reads) == sorted(together), "pages 15 and 16 are in different extents"
         taken: list[tuple[int, int, bytes]] = []
         file.read_through(0, 1, order, lambda *given: taken.append((*given[:2], given[2].tobytes())), threads=1)
         for side, rows in enumerate(part):
@@ -84,7 +88,7 @@ WIDE = KvShape("wide", 1, kv_heads=3, head_dim=600, dtype="float16", page_tokens
 
 @pytest.mark.parametrize("aio", [True, False], ids=["at a time", "one by one"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_of_rows_only_their_blocks_are_read(
+def test_reads_of_rows_read_only_their_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aio: bool, interleaved: bool
 ) -> None:
     shape, random = replace(WIDE, value_dim=598 if interleaved else 64), np.random.default_rng(5)
@@ -102,8 +106,8 @@ def test_of_rows_only_their_blocks_are_read(
             of_page, rows = random.integers(0, 4, count), random.integers(0, 24, count)
             reads.clear()
             found, read_bytes = file.read_rows(0, 0, order[of_page], rows)
-            for got, wanted in zip(found, whole, strict=True):
-                assert got.tobytes() == wanted.reshape(4, 24, -1)[of_page, rows].tobytes()
+            for got, expected in zip(found, whole, strict=True):
+                assert got.tobytes() == expected.reshape(4, 24, -1)[of_page, rows].tobytes()
             assert sum(reads) == read_bytes <= count * (4 if interleaved else 3) * 4096
             assert count != 1 or len(reads) == 2 - interleaved
             assert count > 9 or read_bytes < 4 * sum(shape.slot_sizes)
@@ -111,16 +115,16 @@ def test_of_rows_only_their_blocks_are_read(
 
 
 @pytest.mark.parametrize(("version", "more", "blocks"), [(1, {}, 9), (2, {"parts": [8, 1]}, 2)])
-def test_files_of_before_go_on_as_they_are(
+def test_older_files_keep_their_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, more: dict[str, Any], blocks: int
 ) -> None:
-    """Of version 1: one checksum for the keys of a page and one for its values; the header does not tell of parts."""
-    path, told = tmp_path / "a.kv", {**WIDE.to_json(), "extent_pages": 4, **more}
+    """In version 1, a page has one checksum for keys and one for values, and the header does not mention parts."""
+    path, fields = tmp_path / "a.kv", {**WIDE.to_json(), "extent_pages": 4, **more}
     with monkeypatch.context() as patch:
         patch.setattr(layout, "MOST_PARTS", 1 if version == 1 else layout.MOST_PARTS)
         with SpillFile.create(path, WIDE, extent_pages=4) as file:
             append(file, 0, ids(0, 40))
-    identity = json.dumps(told, sort_keys=True).encode()
+    identity = json.dumps(fields, sort_keys=True).encode()
     start = struct.pack("<II", version, len(identity))
     header = b"LLMCKV\r\n" + start + struct.pack("<I", zlib.crc32(identity, zlib.crc32(start))) + identity
     with path.open("r+b") as stream:
@@ -131,7 +135,7 @@ def test_files_of_before_go_on_as_they_are(
             append(file, 0, ids(first, 16))
             (keys, _), read_bytes = file.read_rows(0, 0, np.array([3]), np.array([7]))
             assert keys.tobytes() == file.read(0, 0, [3])[0][0, 0, 7].tobytes()
-            assert read_bytes == blocks * 4096, "of version 1 a page is the least that can be compared"
+            assert read_bytes == blocks * 4096, "version 1 has one checksum per page"
     assert path.read_bytes()[:4096] == header.ljust(4096, b"\0")
 
 
@@ -145,8 +149,8 @@ def test_one_writer_and_many_readers(tmp_path: Path) -> None:
             assert restored(reader, 0) == list(range(8))
 
 
-def test_reading_while_another_takes_pages_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader sees the old commit and the new entries: it looks again instead of calling the file damaged."""
+def test_a_read_while_a_writer_removes_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader sees the old commit and the new entries: it reads again instead of reporting damage."""
     with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
         append(file, 0, ids(0, 40))
         file.flush()
@@ -174,8 +178,8 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.kv"]
 
 
-def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second begins while the first is about to give its file the name."""
+def test_a_file_created_twice_at_the_same_time_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second starts just before the first renames its file."""
     path, made, sync = tmp_path / "a.kv", list[SpillFile](), RawFile.sync
 
     def second(self: RawFile) -> None:
@@ -194,7 +198,7 @@ def test_a_file_that_two_make_at_a_time_has_one_owner(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == ["a.kv"]
 
 
-def test_a_file_of_holes_takes_no_longer_than_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holes_in_a_file_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read, left = tmp_path / "a.kv", RawFile.read, iter(range(1000))
     with SpillFile.create(path, SHAPE, extent_pages=2) as file:
         append(file, 0, ids(0, 40))
@@ -226,30 +230,30 @@ def test_another_models_file_is_refused(tmp_path: Path, field: str, other: KvSha
     SpillFile.create(tmp_path / "a.kv", SHAPE).close()
     with pytest.raises(DataError, match=f"spill file of another model .*{field}: ") as caught:
         SpillFile.open(tmp_path / "a.kv", other)
-    assert caught.value.exit_code == 5 and caught.value.message.count("not ") == 1, "it names the one field that differs"
+    assert caught.value.exit_code == 5 and caught.value.message.count("not ") == 1, "it names only the field that differs"
 
 
 @pytest.mark.parametrize(
-    ("place", "written", "told"),
+    ("place", "written", "message"),
     [
         (0, b"", "not a spill file"),
         (0, b"GGUF" + bytes(9000), "not a spill file"),
         (8, struct.pack("<I", 4), "version: must be at most 3 for this llmcache, not 4"),
     ],
 )
-def test_files_that_are_none_or_newer(tmp_path: Path, place: int, written: bytes, told: str) -> None:
+def test_other_files_and_newer_versions_are_refused(tmp_path: Path, place: int, written: bytes, message: str) -> None:
     path = tmp_path / "a.kv"
     with pytest.raises(EnvironmentProblem, match="No such file"):
         SpillReader.open(path)
     SpillFile.create(path, SHAPE).close()
     data = path.read_bytes()
     path.write_bytes(data[:place] + written + data[place + len(written) :] if place else written)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         SpillReader.open(path)
 
 
 @pytest.mark.parametrize("at", [5, SHAPE.key_slot_bytes - 1], ids=["row", "padding"])
-def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
+def test_a_damaged_page_is_not_returned(tmp_path: Path, at: int) -> None:
     path = tmp_path / "a.kv"
     with SpillFile.create(path, SHAPE) as file:
         append(file, 3, ids(0, 40))
@@ -266,27 +270,27 @@ def test_a_damaged_page_is_not_served(tmp_path: Path, at: int) -> None:
         ):
             with pytest.raises(DataError, match="keys: wrong checksum of page 2 of layer 1 of sequence 3"):
                 call()
-        assert 0 not in taken, "what is damaged is not handed on"
+        assert 0 not in taken, "damaged pages are not passed on"
 
 
-def test_of_many_reads_the_one_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_read_among_many_raises_its_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(range(200)))
     raw, buffer = RawFile(tmp_path / "a", os.O_RDONLY), np.zeros(60, np.uint8)
 
-    def wanted(*offsets: int) -> Rows:
+    def reads(*offsets: int) -> Rows:
         return np.stack([offsets, buffer.ctypes.data + np.array([0, 10, 31]), [10, 20, 29]], axis=1)
 
-    raw.read_runs(wanted(100, 0, 150))
+    raw.read_runs(reads(100, 0, 150))
     assert buffer.tolist() == [*range(100, 110), *range(20), 0, *range(150, 179)]
     with pytest.raises(DataError, match="ends at byte 200, but a page extends to byte 210"):
-        raw.read_runs(wanted(100, 190, 0))
+        raw.read_runs(reads(100, 190, 0))
     raw.close()
     with pytest.raises(EnvironmentProblem, match="reading at 0: Bad file descriptor"):
-        raw.read_runs(wanted(100, 0, 150))
+        raw.read_runs(reads(100, 0, 150))
 
 
 def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int) -> list[int]:
-    """Make the `after`-th call of os.`name` from now on fail, and all later ones; returns the count of calls."""
+    """Make os.`name` fail from its `after`-th call on; return the count of calls."""
     real, calls = getattr(os, name), [0]
 
     def failing(*arguments: object) -> object:
@@ -303,8 +307,8 @@ def calls_failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: 
     ("name", "code"),
     [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("posix_fallocate", errno.ENOSPC), ("fdatasync", errno.EIO)],
 )
-def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name: str, code: int) -> None:
-    """Whatever fails, the file can be opened again, holds what was flushed, and goes on where it ended."""
+def test_a_disk_failure_at_any_call_loses_no_flushed_data(tmp_path: Path, name: str, code: int) -> None:
+    """After any failure, the file can be opened, has all flushed data, and can be extended."""
     for after in range(100):
         made = None
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EnvironmentProblem):
@@ -313,7 +317,7 @@ def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name
         if made:
             made.close()
             break
-        assert not list(tmp_path.iterdir()), "a file that cannot be made leaves nothing behind"
+        assert not list(tmp_path.iterdir()), "no files remain if the file cannot be created"
     assert made
     for after in range(100):
         path = tmp_path / f"{after}.kv"
@@ -330,7 +334,7 @@ def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name
                 assert error.exit_code == 3
                 assert code != errno.ENOSPC or ("no space left" in error.message and error.hint)
             done = calls[0] <= after
-        if not done:  # the disk has recovered: the file goes on, also where nothing could be undone at the time
+        if not done:  # the disk works again: the file can be extended, even if a rollback had failed
             file.truncate(0, 3)
             append(file, 0, ids(12, 4))
         file.close()
@@ -345,7 +349,7 @@ def test_a_disk_that_fails_at_any_call_loses_nothing_before(tmp_path: Path, name
     raise AssertionError("never got through")
 
 
-def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     good = np.zeros((2, 4, 4), np.float16)
     with SpillFile.create(tmp_path / "a.kv", SHAPE) as file:
         for keys, values, message in (
@@ -368,7 +372,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def crc32c(data: bytes, crc: int = 0xFFFFFFFF) -> int:
-    """Return the CRC register after `data`, bit by bit."""
+    """Return the CRC register after `data`, computed bit by bit."""
     for byte in data:
         crc ^= byte
         for _ in range(8):
@@ -380,20 +384,20 @@ def test_checksums_are_the_same_on_every_machine() -> None:
     assert crc32c(b"123456789") ^ 0xFFFFFFFF == 0xE3069283, "the check value of CRC-32C"
     for size in (8, 16, 24, 32, 40, 72, 128):
         slots = np.random.default_rng(size).integers(0, 256, (3, size), dtype=np.uint8)
-        wanted = []
+        expected = []
         for slot in slots:
             words = [slot.tobytes()[at : at + 8] for at in range(0, size, 8)]
             whole = len(words) // 4 * 4
             dealt = [b"".join(words[lane:whole:4]) for lane in range(4)]
             dealt[0] += b"".join(words[whole:])
-            wanted.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
-        assert checksums(slots).tolist() == [[crc] for crc in wanted]
+            expected.append(crc32c(b"".join(crc32c(part).to_bytes(8, "little") for part in dealt)))
+        assert checksums(slots).tolist() == [[crc] for crc in expected]
     drawn = np.random.default_rng(0).integers(0, 1 << 63, 9, dtype=np.uint64)
     summed = functools.reduce(lambda crc, word: np.uint64(by_tables(crc, word)), drawn, np.uint64(0xFFFFFFFF))
-    assert summed == crc32c(drawn.tobytes()), "where the processor has no instruction"
+    assert summed == crc32c(drawn.tobytes()), "on a CPU without the instruction"
 
 
-def test_a_close_that_fails_says_so_and_closes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_close_raises_and_closes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, closed, close = RawFile(tmp_path / "a", os.O_RDWR | os.O_CREAT), [], os.close
     raw.write(bytes(BLOCK_BYTES), 0)
     raw.open_direct()

@@ -1,4 +1,4 @@
-"""KvStore when the disk is full, pages rot, the device or the process dies: typed errors, and no token lost or wrong."""
+"""KvStore with a full disk, damaged pages, and a killed device or process: typed errors, and no token lost or wrong."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SHAPE = shape_of()
 KINDS = pytest.mark.parametrize("ssd", ["file", "csd"])
 
 
-def again(store: KvStore) -> KvStore:
-    """Restore what a store has left."""
+def reopen(store: KvStore) -> KvStore:
+    """Restore a store from its spill file."""
     assert store.config.path is not None
     return KvStore.restore(store.config.path, store.config)
 
@@ -49,8 +49,8 @@ def device_of(store: KvStore) -> Any:
 
 @FORKED
 @KINDS
-def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
-    """A real file system of 10 MiB: what cannot be written stays in memory, and follows once there is space."""
+def test_a_full_disk(tmp_path: Path, make: Make, ssd: str) -> None:
+    """On a real file system of 10 MiB, unwritten pages stay in memory, and are written once there is space."""
     with small_disk(tmp_path, "10m") as small, contextlib.ExitStack() as ends:
         (small / "ballast").write_bytes(bytes(1_000_000))
         store, plain = make(40, path=small / "a.kv", ssd=ssd)
@@ -59,20 +59,20 @@ def test_a_disk_that_is_full(tmp_path: Path, make: Make, ssd: str) -> None:
             with pytest.raises(EnvironmentProblem, match="no space left") as caught:
                 store.append(layer, *plain.grow(layer, 3000, 1))
             assert caught.value.hint and caught.value.exit_code == 3
-        plain.commit(store, 3000, 1)  # many tokens fit the extent that they have
+        plain.commit(store, 3000, 1)  # the extent of tokens has room for many
         plain.check_all(store)
         with pytest.raises(EnvironmentProblem, match="no space left"):
             store.spill()
-        assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "nothing is left behind"
+        assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "no other files remain"
         (small / "ballast").unlink()
         subprocess.run(["mount", "-o", "remount,size=60m", small], check=True)
         store.spill()
         plain.step(store, 5, seed=2)
         plain.check_all(store)
-        assert store.pools[0].used <= 7, "and no more than the bound stays in memory"
+        assert store.pools[0].used <= 7, "the pool is within its limit again"
         store.save()
         store.close()
-        with again(store) as found:
+        with reopen(store) as found:
             plain.check_all(found)
 
 
@@ -80,16 +80,16 @@ EVERY = 16
 
 
 def test_errors_at_any_write_lose_nothing(tmp_path: Path, make: Make) -> None:
-    """One in 16 writes fails, from each of the first 16 on: each call is done in memory, and the file follows."""
+    """One of 16 writes fails, starting at each of the first 16: each call takes effect in memory, and the file follows."""
     for begin in range(EVERY):
-        _story(make, begin)
+        _run_operations(make, begin)
         (tmp_path / "a.kv").unlink()
         (tmp_path / "tables-a.kv").unlink(missing_ok=True)
 
 
-def _story(make: Make, begin: int) -> None:
-    """Everything that writes; the write number `begin` and each `EVERY`-th after it fail."""
-    write, writes, told = RawFile.write, itertools.count(-begin), []
+def _run_operations(make: Make, begin: int) -> None:
+    """Run all operations that write; write number `begin` and every `EVERY`-th after it fail."""
+    write, writes, errors = RawFile.write, itertools.count(-begin), []
     store, plain = make(6, batch=2)
 
     def failing(self: RawFile, *arguments: Any) -> None:
@@ -102,7 +102,7 @@ def _story(make: Make, begin: int) -> None:
             call()
         except LlmcacheError as error:
             assert error.exit_code == 3 and "no space left" in error.message
-            told.append(error)
+            errors.append(error)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RawFile, "write", failing)
@@ -120,18 +120,18 @@ def _story(make: Make, begin: int) -> None:
         tried(lambda: store.crop(17))
         plain.crop(17)
         plain.check_all(store)
-    assert len(told) > 2, "it writes often enough to fail several times"
+    assert len(errors) > 2, "several writes failed"
     store.save()
     plain.check_all(store)
     store.close()
-    with again(store) as found:
+    with reopen(store) as found:
         plain.check_all(found)
         assert (found.ids == plain.ids).all()
 
 
 @FORKED
 @KINDS
-def test_pages_that_rot_are_not_served(make: Make, ssd: str) -> None:
+def test_damaged_pages_are_not_returned(make: Make, ssd: str) -> None:
     store, plain = make(80, ssd=ssd)
     assert store.ssd is not None and store.config.path is not None
     store.ssd.flush()
@@ -172,7 +172,7 @@ def test_a_device_killed_while_it_scores(make: Make) -> None:
     store.restart_device()
     plain.check(1, store.gather(1, store.everything))
     scored = {int(position) for block in store.score_ssd(1, 0, np.ones((2, 8), np.float32)) for position in block.positions}
-    assert len(scored) == 4 * (len(store.middle) - 2), "all that is not in the pool"
+    assert len(scored) == 4 * (len(store.middle) - 2), "all tokens that are not in the pool"
 
 
 @FORKED
@@ -188,7 +188,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
             os.kill(device.process.pid, signal.SIGKILL)
             device.process.wait()
             with contextlib.suppress(EOFError, ConnectionResetError):
-                while self.recv_bytes():  # what was under way is lost with it
+                while self.recv_bytes():  # pending messages are lost with the device
                     pass
         left[0] -= 1
         return receive(self)
@@ -209,7 +209,7 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
 
     def last(command: object) -> None:
         send(command)
-        time.sleep(0.2)  # it may write, or not
+        time.sleep(0.2)  # it may have written the page or not
         os.kill(device.process.pid, signal.SIGKILL)
 
     device.end.send = last
@@ -224,7 +224,7 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
     plain.step(store, 9, seed=2)
     plain.check_all(store)
     store.close()
-    with again(store) as found:
+    with reopen(store) as found:
         plain.crop(48)
         plain.check_all(found)
 
@@ -243,7 +243,7 @@ def test_the_spill_file_of_another_model(make: Make, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def killed_after(writes: int) -> Iterator[None]:
-    """A with block that ends after so many writes, as if its process were killed."""
+    """A context that ends after this many writes, as if its process were killed."""
     real, left = RawFile.write, iter(range(writes))
 
     def until_killed(self: RawFile, *arguments: Any) -> None:
@@ -257,8 +257,8 @@ def killed_after(writes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("writes", range(8))
-def test_sequences_that_go_and_a_crash_take_none_along(tmp_path: Path, make: Make, writes: int) -> None:
-    """One of three stays; the process ends after so many writes of those that take the others away."""
+def test_a_crash_while_sequences_are_removed_keeps_the_rest(tmp_path: Path, make: Make, writes: int) -> None:
+    """Two of three sequences are removed, and the process is killed after any of the writes."""
     store, plain = make(18, batch=3)
     with killed_after(writes):
         store.select(np.array([0]))
@@ -271,7 +271,7 @@ def test_sequences_that_go_and_a_crash_take_none_along(tmp_path: Path, make: Mak
 
 
 def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path, make: Make) -> None:
-    """Two sequences of less than a page: after every write there are both, or none at all, and saved they are whole."""
+    """With two sequences of less than a page, a crash keeps both or neither; after the save, both are complete."""
     found = []
     for writes in range(100):
         store, plain = make(3, batch=2)
@@ -291,7 +291,7 @@ def test_a_crash_while_short_contexts_are_saved_loses_no_sequence(tmp_path: Path
     assert found == [0] * (len(found) - 1) + [3] and len(found) > 9
 
 
-def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_is_removed_before_the_tables_are_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_tables: object, path: Path) -> None:
         raise problem(path, "writing page tables", OSError(errno.ENOSPC, "full"))
 
@@ -302,7 +302,7 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
             call()
     monkeypatch.undo()
     crash(store)
-    with again(store) as found:
+    with reopen(store) as found:
         plain.check_all(found)
         found.save()
         monkeypatch.setattr("llmcache.kv.tiers.table.Tables.write", full)
@@ -311,12 +311,12 @@ def test_nothing_is_taken_away_before_the_tables_are_written(make: Make, monkeyp
         monkeypatch.undo()
         found.spill()
         crash(found)
-    with again(store) as found:
-        assert found.length == 8, "what could not be taken away has gone, once there is space"
+    with reopen(store) as found:
+        assert found.length == 8, "pending removals are complete"
 
 
 @FORKED
-def test_a_directory_that_is_none(tmp_path: Path, make: Make) -> None:
+def test_a_missing_directory(tmp_path: Path, make: Make) -> None:
     (tmp_path / "a.txt").write_text("a file")
     for where in ("nowhere", "a.txt"):
         with pytest.raises(UsageError, match=f"{where}: not a directory"):
@@ -324,7 +324,7 @@ def test_a_directory_that_is_none(tmp_path: Path, make: Make) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
+def test_damaged_page_tables(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
     store.select(np.array([1, 0]))
     store.close()
@@ -333,12 +333,12 @@ def test_page_tables_that_are_damaged(make: Make, tmp_path: Path) -> None:
     for bad in ("", good[:-5], good.replace("tables/1", "tables/2"), good.replace('"saved"', '"safe"')):
         tables.write_text(bad)
         with pytest.raises(DataError, match="page tables: "):
-            again(store)
+            reopen(store)
     tables.write_text(good)
-    again(store).close()
+    reopen(store).close()
 
 
-def test_tables_of_a_file_that_was_removed_are_not_those_of_the_next(make: Make, tmp_path: Path) -> None:
+def test_tables_of_a_deleted_file_are_removed(make: Make, tmp_path: Path) -> None:
     store, _ = make(40, batch=2)
     store.select(np.array([1, 0]))
     store.close()
@@ -346,7 +346,7 @@ def test_tables_of_a_file_that_was_removed_are_not_those_of_the_next(make: Make,
     other, plain = make(8)
     assert os.listdir(tmp_path) == ["a.kv"]
     other.close()
-    with again(other) as found:
+    with reopen(other) as found:
         plain.check_all(found)
 
 
@@ -367,7 +367,7 @@ for seed in range(10_000):
 
 
 @KINDS
-def test_a_process_that_is_killed(tmp_path: Path, ssd: str) -> None:
+def test_a_killed_process(tmp_path: Path, ssd: str) -> None:
     path = tmp_path / "a.kv"
     command = [sys.executable, "-c", WRITER, str(path), ssd]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
@@ -375,9 +375,9 @@ def test_a_process_that_is_killed(tmp_path: Path, ssd: str) -> None:
         while int(writer.stdout.readline()) < 90:
             pass
         writer.kill()
-        told = int((writer.stdout.read().split() or ["90"])[-1])
+        length = int((writer.stdout.read().split() or ["90"])[-1])
     plain = Plain(SHAPE, 2)
-    for seed in range(told // 3 + 1):
+    for seed in range(length // 3 + 1):
         for layer in (0, 1):
             plain.grow(layer, 3, seed)
         plain.grow_ids(3, seed)
@@ -386,7 +386,7 @@ def test_a_process_that_is_killed(tmp_path: Path, ssd: str) -> None:
     config = StoreConfig(SHAPE, 2, 4, 8, cpu_pages=5, path=path, ssd=ssd, threads=1)
     store = _restored_once_free(path, config)
     try:
-        assert told // 4 * 4 <= store.length <= told + 3
+        assert length // 4 * 4 <= store.length <= length + 3
         plain.crop(store.length)
         assert (store.ids == plain.ids).all()
         plain.check_all(store)
@@ -399,7 +399,7 @@ def test_a_process_that_is_killed(tmp_path: Path, ssd: str) -> None:
 
 
 def _restored_once_free(path: Path, config: StoreConfig) -> KvStore:
-    """A device outlives its host by the moment it takes to flush; until then the file is locked."""
+    """Restore the store once the device has flushed and unlocked the file, shortly after its host has died."""
     deadline = time.monotonic() + 60
     while True:
         try:

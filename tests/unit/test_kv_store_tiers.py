@@ -1,4 +1,4 @@
-"""KvStore: what it keeps in memory, what it reads, what it counts; its bytes are compared in tests/property."""
+"""KvStore: residency in memory, reads and counters; tests/property compares the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.store_parts import make as make
 
 pytestmark = FORKED
 
-SLOT = 4096  # of keys, and of values: a small page fills a block
+SLOT = 4096  # of keys, and of values: a small page takes a block
 
 
 def chosen(store: KvStore, *tokens: int) -> Selection:
@@ -42,7 +42,7 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
     for _ in range(3):
         plain.step(store, 60)
         assert len(pages(store)) == 5
-    assert store.memory_bytes == 2 * 7 * 4 * 2 * (8 + 8) * 2, "5 pages, the tail, and one that may not be written yet"
+    assert store.memory_bytes == 2 * 7 * 4 * 2 * (8 + 8) * 2, "5 pages, the tail, and one that may be unwritten"
     plain.check_all(store)
 
 
@@ -58,7 +58,7 @@ def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
     plain.check_all(store)
 
 
-def test_pages_move_and_those_at_the_ends_are_pinned(make: Make) -> None:
+def test_middle_pages_move_and_sink_and_window_are_pinned(make: Make) -> None:
     store, _ = make(40)
     with pytest.raises(ValueError, match="pages: 1 more do not fit: the pool has 5 of at most 5"):
         store.move_up(0, 0, np.array([2]))
@@ -68,14 +68,14 @@ def test_pages_move_and_those_at_the_ends_are_pinned(make: Make) -> None:
     store.move_down(0, 0, np.array([6, 3]))
     store.move_up(0, 0, np.array([2]))
     assert pages(store) == [0, 2, 7, 8, 9] and pages(store, layer=1) == [0, 6, 7, 8, 9]
-    assert (store.traffic.pages_down, store.traffic.pages_up) == (1, 1), "page 3 was down already"
+    assert (store.traffic.pages_down, store.traffic.pages_up) == (1, 1), "page 3 was not in the pool"
     assert store.traffic.bytes_between("ssd", "cpu", "move") == 2 * SLOT
     store.move_up(0, 0, np.array([2]))
     assert store.traffic.pages_up == 1
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(0, 1), (16, 1), (17, 0)])
-def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: int, counted: int) -> None:
+def test_a_page_that_returns_within_16_steps_counts_as_ping_pong(make: Make, steps: int, counted: int) -> None:
     store, plain = make(40, cpu_pages=30)
     store.move_down(0, 0, np.array([3, 4]))
     for _ in range(steps):
@@ -85,35 +85,35 @@ def test_ping_pong_is_a_page_that_comes_back_within_16_steps(make: Make, steps: 
     assert store.traffic.ping_pong_share == counted and store.traffic.to_json()["ping_pong_pages"] == counted
 
 
-def test_whoever_is_asked_chooses_what_goes_down(make: Make) -> None:
+def test_the_victims_callback_chooses_the_pages_to_drop(make: Make) -> None:
     store, plain = make(40)
-    asked: list[tuple[int, int, list[int], int]] = []
+    calls: list[tuple[int, int, list[int], int]] = []
 
     def victims(layer: int, sequence: int, found: Any, count: int) -> Any:
-        asked.append((layer, sequence, found.tolist(), count))
+        calls.append((layer, sequence, found.tolist(), count))
         return found[-count:]
 
     store.victims = victims
     plain.step(store, 4)
-    assert asked == [(0, 0, [6, 7, 8], 1), (1, 0, [6, 7, 8], 1)] and pages(store) == [0, 6, 7, 9, 10]
+    assert calls == [(0, 0, [6, 7, 8], 1), (1, 0, [6, 7, 8], 1)] and pages(store) == [0, 6, 7, 9, 10]
     store.victims = lambda layer, sequence, found, count: np.array([1])
     with pytest.raises(ValueError, match="victims: "):
         plain.step(store, 4)
 
 
-def test_a_file_gives_whole_pages_once_for_all_heads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pages_of_a_file_are_read_once_for_all_heads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, plain = make(80, batch=2)
     reads = counted_reads(monkeypatch)
-    # Both heads and the two tokens of a page want page 2, page 3 and page 9; 68 is in the pool.
+    # Both heads and two tokens of a page request pages 2, 3 and 9; token 68 is in the pool.
     found = store.gather(0, chosen(store, 8, 11, 13, 36, 68))
     plain.check(0, found)
-    assert sorted(reads) == sorted(2 * [2 * SLOT, SLOT] * 2), "keys and values of each sequence: neighbours in one go"
+    assert sorted(reads) == sorted(2 * [2 * SLOT, SLOT] * 2), "keys and values of each sequence; adjacent pages in one read"
     assert store.traffic.bytes_between("ssd", "cpu") == store.traffic.bytes_between("ssd", "cpu", "fetch") == 12 * SLOT
     assert (store.traffic.hits_ssd, store.traffic.hits_cpu) == (2 * 2 * 4, 2 * 2)
     assert store.traffic.hit_ratio == pytest.approx(0.2)
 
 
-def test_rows_that_were_attended_to_last_are_not_read_again(make: Make) -> None:
+def test_recently_used_rows_are_not_read_again(make: Make) -> None:
     store, plain = make(160, batch=2, cpu_rows=6)
     before = store.memory_bytes
 
@@ -124,10 +124,10 @@ def test_rows_that_were_attended_to_last_are_not_read_again(make: Make) -> None:
 
     assert read(8, 20, 40, 60) == 4
     assert 0 < store.memory_bytes - before <= 2 * 2 * 6 * (2 * 8 * 2 + 3 * 8)
-    assert read(8, 20, 40, 61) == 1, "of the page of 60 one row stayed"
+    assert read(8, 20, 40, 61) == 1, "only row 60 of its page was cached"
     assert read(8, 61, 80, 100) == 2 and read(8, 20, 40, 61) == 0
-    assert read(60) == 1, "the longest unused went"
-    assert read(*range(8, 36, 4)) == 7 and read(8, 20, 40, 61) == 0, "more than it holds goes past it"
+    assert read(60) == 1, "the least recently used row was evicted"
+    assert read(*range(8, 36, 4)) == 7 and read(8, 20, 40, 61) == 0, "requests larger than the cache bypass it"
     assert read(8, 20, 40, 61, layer=1) == 4
     store.select(np.array([1, 0]))
     plain.choose(np.array([1, 0]))
@@ -135,7 +135,7 @@ def test_rows_that_were_attended_to_last_are_not_read_again(make: Make) -> None:
     store.crop(59)
     plain.crop(59)
     plain.step(store, 101)
-    assert read(8, 20, 40) == 0 and read(61) == 1, "another token by now"
+    assert read(8, 20, 40) == 0 and read(61) == 1, "position 61 has a new token"
 
 
 def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
@@ -154,7 +154,7 @@ def test_a_device_sends_rows_and_scores_only(make: Make) -> None:
     assert report is not None and report.internal_written_bytes >= 2 * 2 * 20 * SLOT
 
 
-def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:
+def test_the_device_is_busy_while_it_scores(make: Make) -> None:
     store, plain = make(80, ssd="csd", profile=CsdProfile("slow", 1e9, 1e9, 1e9, 1000))
     blocks = store.score_ssd(0, 0, np.ones((2, 8), np.float32))
     next(blocks)
@@ -164,7 +164,7 @@ def test_the_device_is_not_asked_while_it_scores(make: Make) -> None:
     plain.check(0, store.gather(0, chosen(store, 8)))
 
 
-def test_staged_rows_are_completed_with_the_ends_of_later(make: Make) -> None:
+def test_staged_rows_are_completed_with_the_current_window(make: Make) -> None:
     store, plain = make(41)
     staged = store.stage(1, chosen(store, 5, 20, 21))
     for _ in range(5):
@@ -172,12 +172,12 @@ def test_staged_rows_are_completed_with_the_ends_of_later(make: Make) -> None:
     before = store.traffic.bytes_between("ssd", "cpu")
     found = store.complete(staged)
     plain.check(1, found)
-    wanted = [0, 1, 2, 3, 5, 20, 21, *range(32, 46)]
-    assert (found.positions == wanted).all(), "what left the window meanwhile comes along"
+    expected = [0, 1, 2, 3, 5, 20, 21, *range(32, 46)]
+    assert (found.positions == expected).all(), "tokens that have left the window in the meantime are included"
     assert store.traffic.bytes_between("ssd", "cpu") == before
 
 
-def test_released_memory_is_used_again(make: Make) -> None:
+def test_released_memory_is_reused(make: Make) -> None:
     store, plain = make(41)
     kept = store.gather(0, chosen(store, 5))
     address = kept.keys.ctypes.data
@@ -195,7 +195,7 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     used = store.pools[0].used
     store.select(np.zeros(3, np.int64))
     plain.choose(np.zeros(3, np.int64))
-    assert store.pools[0].used == used + 2, "of two more sequences only the tail is new"
+    assert store.pools[0].used == used + 2, "two more sequences need only two new tails"
     plain.step(store, 10, seed=1)
     plain.check_all(store)
     with SpillReader.open(tmp_path / "a.kv") as file:
@@ -203,7 +203,7 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
     store.select(np.array([1, 1]))
     plain.choose(np.array([1, 1]))
     with SpillReader.open(tmp_path / "a.kv") as file:
-        assert file.sequences == [0, 1] and file.pages_by_layer(0) == [9, 9, 9], "what nobody refers to is gone"
+        assert file.sequences == [0, 1] and file.pages_by_layer(0) == [9, 9, 9], "unused pages were removed"
     plain.step(store, 10, seed=2)
     plain.check_all(store)
     store.crop(9)
@@ -213,7 +213,7 @@ def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
         assert file.sequences == [0] and file.pages_by_layer(0) == [2, 2, 2]
 
 
-def test_a_step_that_was_given_up(make: Make) -> None:
+def test_an_abandoned_step(make: Make) -> None:
     store, plain = make(38)
     rows = plain.rows(1, 30, 5)
     store.append(1, *rows)
@@ -228,7 +228,7 @@ def test_a_step_that_was_given_up(make: Make) -> None:
     plain.check_all(store)
 
 
-def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
+def test_the_fast_tier_receives_only_missing_pages(make: Make) -> None:
     store, plain = make(41)
     fast = HostFastTier(20)
     page = 2 * 4 * 2 * 8 * 2
@@ -236,19 +236,17 @@ def test_the_fast_tier_is_sent_what_it_has_not(make: Make) -> None:
     plain.check(0, store.gather_fast(0, selection, fast))
     assert store.traffic.bytes_between("cpu", "gpu", "attend") == 6 * page, "sink, 2 chosen, window, tail"
     plain.check(0, store.gather_fast(0, selection, fast))
-    assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is another each time"
+    assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is sent each time"
     assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
-def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
-    make: Make, monkeypatch: pytest.MonkeyPatch, ssd: str
-) -> None:
-    """Layer 0 gets as many tokens as need page numbers that nobody knew, wherever the fetch of layer 1 has just got to."""
+def test_another_layer_may_add_pages_at_any_moment_of_a_fetch(make: Make, monkeypatch: pytest.MonkeyPatch, ssd: str) -> None:
+    """Layer 0 adds enough tokens for new page numbers at different points of the fetch of layer 1."""
     store, plain = make(60, ssd=ssd)
     random = np.random.default_rng(0)
 
-    def meanwhile() -> None:
+    def add_tokens() -> None:
         before = store.table.numbers
         while store.table.numbers == before:
             step = int(random.integers(1 << 30))
@@ -261,21 +259,21 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
     plainly, know = getattr(tier, name), pool.know
 
     def at(call: int, owner: object, name: str, real: Callable[..., Any]) -> None:
-        """Have `meanwhile` happen at the end of that call."""
+        """Add the tokens at the end of this call of a function."""
         left = iter(range(call - 1, -1, -1))
 
         def instead(*arguments: Any) -> Any:
             found = real(*arguments)
             if next(left) == 0:
                 monkeypatch.setattr(owner, name, real)
-                meanwhile()
+                add_tokens()
             return found
 
         monkeypatch.setattr(owner, name, instead)
 
-    at(1, tier, name, plainly)  # while it reads
+    at(1, tier, name, plainly)  # during the read
     staged = store.stage(1, chosen(store, 5, 9, 30))
-    at(2, pool, "know", know)  # between the last check and what was checked
+    at(2, pool, "know", know)  # between the check of the pages and their use
     again = store.stage(1, chosen(store, 6, 9, 31))
     store.append(1, *(array[:, :, 60:] for array in plain.layers[1]))
     for found in (staged, again):
@@ -290,12 +288,12 @@ def test_pages_of_another_layer_may_come_at_any_moment_of_a_fetch(
         (UsageError, "cpu_pages", {"cpu_pages": 2, "path": Path("a.kv"), "sink_tokens": 5, "window_tokens": 1}),
     ],
 )
-def test_stores_that_cannot_be(error: type[Exception], field: str, options: dict[str, Any]) -> None:
+def test_invalid_configurations_are_refused(error: type[Exception], field: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=f"{field}: "):
         StoreConfig(shape_of(), **options)
 
 
-def test_arguments_that_do_not_fit(make: Make) -> None:
+def test_invalid_arguments_are_refused(make: Make) -> None:
     store, plain = make(41)
     keys, values = plain.rows(0, 2, 0)
     calls: dict[str, Callable[[], object]] = {
@@ -308,8 +306,8 @@ def test_arguments_that_do_not_fit(make: Make) -> None:
         "tokens: must be from 0 to 41, not 42": lambda: store.crop(42),
         r"index: must name sequences from 0 to 0, not \[1\]": lambda: store.select(np.array([1])),
     }
-    for told, call in calls.items():
-        with pytest.raises(ValueError, match=told):
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(UsageError, match="no device"):
         store.restart_device()

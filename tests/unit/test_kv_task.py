@@ -1,4 +1,4 @@
-"""Tasks of `llmcache kv bench --task`: what is asked, what is counted, printed and drawn; without torch."""
+"""Tasks of `llmcache kv bench --task`: questions, scores, tables and plots, without torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random() -> np.random.Generator:
     return np.random.default_rng(3)
 
 
-# The language of the recall model: each answer is in its context, behind its key, exactly once
+# The language of the recall model: each answer is in its context once, after its key
 
 
 def check_answers(found: Questions, tokens: int, pairs: int) -> None:
@@ -59,21 +59,21 @@ def check_answers(found: Questions, tokens: int, pairs: int) -> None:
             assert ids[place + 1] == answer
 
 
-def test_recall_asks_for_pairs_that_are_there_each_once() -> None:
+def test_recall_asks_once_for_each_of_the_pairs() -> None:
     for tokens, pairs, questions in ((129, 64, 8), (100, 16, 16)):
         found = recall(random(), 3, tokens, pairs=pairs, questions=questions)
         check_answers(found, tokens, pairs)
         assert all(len(set(asked)) == questions for asked in found.asked.tolist())
 
 
-def test_a_passkey_lies_at_its_depth() -> None:
+def test_a_passkey_is_at_its_depth() -> None:
     for depth, place in ((0, 1), (0.5, 49), (1, 98)):
         found = passkey(random(), 2, 100, depth=depth)
         check_answers(found, 100, 1)
         assert (found.ids[:, place] == found.asked[:, 0]).all()
 
 
-def test_a_chain_leads_through_all_pairs_and_back() -> None:
+def test_a_chain_visits_all_pairs_and_returns() -> None:
     found = chain(random(), 3, 300, steps=66)
     keys, asked = found.first, []
     for step in range(66):
@@ -84,17 +84,17 @@ def test_a_chain_leads_through_all_pairs_and_back() -> None:
     assert all(len(set(row)) == 64 for row in questions.asked.tolist())
     assert (asked[64] == found.first).all()
     right = found.next_keys(found.answers[:, 0])
-    assert (found.next_keys(found.answers[:, 1]) != right).all(), "a wrong answer leads astray"
+    assert (found.next_keys(found.answers[:, 1]) != right).all(), "a wrong answer leads to another key"
     assert (found.next_keys(np.full(3, BEGINNING)) == found.first).all()
 
 
-def test_the_weights_are_those_of_their_provenance() -> None:
+def test_the_weights_match_their_provenance() -> None:
     written = re.search(r"SHA-256 of model.safetensors: ([0-9a-f]{64})", (RECALL_MODEL / "PROVENANCE.md").read_text())
     assert written
     assert hashlib.sha256((RECALL_MODEL / "model.safetensors").read_bytes()).hexdigest() == written[1]
 
 
-# What is asked
+# Questions
 
 
 def letters(text: str) -> list[int]:
@@ -102,7 +102,7 @@ def letters(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("task", ["passkey", "recall", "needle"])
-def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
+def test_texts_have_their_length_and_contain_the_answers(task: str) -> None:
     probes = list(texts(task, random(), 3000, 1, letters, [0]))
     assert len(probes) == (20 if task == "passkey" else 1)
     for probe in probes:
@@ -115,7 +115,7 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (lambda: recall(random(), 1, 128), "tokens: must be at least 129 .*, not 128"),
         (lambda: passkey(random(), 1, 2, depth=0.5), "tokens: must be at least 3 .*, not 2"),
@@ -123,8 +123,8 @@ def test_texts_have_their_length_and_hide_what_they_ask_for(task: str) -> None:
         (lambda: [*texts("recall", random(), 100, 1, letters, [])], "--context: must be at least .*, not 100"),
     ],
 )
-def test_what_does_not_fit_is_refused(made: Callable[[], object], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_sizes_are_refused(made: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         made()
 
 
@@ -132,25 +132,25 @@ def said(tokens: Any) -> str:
     return "".join(map(chr, tokens[0]))
 
 
-def test_variables_are_asked_for_along_their_chain() -> None:
+def test_variables_are_requested_along_their_chain() -> None:
     (probe,) = texts("variables", random(), 3000, 1, letters, [])
-    told, lead, *commas = map(said, (probe.ids, *probe.asked))
+    text, lead, *commas = map(said, (probe.ids, *probe.asked))
     names = [said(answer).strip() for answer in probe.answers]
     assert len(names) == ASSIGNED and commas == [","] * (ASSIGNED - 1) and probe.ids.shape == (1, 3000)
-    of = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\. ", told)
+    of = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\. ", text)
     assert len(of) == 2 * ASSIGNED
     chain = [next(found for found in lead.split() if found.strip(".").isdecimal()).strip("."), *names]
     assert all((name, before) in of for before, name in itertools.pairwise(chain))
 
 
 @pytest.mark.parametrize("task", ["common", "frequent"])
-def test_the_word_that_is_asked_for_comes_most(task: str) -> None:
+def test_the_requested_word_is_the_most_frequent(task: str) -> None:
     for probe in texts(task, random(), 4000, 3, letters, [0]):
-        words = said(probe.ids).split("\n")[1].split()[:-1]  # the last may be cut
+        words = said(probe.ids).split("\n")[1].split()[:-1]  # the last word may be incomplete
         assert probe.ids.shape == (1, 4000) and said(probe.answers[0]).strip() == mode(words)
 
 
-def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are_from(tmp_path: Path) -> None:
+def test_texts_of_the_machine_are_from_different_packages_and_name_them(tmp_path: Path) -> None:
     body = "".join(f"{number:07} " for number in range(400))
     for number in range(3):
         package = tmp_path / "doc" / f"package{number}"
@@ -165,9 +165,9 @@ def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are
     for one in found:
         path, _, letter = one.source.partition(" from letter ")
         read = gzip.decompress(Path(path).read_bytes()).decode() if path.endswith(".gz") else Path(path).read_text()
-        told = "".join(map(chr, [*one.ids[0, 1:], *one.following[0]]))
+        content = "".join(map(chr, [*one.ids[0, 1:], *one.following[0]]))
         assert one.ids.shape == (1, 100) and one.following.shape == (1, 65) and one.ids[0, 0] == 0
-        assert read[int(letter) :].startswith(told)
+        assert read[int(letter) :].startswith(content)
     again = list(documents(random(), 100, 3, letters, [0], tmp_path))
     assert [one.source for one in again] == [one.source for one in found]
     with pytest.raises(EnvironmentProblem, match="only 3 of the 4 texts of 165 tokens"):
@@ -177,7 +177,7 @@ def test_texts_of_the_machine_are_from_different_packages_and_say_where_they_are
 # Options
 
 
-def test_defaults_ask_the_recall_model() -> None:
+def test_the_default_is_the_recall_model() -> None:
     setup = task_of("passkey", 2, BenchOptions(**PLAIN))
     assert setup.model.name == "recall" and list(setup.contexts) == [4096] and list(setup.budgets) == [64, 128, 256]
     assert [(one.policy, one.budget) for one in candidates(replace(setup, policies=["full", "quest"], budgets=[64]))] == [
@@ -200,35 +200,35 @@ def test_defaults_ask_the_recall_model() -> None:
         ("--plot run.gif", ".png, .svg or .html"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_runs(words: str, field: str) -> None:
+def test_invalid_options_are_named_before_a_run(words: str, field: str) -> None:
     with pytest.raises(LlmcacheError, match=field):
         invoke("bench", "--task", "passkey", *words.split())
 
 
 def invoke(*words: str) -> None:
-    """Runs the command; its errors are raised."""
+    """Run the command, and raise its errors."""
     result = CliRunner().invoke(cli.app, ["kv", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
-# What is counted
+# Scores
 
 
 def test_shares_and_their_errors() -> None:
     assert answers([10, 10]).share == 1 and answers([10, 10]).error == 0
     assert Answers((3,), (4,)).error == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
     found = answers([0, 10, 10, 0])
-    assert found.share == 0.5 and found.error == pytest.approx(0.5 / math.sqrt(3)), "answers of a context are alike"
+    assert found.share == 0.5 and found.error == pytest.approx(0.5 / math.sqrt(3)), "answers in a context are correlated"
     assert answers([0, 10, 5], depths=[0.5, 0.0, 0.5]).by_depth() == {0.0: 1.0, 0.5: 0.25}
 
 
-# What is saved, printed and drawn
+# Saving, printing and plotting
 
 
-def test_what_is_saved_comes_back_whole() -> None:
+def test_a_saved_task_is_read_back_unchanged() -> None:
     found = of_policies()
-    told = json.loads(json.dumps(found.document()))
-    assert read_task(told, "run.json").document() == found.document()
+    data = json.loads(json.dumps(found.document()))
+    assert read_task(data, "run.json").document() == found.document()
 
 
 @pytest.mark.parametrize(
@@ -240,27 +240,27 @@ def test_what_is_saved_comes_back_whole() -> None:
         (["rows", 1, "memory"], {}, "kv_bytes"),
     ],
 )
-def test_what_is_damaged_is_named(path: list[Any], value: Any, field: str) -> None:
-    told = json.loads(json.dumps(of_policies().document()))
-    place: Any = told
+def test_errors_name_the_damaged_field(path: list[Any], value: Any, field: str) -> None:
+    data = json.loads(json.dumps(of_policies().document()))
+    place: Any = data
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
     with pytest.raises(DataError, match=field):
-        read_task(told, "run.json")
+        read_task(data, "run.json")
 
 
-def test_variants_of_a_policy_are_told_apart_in_pictures() -> None:
+def test_variants_of_a_policy_have_different_looks() -> None:
     looks = kv_task.looks_of(["icecache", "icecache-reuse", "quest", "icecache-tree", "icecache"])
     assert list(looks) == ["icecache", "icecache-reuse", "quest", "icecache-tree"]
     assert looks["icecache"] == KV_LOOKS["icecache"] and looks["quest"] == KV_LOOKS["quest"]
     assert len({(look.dash, look.marker) for look in looks.values()}) == 4
 
 
-def test_a_saved_task_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_task_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kv_task.show(of_policies(own=9), False)
-    told = capsys.readouterr().out
-    assert "measured on this machine" in told and "IceCache 64" in told and "90.0% ± 0.0%" in told
+    output = capsys.readouterr().out
+    assert "measured on this machine" in output and "IceCache 64" in output and "90.0% ± 0.0%" in output
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
     invoke("plot", str(run), "-o", str(tmp_path / "run.html"))

@@ -1,4 +1,4 @@
-"""Synthetic streams: sparse as the paper presumes, local in time, and the same in whatever parts they are made."""
+"""Synthetic streams: sparse as the paper assumes, local in time, and the same for any division into parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = 0.2  # hillinfer.txt, section 1: less than 20 % of the tokens matter
 
 
 def weights(made: SyntheticStream, layer: int, step: int) -> NDArray[np.float32]:
-    """Return the attention of a step over all before it [heads, tokens]."""
+    """Return the attention weights of a step [heads, tokens]."""
     spec = made.spec
     keys = made.keys_values(layer, range(spec.context + step))[0]
     found: NDArray[np.float32] = attention(made.queries(layer, step), keys, keys)[1][0]
@@ -25,7 +25,7 @@ def weights(made: SyntheticStream, layer: int, step: int) -> NDArray[np.float32]
 
 
 def mass(found: NDArray[np.float32], share: float = SHARE) -> float:
-    """Return the part of the attention that the `share` of the tokens with most of it have, the least of all heads."""
+    """Return the share of attention of the `share` of tokens with the most attention, for the head with the least."""
     most = np.sort(found, axis=1)[:, ::-1][:, : int(share * found.shape[1])]
     return float(most.sum(axis=1).min())
 
@@ -38,7 +38,7 @@ def test_few_tokens_have_most_of_the_attention() -> None:
         assert mass(found, 0.05) > 0.5
 
 
-def test_what_matters_changes_slowly_and_then_is_something_else() -> None:
+def test_important_tokens_change_slowly_and_then_completely() -> None:
     made = SyntheticStream(SPEC)
     chosen = [
         [set(np.argsort(head)[::-1][:400].tolist()) for head in weights(made, 1, step)[:, : SPEC.context]]
@@ -48,7 +48,7 @@ def test_what_matters_changes_slowly_and_then_is_something_else() -> None:
     assert near > 0.75 > 0.6 > far
 
 
-def test_any_part_of_a_stream_is_what_the_whole_has_there() -> None:
+def test_a_part_of_a_stream_equals_that_of_the_whole() -> None:
     made = SyntheticStream(replace(SPEC, batch=2, seed=5))
     keys, values = made.keys_values(1, range(1000))
     assert keys.shape == (2, 2, 1000, 64) and keys.dtype == np.float16
@@ -62,6 +62,6 @@ def test_any_part_of_a_stream_is_what_the_whole_has_there() -> None:
     assert len(made.ids(range(120, 140))) == 20
 
 
-def test_heads_that_cannot_be_scored_are_refused() -> None:
+def test_an_invalid_head_dim_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^head_dim: "):
         replace(SPEC, head_dim=30)

@@ -4,18 +4,28 @@ import hashlib
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from llmcache.errors import run_cli
 from tests.unit.command_parts import ended
+from tools.bench.clients.llama_tokens import text
 from tools.bench.harness import ROOT
-from tools.bench.routing import layout_of
+from tools.bench.routing import layout_of, locality
+from tools.bench.runner import client
 from tools.bench.sides import environment
-from tools.make_model import Shape, main, make_model
+from tools.make_model import LIKE, TOPIC_TOKENS, TYPES, Heads, Shape, gguf_tensors, main, make_model
 
 TOOL = ROOT / "tools" / "make_model.py"
+
+
+# Small models of the architectures of --like; their vocabulary has 4 topics.
+QWEN = Shape(1024, 256, 6144, 2, False, 16, 4, "qwen3moe", Heads(8, 2, 128))
+GPT_OSS = Shape(1024, 256, 6144, 2, False, 16, 4, "gpt-oss", Heads(16, 2, 64))
 
 
 def make(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +71,8 @@ def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None
 def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wrong_type = ["x/m.safetensors", "--format", "safetensors", "--type", "q4_k_m"]
-    usage = (["x/m.gguf", "--split", "9999"], ["x/m.gguf", "--size", "huge"], wrong_type)
+    other_size = ["x/m.gguf", "--like", "gpt-oss-20b", "--size", "3M"]
+    usage = (["x/m.gguf", "--split", "9999"], ["x/m.gguf", "--size", "huge"], wrong_type, other_size)
     for args, code in (*((args, 2) for args in usage), (["file/m.gguf"], 3)):
         result = make(tmp_path / args[0], *args[1:])
         assert result.returncode == code, result.stderr
@@ -93,10 +104,12 @@ def types_of(path: Path) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.llama
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layers", [8, 13])
-def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(layers: int, tied: bool, tmp_path: Path) -> None:
-    shape = Shape(256, 768, 2000, layers, tied)
+@pytest.mark.parametrize(
+    "shape",
+    [*(Shape(256, 768, 2000, layers, tied) for layers in (8, 13) for tied in (False, True)), replace(QWEN, layers=13)],
+    ids=["8 layers", "8 layers tied", "13 layers", "13 layers tied", "qwen3moe"],
+)
+def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(shape: Shape, tmp_path: Path) -> None:
     (source,) = make_model(tmp_path / "q8_0.gguf", shape, "gguf", 1, 0)
     (path,) = make_model(tmp_path / "q4_k_m.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")
     code = (
@@ -115,7 +128,6 @@ def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(layers: int, tied: boo
 @pytest.mark.llama
 @pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
 def test_weights_are_as_large_as_those_of_trained_models(file_type: str, tmp_path: Path) -> None:
-    import numpy as np
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -153,3 +165,61 @@ def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     told = [float(word) for word in result.stdout.split()]
     vocabulary = 8000 if "--experts" in args else 2000
     assert len(told) == 4 and all(-math.log(vocabulary) < each < 0 for each in told), "neither NaN nor all alike"
+
+
+@pytest.mark.parametrize(("name", "size_gb"), [("qwen3-30b-a3b", 18.6), ("gpt-oss-20b", 12.1)])
+def test_models_of_published_shapes_are_as_large_as_the_published_files(name: str, size_gb: float) -> None:
+    shape, file_type = LIKE[name]
+    tensors = gguf_tensors(shape, TYPES[file_type])
+    assert sum(tensor.size_bytes for tensor in tensors) / 1e9 == pytest.approx(size_gb, rel=0.01)
+
+
+def routed(shape: Shape, file_type: str, topics: int, tmp_path: Path) -> NDArray[np.int64]:
+    """Return the experts that llama.cpp chooses for 120 tokens of a text."""
+    (path,) = make_model(tmp_path / "m.gguf", shape, "gguf", 1, 0, file_type=file_type)
+    out = tmp_path / "routing.npy"
+    command = client("llama_tokens", path, 120, "--threads", 1, "--topics", topics, "--routing", out)
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment())
+    chosen: NDArray[np.int64] = np.load(out)
+    return chosen
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize(("shape", "file_type"), [(QWEN, "q4_k_m"), (GPT_OSS, "mxfp4")], ids=["qwen3moe", "gpt-oss"])
+def test_llama_cpp_chooses_experts_by_token_and_topic(shape: Shape, file_type: str, tmp_path: Path) -> None:
+    chosen, tokens = routed(shape, file_type, 2, tmp_path), text(120, shape.vocabulary, 2)
+    assert chosen.shape == (120, shape.layers, shape.used) and chosen.min() == 0 and chosen.max() == shape.experts - 1
+    uses = np.zeros((120, shape.layers, shape.experts))
+    np.put_along_axis(uses, chosen, 1, axis=2)
+    shared = np.einsum("ale,ble->ab", uses, uses) / (shape.layers * shape.used)
+    at = np.array(tokens)
+    same, other = (at[:, None] == at) & ~np.eye(120, dtype=bool), at[:, None] != at
+    topic = at // TOPIC_TOKENS
+    same_topic = other & (topic[:, None] == topic)
+    assert shared[same].mean() > 0.8 > shared[same_topic].mean() > shared[other & ~same_topic].mean()
+    assert locality(chosen, shape.experts).top > 1.3 / shape.experts
+
+
+@pytest.mark.llama
+@pytest.mark.parametrize(("shape", "file_type"), [(QWEN, "q4_k_m"), (GPT_OSS, "mxfp4")], ids=["qwen3moe", "gpt-oss"])
+def test_logits_of_published_architectures_are_of_ordinary_size(shape: Shape, file_type: str, tmp_path: Path) -> None:
+    (path,) = make_model(tmp_path / "m.gguf", shape, "gguf", 1, 0, file_type=file_type)
+    code = (
+        "import sys, llama_cpp, numpy\n"
+        "model = llama_cpp.Llama(sys.argv[1], n_ctx=256, verbose=False)\n"
+        "model.eval([1, 300, 2000, 3000])\n"
+        "logits = llama_cpp.llama_get_logits(model.ctx)\n"
+        "print(numpy.ctypeslib.as_array(logits, shape=(model.n_vocab(),)).std())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True, timeout=120)
+    assert 0.1 < float(done.stdout) < 10
+
+
+def test_a_text_repeats_words_and_changes_its_topic() -> None:
+    tokens = np.array(text(1000, 6144, 2))
+    topics = tokens // TOPIC_TOKENS
+    assert set(topics[:500]) == {1, 2} and set(topics[500:]) == {1, 3}
+    assert 0.35 < (topics == 1).mean() < 0.55 and len(set(tokens.tolist())) < 600
+    assert text(1000, 6144, 2) == tokens.tolist() != text(1000, 6144, 2, seed=1)
+    with pytest.raises(ValueError, match="has 4 topics, not 5"):
+        text(10, 6144, 5)

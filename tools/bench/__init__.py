@@ -1,1 +1,1 @@
-"""Benchmarks and the demo of llmcache, and the cgroup helpers that they share."""
+"""Benchmarks and the demo of llmcache."""

@@ -5,7 +5,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-if not __package__:  # run as a directory: its modules must not be taken for others of their names
+if not __package__:  # run as a directory: names such as `trace` must not be found in it
     sys.path[0] = ROOT
     venv = os.environ.get("LLMCACHE_VENV", os.path.join(ROOT, ".venv"))
     python = os.path.join(venv, "bin", "python")
@@ -21,7 +21,7 @@ OTHERS = {"all": "all benchmarks in sequence, and one page with all targets", "d
 
 
 def main(words: list[str]) -> int:
-    """Return the exit code of what is named, 2 if nothing of that name is there."""
+    """Run the named benchmark and return its exit code; 2 if the name is unknown."""
     known = {**{one.name: one.about for one in suite.BENCHMARKS}, **OTHERS}
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):

@@ -27,32 +27,32 @@ from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, 
 from . import results
 from .demo import make_model
 from .harness import MODELS, ROOT, one_interrupt, report
-from .results import Bar, Document, bars_of, exit_code, markdown, of_json
+from .results import Document, Target, exit_code, markdown, of_json, targets_of
 
 SCHEMA = "llmcache-bench-all/2"
 MODEL_SIZE = "700M"
 FAILED = 3
 MODEL = "MODEL"
-"""Stands for the path of the demo's model among the words of a command."""
+"""Placeholder for the path of the demo's model in a command."""
 BUSY_SHARE = 0.1
-"""Of the processors' time, by others, from which on a machine counts as busy."""
+"""A machine counts as busy if other processes use more than this share of the CPU time."""
 
 
 @dataclass(frozen=True)
 class SuiteEntry:
-    """One benchmark: the words after its name, for a whole run and for a quick look.
+    """One benchmark, with its options for a full run and for a quick run.
 
-    `quick` None: there is no quick look. `asked`: it is run only if it is named, because it takes so long.
+    `quick` None: there is no quick run. `on_request`: the benchmark takes so long that it is run only if it is named.
     """
 
     name: str
     about: str
     words: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = ("--quick",)
-    asked: bool = False
+    on_request: bool = False
 
     def command(self, quick: bool = False) -> str:
-        """Return the command of a whole run or of a quick look, for people."""
+        """Return the command line of a full or quick run, for display."""
         return " ".join((f"tools/bench {self.name}", *((self.quick or ()) if quick else self.words)))
 
 
@@ -63,7 +63,7 @@ BENCHMARKS = (
         ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
         ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
     ),
-    SuiteEntry("zoo", "mounts and the page cache: bytes read, for many access patterns", asked=True),
+    SuiteEntry("zoo", "mounts and the page cache: bytes read, for many access patterns", on_request=True),
     SuiteEntry("demotime", "run time of a second tools/demo", quick=None),
     SuiteEntry("startup", "start-up time of every command"),
     SuiteEntry(
@@ -89,25 +89,25 @@ BENCHMARKS = (
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
-    SuiteEntry("kvmodels", "SpillCache with real models: loss, answers, time, memory", asked=True),
-    SuiteEntry("testtime", "ten runs of tools/test", quick=None, asked=True),
+    SuiteEntry("kvmodels", "SpillCache with real models: loss, answers, time, memory", on_request=True),
+    SuiteEntry("testtime", "ten runs of tools/test", quick=None, on_request=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)
 
 
-# One benchmark, in a process of its own, with the load of the machine beside its results
+# One benchmark in its own process; the load of the machine is recorded with its results
 
 
 def now() -> str:
-    """Return the time of the day, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
-    """Run one benchmark and write its JSON into `directory`; returns the JSON; LlmcacheError if it leaves none.
+    """Run one benchmark and write its JSON into `directory`; return the JSON. LlmcacheError if there are no complete
+    results.
 
-    The file gets `run`: command, time and load. What the benchmark prints goes to stderr. An interrupt waits until it has
-    unmounted what it mounts.
+    `run` is added to the file: command, time and load. The output of the benchmark goes to stderr. After an interrupt, the
+    benchmark unmounts before this function raises.
     """
     words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
     new = directory / f".{benchmark.name}.json.new"
@@ -137,102 +137,101 @@ def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None)
     return document
 
 
-# What they have written together, and the page of it
+# The combined results, and their page
 
 
 def read(directory: Path) -> dict[str, Document]:
-    """Return the JSON of each benchmark that has written one into `directory`, by name."""
+    """Return the JSON of each benchmark that has results in `directory`, by name."""
     paths = {one.name: directory / f"{one.name}.json" for one in BENCHMARKS}
     return {name: results.read(path) for name, path in paths.items() if path.exists()}
 
 
 def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
-    """Return what all.json holds: machines without commits (one, unless figures are from several), runs, every bar.
+    """Return all.json: the machines (without commits; several if results are from several machines), runs, and all targets.
 
-    `errors`: why those failed that did; `started`: when all of it began (UTC).
+    `errors`: the messages of benchmarks that failed. `started`: when the whole run began (UTC).
     """
     documents = read(directory)
     machines: list[Document] = []
     runs: list[Document] = []
     for one in BENCHMARKS:
-        told: Document = {"benchmark": one.name, "command": one.command(), "error": errors.get(one.name)}
+        row: Document = {"benchmark": one.name, "command": one.command(), "error": errors.get(one.name)}
         if document := documents.get(one.name):
             machine = dict(document["machine"])
             about = {key: machine.pop(key) for key in ("commit", "versions")}
             machines += [] if machine in machines else [machine]
-            runs.append({**told, "recorded": True, **about, **document.get("run", {})})
+            runs.append({**row, "recorded": True, **about, **document.get("run", {})})
         else:
-            runs.append({**told, "recorded": False})
-    bars = [{"benchmark": name, **bar.to_json()} for name, document in documents.items() for bar in bars_of(document)]
-    return {"schema": SCHEMA, "started": started, "machines": machines, "runs": runs, "bars": bars}
+            runs.append({**row, "recorded": False})
+    targets = [
+        {"benchmark": name, **target.to_json()} for name, document in documents.items() for target in targets_of(document)
+    ]
+    return {"schema": SCHEMA, "started": started, "machines": machines, "runs": runs, "bars": targets}
 
 
-def write(told: Document, directory: Path) -> None:
-    """Write all.json and all.html."""
-    results.write(directory / "all.json", told)
-    results.write_text(directory / "all.html", page(told))
+def write(document: Document, directory: Path) -> None:
+    results.write(directory / "all.json", document)
+    results.write_text(directory / "all.html", page(document))
 
 
-def reached(told: Document) -> tuple[int, int]:
-    """How many bars of all benchmarks are reached, and how many there are."""
-    bars = bars_of(told)
-    return sum(bar.passed for bar in bars), len(bars)
+def reached(document: Document) -> tuple[int, int]:
+    """Return the number of targets that are met, and the number of all targets."""
+    targets = targets_of(document)
+    return sum(target.passed for target in targets), len(targets)
 
 
-def table(told: Document) -> str:
-    """How many bars of all benchmarks are reached, and those that are not."""
-    rows = [[bar.what, bar.kind, bar.shown, bar.wanted] for bar in bars_of(told) if not bar.passed]
-    about = "{} of {} targets are met.".format(*reached(told))
+def table(document: Document) -> str:
+    """Return the number of targets that are met, and a table of those that are missed."""
+    rows = [[target.what, target.kind, target.shown, target.wanted] for target in targets_of(document) if not target.passed]
+    about = "{} of {} targets are met.".format(*reached(document))
     return about + ("\n\n" + markdown(["missed", "kind", "value", "target"], rows, texts=(0, 1)) if rows else "\n")
 
 
-def page(told: Document) -> str:
-    """Return the page of what `whole` told."""
-    good, count = reached(told)
+def page(document: Document) -> str:
+    good, count = reached(document)
     lead = (
         "A target is a limit that the project sets for a figure. "
         f"{good} of {count} targets are met, {count - good} are missed."
     )
-    if missing := [run["benchmark"] for run in told["runs"] if not run["recorded"]]:
+    if missing := [run["benchmark"] for run in document["runs"] if not run["recorded"]]:
         lead += f" Without results: {', '.join(missing)}."
-    return html_page("llmcache: benchmark results and targets", lead, [*_bars(told), _conditions(told)])
+    return html_page("llmcache: benchmark results and targets", lead, [*_targets(document), _conditions(document)])
 
 
-def _bars(told: Document) -> list[Section]:
-    """The summary, and the bars of each benchmark."""
-    every = [(one["benchmark"], of_json(one)) for one in told["bars"]]
+def _targets(document: Document) -> list[Section]:
+    every = [(one["benchmark"], of_json(one)) for one in document["bars"]]
     rows: list[list[Cell]] = []
     each: list[HtmlBlock] = []
     for one in BENCHMARKS:
-        bars = [(name, bar) for name, bar in every if name == one.name]
-        missed = sum(not bar.passed for _, bar in bars)
-        verdict = Badge("all met", "good") if bars and not missed else Badge(f"{missed} missed", "fair")
-        rows.append([one.about, len(bars) - missed, missed, verdict if bars else Badge("no results", "bad")])
-        if bars:
-            each.append(_bars_table(f"{one.about} (tools/bench {one.name})", bars))
-    missing = [(name, bar) for name, bar in every if not bar.passed]
+        targets = [(name, target) for name, target in every if name == one.name]
+        missed = sum(not target.passed for _, target in targets)
+        verdict = Badge("all met", "good") if targets and not missed else Badge(f"{missed} missed", "fair")
+        rows.append([one.about, len(targets) - missed, missed, verdict if targets else Badge("no results", "bad")])
+        if targets:
+            each.append(_targets_table(f"{one.about} (tools/bench {one.name})", targets))
+    missing = [(name, target) for name, target in every if not target.passed]
     summary: list[HtmlBlock] = [
         Table("Targets by benchmark", ["benchmark", "met", "missed", ""], rows),
-        *([_bars_table("Missed targets", missing)] if missing else []),
+        *([_targets_table("Missed targets", missing)] if missing else []),
         Text("Measured: on the machine below. Emulated: measured there with an emulated accelerator or SSD.", True),
         Text("Modelled: computed. A figure 'time / modelled bound' divides a measured time by a modelled one.", True),
     ]
     return [Section("Summary", summary), Section("Targets", each)]
 
 
-def _bars_table(caption: str, bars: Iterable[tuple[str, Bar]]) -> Table:
+def _targets_table(caption: str, targets: Iterable[tuple[str, Target]]) -> Table:
     rows: list[list[Cell]] = []
-    for name, bar in bars:
-        sense, _, number = bar.wanted.partition(" ")
-        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # without a space, where lines would break
-        badge = Badge("met", "good") if bar.passed else Badge("MISSED", "bad")
-        rows.append([bar.what, bar.shown, limit, badge, bar.kind, bar.command or f"tools/bench {name}"])
+    for name, target in targets:
+        sense, _, number = target.wanted.partition(" ")
+        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # no space, so that the line does not break here
+        badge = Badge("met", "good") if target.passed else Badge("MISSED", "bad")
+        rows.append([target.what, target.shown, limit, badge, target.kind, target.command or f"tools/bench {name}"])
     return Table(caption, ["figure", "value", "target", "", "kind", "command"], rows)
 
 
-def _conditions(told: Document) -> Section:
+def _conditions(document: Document) -> Section:
     versions: dict[str, set[str]] = {}
-    for run in told["runs"]:
+    for run in document["runs"]:
         for name, version in run.get("versions", {}).items():
             versions.setdefault(name, set()).add(str(version))
     columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
@@ -241,8 +240,8 @@ def _conditions(told: Document) -> Section:
         f"Busy: share of CPU time in use in the three seconds before the run; above {BUSY_SHARE:.0%}, the machine was busy."
     )
     blocks: list[HtmlBlock] = [
-        *(Facts(_facts(machine)) for machine in told["machines"]),
-        Table("Runs", columns, [_run_row(run) for run in told["runs"]], digits=0),
+        *(Facts(_facts(machine)) for machine in document["machines"]),
+        Table("Runs", columns, [_run_row(run) for run in document["runs"]], digits=0),
         Text(note, True),
         Facts([(name, ", ".join(sorted(each))) for name, each in sorted(versions.items())]),
     ]
@@ -281,9 +280,9 @@ def _facts(machine: Document) -> list[tuple[str, str]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line, `out` being where to write; UsageError for what does not go together."""
+    """Return the parsed command line; UsageError for options that cannot be combined. `out`: the directory to write to."""
     parser = argparse.ArgumentParser(prog="tools/bench all", description=__doc__)
-    named = ", ".join(one.name for one in BENCHMARKS if one.asked)
+    named = ", ".join(one.name for one in BENCHMARKS if one.on_request)
     every = f"benchmarks to run: {', '.join(NAMES)} [all except {named}]"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
     parser.add_argument("--quick", action="store_true", help="smaller and shorter runs, not comparable with the targets")
@@ -309,7 +308,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
-    """Run what was asked for; all.json and all.html are written after each. Returns all results, and if any failed."""
+    """Run the selected benchmarks, writing all.json and all.html after each; return all results, and whether any failed."""
     out, started, done = args.out, now(), set()
     if args.resume:
         if not (out / "all.json").exists():
@@ -317,52 +316,54 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
         started = str(results.read(out / "all.json")["started"])
         runs = {name: document.get("run", {}) for name, document in read(out).items()}
         done = {name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")}
-    wanted = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.asked) and one.name not in done]
+    wanted = [
+        one for one in BENCHMARKS if (one.name in args.only if args.only else not one.on_request) and one.name not in done
+    ]
     benchmarks = [one for one in wanted if one.quick is not None or not args.quick]
-    there = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
-    if there and not (args.force or args.resume):
+    existing = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
+    if existing and not (args.force or args.resume):
         raise UsageError(
-            f"{out} already has results of {', '.join(there)}", "--force replaces them, -o DIR writes elsewhere"
+            f"{out} already has results of {', '.join(existing)}", "--force replaces them, -o DIR writes elsewhere"
         )
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     model = None
-    if any(MODEL in one.words for one in benchmarks):  # the demo's, generated once and then kept
+    if any(MODEL in one.words for one in benchmarks):  # the demo's model, generated once
         say.print(f"model: {MODELS}", soft_wrap=True)
         model = make_model(MODELS, MODEL_SIZE)
     write(whole(out, errors, started), out)
     for number, one in enumerate(benchmarks, 1):
         say.rule(f"{number} of {len(benchmarks)}: {one.name}", align="left")
         try:
-            told = run(one, out, args.quick, model)["run"]
+            about = run(one, out, args.quick, model)["run"]
         except (LlmcacheError, OSError, ValueError) as error:
             errors[one.name] = str(error)
             say.print(f"{one.name} FAILED: {error}", soft_wrap=True)
         else:
-            busy = ", on a BUSY machine" if told["busy_share"] > BUSY_SHARE else ""
-            before, after = told["load"]
-            say.print(f"{one.name}: {told['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
+            busy = ", on a BUSY machine" if about["busy_share"] > BUSY_SHARE else ""
+            before, after = about["load"]
+            say.print(f"{one.name}: {about['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
         write(whole(out, errors, started), out)
     return whole(out, errors, started), bool(errors)
 
 
 def recorded(source: Path) -> tuple[Document, bool]:
-    """Return the results in a directory, and if a benchmark that is run without being asked for has none."""
+    """Return the results in `source`, and whether a benchmark that is not `on_request` has none."""
     before = source / "all.json"
-    told = whole(source, {}, results.read(before)["started"] if before.exists() else "")
-    there = {run["benchmark"] for run in told["runs"] if run["recorded"]}
-    if not there:
+    document = whole(source, {}, results.read(before)["started"] if before.exists() else "")
+    found = {run["benchmark"] for run in document["runs"] if run["recorded"]}
+    if not found:
         raise UsageError(f"--from: {source} has no results", f"result files are named {NAMES[0]}.json and so on")
-    return told, any(not one.asked and one.name not in there for one in BENCHMARKS)
+    return document, any(not one.on_request and one.name not in found for one in BENCHMARKS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, 1, 2 or 3: see above."""
+    """Return the exit code: 0, 1, 2 or 3, as in the module docstring."""
     say = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 120)
     try:
         with one_interrupt():
             args = arguments(argv)
-            told, failed = recorded(args.source) if args.source else run_all(args, say)
+            document, failed = recorded(args.source) if args.source else run_all(args, say)
     except LlmcacheError as error:
         report("tools/bench all", error)
         return error.exit_code
@@ -370,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tools/bench all: interrupted; --resume continues", file=sys.stderr)
         return FAILED
     args.out.mkdir(parents=True, exist_ok=True)
-    write(told, args.out)
-    say.print(Markdown(table(told)))
-    say.print("{} of {} targets met: {}".format(*reached(told), args.out / "all.html"), soft_wrap=True)
-    return FAILED if failed else exit_code(bars_of(told))
+    write(document, args.out)
+    say.print(Markdown(table(document)))
+    say.print("{} of {} targets met: {}".format(*reached(document), args.out / "all.html"), soft_wrap=True)
+    return FAILED if failed else exit_code(targets_of(document))

@@ -38,14 +38,13 @@ from .results import markdown
 from .runner import ROOM_BYTES, loop_bytes, record
 from .sides import Mounted, environment, kernels
 
-KEPT = 0.2  # of the loop: pages that stay mapped are read without a fault, and no trace of faults shows them
+KEPT = 0.2  # share of the loop; reads of pages that stay mapped cause no faults, so no trace of faults shows them
 PROMPT, TOKENS = 4, 5  # tokens of the prompt, and of the answer that is traced
-COPIED = 0.5  # of the loop, which the server has in its own memory if it copies the weights; else it has a tenth
+COPIED = 0.5  # share of the loop; a server that copies the weights has more private memory than this, others about 0.1
 _SUGGESTED = re.compile(r"llmcache size (--loop \S+ --hot \S+)")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
     parser.add_argument(
         "--dir", type=Path, default=MODELS, help="directory on a real disk where the model is kept [%(default)s]"
@@ -68,7 +67,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
-    """Return the generated model; it is kept between runs."""
+    """Return the path of the generated model; a model of an earlier run is reused."""
     mixture = MixtureShape(experts, used, 500_000) if experts else None
     shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, mixture)
     (model,) = generate(directory / f"demo-{size}{f'-{experts}x{used}' if experts else ''}.gguf", shape, "gguf", 1, 0)
@@ -76,7 +75,6 @@ def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> P
 
 
 def experiment(args: argparse.Namespace, model: Path) -> Experiment:
-    """Return what is compared."""
     loop, routed = loop_bytes(model), None
     if args.experts:
         dense = routing.dense_bytes(routing.layout_of(model))
@@ -96,20 +94,21 @@ def experiment(args: argparse.Namespace, model: Path) -> Experiment:
     )
 
 
-def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
-    """Return what was compared, and how it came out in Markdown; modelled and measured figures stand in different rows."""
+def result_table(outcome: Comparison, document: mount.Result) -> tuple[str, str]:
+    """Return the conditions of the comparison, and its results in Markdown. Each row is either measured or modelled."""
     each = outcome.experiment
-    asked = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
+    token_bytes = each.loop_bytes if each.routed is None else int(each.routed.token_bytes)
     title = (
-        f"{format_size(asked)} of {format_size(each.loop_bytes)} read per token, cache {format_size(each.cache_bytes)}, "
-        f"storage {format_rate(each.read_bps or 0)}, total memory {format_size(outcome.cap_bytes or 0)}"
+        f"{format_size(token_bytes)} of {format_size(each.loop_bytes)} read per token, "
+        f"cache {format_size(each.cache_bytes)}, storage {format_rate(each.read_bps or 0)}, "
+        f"total memory {format_size(outcome.cap_bytes or 0)}"
     )
     rows = []
-    labels = {"kernel": "page cache", "mount": f"llmcachefs, {mount.mode_of(told, 'mount')}"}
+    labels = {"kernel": "page cache", "mount": f"llmcachefs, {mount.mode_of(document, 'mount')}"}
     for side in outcome.sides:
         label = labels.get(side, f"page cache, read_ahead_kb {SMALL_READ_AHEAD_KB}")
-        times, median = mount.steps(told, side), mount.seconds(told, side)
-        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(told, side) / 1e6:.0f}"
+        times, median = mount.steps(document, side), mount.seconds(document, side)
+        spread, read = f"{min(times):.3f}..{max(times):.3f}", f"{mount.storage_bytes(document, side) / 1e6:.0f}"
         rows.append((label, "measured", f"{median:.3f}", spread, read, f"{1 / median:.2f}"))
     bound, missing = outcome.bound_s(), max(0, each.loop_bytes - each.cache_bytes)
     others = [("bound max(compute, (N-S)/BW)", "modelled", bound, missing)] if each.routed is None else []
@@ -119,18 +118,18 @@ def result_table(outcome: Comparison, told: mount.Result) -> tuple[str, str]:
 
 
 def same_answers(outcome: Comparison) -> bool:
-    """Return whether every run gave the same tokens with the same log-probabilities, as far as it came."""
+    """Return whether all runs gave the same tokens with the same log-probabilities, over the length of the shorter run."""
     runs = [[step.crc for step in one.steps] for run in outcome.runs for one in run.clients]
     longest = max(runs, key=len)
     return all(run == longest[: len(run)] for run in runs)
 
 
 def show(outcome: Comparison, console: Console) -> bool:
-    """Print table and summary; returns whether nothing went wrong."""
-    told = outcome.to_json()
-    title, made = result_table(outcome, told)
+    """Print the results and a summary; return whether every run succeeded with identical tokens."""
+    document = outcome.to_json()
+    title, made = result_table(outcome, document)
     console.print(title, Markdown(made))
-    median, kernel = mount.seconds(told, "mount"), mount.seconds(told, mount.kernel(told))
+    median, kernel = mount.seconds(document, "mount"), mount.seconds(document, mount.kernel(document))
     same = same_answers(outcome)
     bound = "" if outcome.experiment.routed else f", {median / outcome.bound_s():.2f} x the bound"
     console.print(
@@ -146,17 +145,16 @@ def show(outcome: Comparison, console: Console) -> bool:
 
 
 def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
-    """Run the whole demo; returns the exit code."""
     began = time.monotonic()
     console.print(f"1. model: about {args.size} of Q8_0 GGUF in {args.dir} (generated once, then kept)")
     console.print("   the stock llama.cpp server maps Q8_0 on x86-64; it copies Q4_0 and Q4_K by default, see docs/index.md")
     model = make_model(args.dir.resolve(), args.size, args.experts, args.used)
     plan = experiment(args, model)
     host = machine.describe(model)
-    asked, what = plan.loop_bytes, "always in the same order"
+    token_bytes, order = plan.loop_bytes, "always in the same order"
     if plan.routed is not None:
-        asked, what = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
-    console.print(f"   {model.name}: each token reads {format_size(asked)} of it, {what}")
+        token_bytes, order = int(plan.routed.token_bytes), f"{args.used} of {args.experts} experts in each layer"
+    console.print(f"   {model.name}: each token reads {format_size(token_bytes)} of it, {order}")
     console.print(f"   {host['cpu']}, kernel {host['kernel']}, disk {host['device']['name']}")
     console.print("2. the server alone, default flags, no memory limit: the time to compute a token")
     console.print(
@@ -166,21 +164,21 @@ def demo(args: argparse.Namespace, console: Console, scratch: Path) -> int:
     )
     options: tuple[str, ...] = () if args.mode == "auto" else ("--mode", args.mode)
     is_in_place = args.mode == "inplace" or (args.mode == "auto" and why_not(str(model.parent)) is None)
-    if plan.routed is not None and is_in_place:  # what the kernel reads around a fault decides
+    if plan.routed is not None and is_in_place:  # the expert slices decide how much the kernel should read around a fault
         options += ("--read-ahead", f"{routing.read_ahead_kb(routing.layout_of(model))}Ki")
     bench = Rig(scratch, (*kernels(model.parent), Mounted(options=options)), args.repeat, console.print)
     outcome = bench.measure(plan)
     console.print("4. unmounted, cgroups removed\n")
     good = show(outcome, console)
-    good = show_tools(outcome, asked, scratch / "llama.parquet", console) and good
+    good = show_tools(outcome, token_bytes, scratch / "llama.parquet", console) and good
     console.print(f"done in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 
 
 def show_tools(outcome: Comparison, token_bytes: int, trace: Path, console: Console) -> bool:
-    """What trace, classify and size say of the same program, of whose model a token reads `token_bytes`.
+    """Run trace, classify and size on the same server and print their output; return whether none of them failed.
 
-    Returns whether nothing went wrong. Where tracing cannot work, says why and goes on.
+    `token_bytes`: bytes of the model that a token reads. If tracing is not possible, print why and skip classify.
     """
     model, loop_size = outcome.experiment.file, outcome.experiment.loop_bytes
     header = ["--model", str(model)]
@@ -202,7 +200,7 @@ def show_tools(outcome: Comparison, token_bytes: int, trace: Path, console: Cons
         return False
     console.print(output, soft_wrap=True)
     console.print(f"   by the model's header, a token reads {format_size(token_bytes)}; a token took {made.step_s:.2f} s")
-    if token_bytes < loop_size:  # what was read once, or now and then, are experts
+    if token_bytes < loop_size:  # an MoE model: classify reports most experts as data read once, not as a loop
         return _size(outcome, header, console)
     suggested = _SUGGESTED.search(output)
     if suggested is None:
@@ -219,7 +217,7 @@ def _size(outcome: Comparison, loop: list[str], console: Console) -> bool:
 
 
 def _run(words: list[str], console: Console) -> str | None:
-    """What an llmcache command prints; None, with its error shown, if it fails."""
+    """Print the output of an llmcache command and return it; if it fails, print its error and return None."""
     console.print(f"   $ llmcache {shlex.join(words)}", soft_wrap=True)
     result = subprocess.run(
         [sys.executable, "-m", "llmcache", *words],

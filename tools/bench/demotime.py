@@ -14,18 +14,18 @@ from typing import Any
 from rich.console import Console
 
 from .harness import ROOT
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-demotime/1"
-DEMO_BAR_S = 120.0
+DEMO_TARGET_S = 120.0
 
 Run = dict[str, Any]
 
 
 def timed(command: Sequence[str]) -> Run:
-    """Run a command; returns its seconds and exit code, and what it said last. What it prints goes to stderr."""
+    """Run a command, copying its output to stderr; return its duration, exit code and last line of output."""
     begin = time.perf_counter()
-    # a group of its own: an interrupt has to reach what the script has started, and only that
+    # its own process group: an interrupt must reach everything that the script has started, and nothing else
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         said = ""
@@ -47,9 +47,9 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     yield {"runs": [timed(["tools/demo"]) for _ in range(2 if args.fresh else 1)]}
 
 
-def bars(told: Document) -> list[Bar]:
-    last = told["runs"][-1]
+def targets(document: Document) -> list[Target]:
+    last = document["runs"][-1]
     return [
-        Bar("demo", "run time of a second tools/demo", last["seconds"], "<", DEMO_BAR_S, unit="s"),
-        Bar("exit", "exit code of tools/demo", last["exit_code"], "<=", 0),
+        Target("demo", "run time of a second tools/demo", last["seconds"], "<", DEMO_TARGET_S, unit="s"),
+        Target("exit", "exit code of tools/demo", last["exit_code"], "<=", 0),
     ]

@@ -18,15 +18,15 @@ from llmcache.report.edram_model import swept
 from llmcache.report.reproduce import reproduce
 
 from .harness import ROOT, in_turns
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-edram/2"
 CONFIGURATIONS = 10_000
-SWEEP_BAR_S = 5.0
+SWEEP_TARGET_S = 5.0
 
 
 def axes() -> Axes:
-    """Return a sweep of 10,000 configurations: two models, the paper's workloads and systems, other numbers varied."""
+    """Return a sweep of 10,000 configurations: two models, the paper's workloads and systems, and five varied parameters."""
     return Axes(
         [MODELS["llama2-7b"], MODELS["llama3-8b"]],
         list(WORKLOADS.values()),
@@ -39,7 +39,7 @@ def axes() -> Axes:
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """Return what is measured, by name; "sweep" has the bar."""
+    """Return the measured functions by name; only "sweep" has a target."""
     made = axes()
     configurations = made.configurations()
     return {
@@ -54,7 +54,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def _command() -> None:
-    """Run a sweep as large from the command line, imports and JSON included."""
+    """Run a sweep of the same size from the command line, including imports and JSON."""
     numbers = ["--batch", "1,2,4,8,16", "--budget", "128,256,512,1024,2048", "--interval-scale", "0.1,0.25,0.5,1,2"]
     names = ["--model", "llama2-7b,llama3-8b", "--workload", "all", "--system", "all", "--dram-bw", "32GB/s,64GB/s"]
     command = [sys.executable, "-m", "llmcache", "edram", "sweep", *names, *numbers, "--json"]
@@ -66,7 +66,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield the seconds of every run of every case, run in turns."""
+    """Yield the durations of all cases, run in turn."""
     seconds = in_turns({name: partial(_seconds, run) for name, run in cases().items()}, args.repeat, console)
     rows = [{"case": name, "seconds": runs, "median_s": statistics.median(runs)} for name, runs in seconds.items()]
     yield {"configurations": CONFIGURATIONS, "cases": rows}
@@ -78,13 +78,12 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def bars(told: Document) -> list[Bar]:
-    (median,) = (one["median_s"] for one in told["cases"] if one["case"] == "sweep")
-    what = f"sweep of the accelerator model over {told['configurations']:,} configurations"
-    return [Bar("sweep", what, median, "<", SWEEP_BAR_S, unit="s")]
+def targets(document: Document) -> list[Target]:
+    (median,) = (one["median_s"] for one in document["cases"] if one["case"] == "sweep")
+    what = f"sweep of the accelerator model over {document['configurations']:,} configurations"
+    return [Target("sweep", what, median, "<", SWEEP_TARGET_S, unit="s")]
 
 
-def table(told: Document) -> str:
-    """How long the accelerator model takes, from `tools/bench edram`."""
-    head = [f"accelerator model, {told['configurations']:,} configurations", "time s"]
-    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in told["cases"]])
+def table(document: Document) -> str:
+    head = [f"accelerator model, {document['configurations']:,} configurations", "time s"]
+    return markdown(head, [[one["case"], f"{one['median_s']:.2f}"] for one in document["cases"]])

@@ -1,4 +1,4 @@
-"""One comparison: the same clients over plain storage and over mounts, with the same total memory, interleaved."""
+"""One comparison: the same clients on plain storage and on mounts, with the same total memory, in interleaved runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
 Command = Callable[[str, Path], list[str]]
-"""The command line of a client, for a side and a file."""
+"""The command line of a client, for the name of a side and a file."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What tokens of a mixture ask for, in bytes each: with nothing in memory, and where whole experts are kept in the same
-    room: exactly those used last, those most popular at that moment, by popularities that are known, and those used next
-    (None: which are used is not known before). The mean of the measured ones.
+    """Bytes that a token of an MoE model reads on average, and bytes that it misses with three policies on whole experts.
+
+    `token_bytes`: with nothing cached. The others are misses of a replay in the same memory: exact LRU, eviction of the
+    expert with the lowest known popularity, and Belady; None if the routing is not known in advance. Means over the measured
+    tokens.
     """
 
     token_bytes: float
@@ -33,14 +35,29 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """What is run, and under which limits.
+class Window:
+    """A range of measured steps of an MoE model, `first` to `end`, that has its own targets; all figures are per token.
 
-    `times`: how many times as often as others it is repeated; runs that are short scatter more than they last.
-    `direct`: O_DIRECT is a side as well. `routed`: of a mixture, whose steps differ: means count, and the warm-up is told.
-    `own_read_ahead`: the page cache with the machine's own is a side too, where that is not the small one.
-    `read_ahead_kb`: what a mount in place is to set, as the documentation advises.
-    `mean_reads`: bytes from storage are the mean of the steps: where most read nothing, the median would hide the others.
+    `lru_bytes`, `belady_bytes`: misses of both policies, with whole experts in the same memory. `storage_s`: the time that
+    storage takes for the latter.
+    """
+
+    first: int
+    end: int
+    lru_bytes: float
+    belady_bytes: float
+    storage_s: float
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The client, file and limits of one comparison.
+
+    `times`: factor on the number of repeats; short runs vary more. `direct`: run a side with O_DIRECT too. `routed`: set for
+    MoE models, whose steps differ; times are then means, and warm-up steps are recorded. `own_read_ahead`: run the page
+    cache also with the machine's own `read_ahead_kb`. `read_ahead_kb`: the value for a mount in place, as the documentation
+    advises. `mean_reads`: report the mean of the bytes per step; if most steps read nothing, the median is 0. `windows` have
+    separate targets. `opponents_kb`: further values of `read_ahead_kb` for the page cache.
     """
 
     case: str
@@ -60,16 +77,22 @@ class Experiment:
     own_read_ahead: bool = True
     read_ahead_kb: int = SMALL_READ_AHEAD_KB
     mean_reads: bool = False
+    windows: tuple[Window, ...] = ()
+    opponents_kb: tuple[int, ...] = ()
 
     def timeout_s(self) -> float:
-        """Return after how long a client counts as hung: far more than reading everything in every step."""
+        """Return the seconds after which a client counts as hung: four times the duration of reading everything in every
+        step.
+        """
         slowest = self.loop_bytes / (self.read_bps or 500e6)
         return 60 + 4 * self.steps * self.clients * (slowest + 0.5)
 
 
 @dataclass
 class SideRun:
-    """One run of one side; `stats` of a mount, with the `storage_bytes` of its group, when it was warm and at the end."""
+    """One run of one side. `stats`: statistics of the mount after the warm-up and at the end, with the cgroup's
+    `storage_bytes`.
+    """
 
     side: str
     repeat: int
@@ -78,15 +101,23 @@ class SideRun:
     stats: list[dict[str, Any]] = field(default_factory=list)
 
     def storage_bytes_per_step(self, experiment: Experiment) -> float:
-        """Return the bytes read from storage per step: of the measured steps, or of all where clients overlap."""
+        """Return the bytes read from storage per measured step; per step of any kind if several clients run at the same
+        time.
+        """
         if len(self.clients) == 1:
             read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
             return statistics.fmean(read) if experiment.mean_reads else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
 
+    def _window_bytes(self, experiment: Experiment) -> list[float | None]:
+        """Return the mean bytes from storage per step of each window; None for a window that was not reached."""
+        read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
+        return [statistics.fmean(part) if (part := read[one.first : one.end]) else None for one in experiment.windows]
+
     def mount(self) -> dict[str, Any] | None:
-        """Return mode, memory at its most, and the daemon's processor time per GB that came from storage while it was warm,
-        by whomever it was asked for; None without a mount.
+        """Return the mode, the largest memory and the daemon's CPU seconds per GB read from storage; None without a mount.
+
+        The CPU time and the bytes are those between the two entries of `stats`.
         """
         if not self.stats:
             return None
@@ -100,7 +131,7 @@ class SideRun:
         }
 
     def to_json(self, experiment: Experiment) -> dict[str, Any]:
-        """Return its measured steps, a list for each client, what one of them read from storage, and what the mount took."""
+        """Return the measured steps as one list per client, the bytes read per step, and the costs of the mount."""
         measured = any(one.steps for one in self.clients)
         warmup = experiment.warmup
         warming = {"first_seconds": [step.seconds for step in self.clients[0].steps[:warmup]]} if experiment.routed else {}
@@ -110,15 +141,20 @@ class SideRun:
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
             **warming,
             "storage_bytes_per_step": self.storage_bytes_per_step(experiment) if measured else None,
+            **({"window_bytes": self._window_bytes(experiment)} if experiment.windows else {}),
             "mount": self.mount(),
         }
 
 
+_NOT_RECORDED = ("command", "direct", "own_read_ahead", "opponents_kb")
+
+
 @dataclass
 class Comparison:
-    """Every run of an experiment, and what the bound needs: the compute time of a step and the cap that was set.
+    """All runs of an experiment.
 
-    `anon_bytes`: the clients' own memory.
+    `compute_s`: duration of a step with everything in memory. `cap_bytes`: the memory limit, None without one. `anon_bytes`:
+    private memory of all clients.
     """
 
     experiment: Experiment
@@ -129,17 +165,19 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Return the names of the sides, in their order."""
+        """The names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def bound_s(self) -> float:
-        """Return max(compute, (N-S)/BW) per client; several clients share the bandwidth but also what is read."""
+        """Return the modelled lower bound max(compute, (N-S)/BW) of a step. Clients that run together read the same bytes
+        once.
+        """
         each = self.experiment
         missing = max(0, each.loop_bytes - each.cache_bytes)
         return max(self.compute_s, missing / each.read_bps if each.read_bps else 0.0)
 
     def problems(self, side: str) -> list[str]:
-        """Return what went wrong in the runs of one side: hangs, wrong bytes, failures, OOM kills."""
+        """Return the problems of one side's runs: hangs, wrong bytes, failures, OOM kills."""
         found = []
         for run in (run for run in self.runs if run.side == side):
             for one in run.clients:
@@ -151,9 +189,9 @@ class Comparison:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return every measured step as plain data, times in seconds."""
+        """Return all measured steps as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
+        shape = {key: value for key, value in asdict(each).items() if key not in _NOT_RECORDED}
         return {
             **shape,
             "file": each.file.name,
@@ -168,7 +206,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Rig:
-    """How experiments are run, each over the directory of its file; mounts are made in `scratch`."""
+    """Runs experiments in the directory of their file. Mount points are created in `scratch`."""
 
     scratch: Path
     sides: tuple[Plain | Mounted, ...]
@@ -176,7 +214,7 @@ class Rig:
     say: Callable[[str], None]
 
     def measure(self, experiment: Experiment) -> Comparison:
-        """Run an experiment: first the client alone with everything in memory, then the sides in turns."""
+        """Run the client alone with everything in memory, then all sides, interleaved."""
         command = experiment.command("compute", experiment.file)
         with Cgroup("compute", directory=experiment.file) as group:
             calibration = run_clients(group, [command], experiment.timeout_s())[0]
@@ -188,7 +226,7 @@ class Rig:
         if not experiment.own_read_ahead and any(side.name.startswith("kernel-") for side in sides):
             sides = tuple(side for side in sides if side != Plain())
         for repeat in range(self.repeat * experiment.times):
-            # the order turns round every time, so that no side always runs on a freshly throttled disk
+            # reversed in every second repeat, so that no side always runs right after the other on a throttled disk
             for side in sides if repeat % 2 == 0 else sides[::-1]:
                 outcome.runs.append(self._run(experiment, side, repeat, cap))
                 self.say(_progress(outcome))
@@ -202,21 +240,21 @@ class Rig:
             Cgroup(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
             side.open(group, experiment.file.parent, experiment.cache_bytes, self.scratch) as opened,
         ):
-            # Here, and not before: the host of a virtual machine takes back what is free for seconds, and who fills it again
-            # waits for the host; a side that takes a second to be mounted would pay for that.
+            # Drop the file only now. The host of a virtual machine reclaims free memory within seconds, and a client that
+            # fills it again waits for the host. A side that is mounted first would pay for that second.
             forget(experiment.file)
             path = opened.root / experiment.file.name
             commands = [experiment.command(side.name, path)] * experiment.clients
             stats: list[dict[str, Any]] = []
 
-            def look() -> None:
-                if (told := opened.stats()) is not None:
-                    stats.append({**told, "storage_bytes": group.read_bytes()})
+            def sample() -> None:
+                if (answer := opened.stats()) is not None:
+                    stats.append({**answer, "storage_bytes": group.read_bytes()})
 
             clients = run_clients(
-                group, commands, experiment.timeout_s(), lambda done: look() if done == experiment.warmup else None
+                group, commands, experiment.timeout_s(), lambda done: sample() if done == experiment.warmup else None
             )
-            look()
+            sample()
             return SideRun(side.name, repeat, clients, group.usage(), stats)
 
 

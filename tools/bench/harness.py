@@ -1,15 +1,15 @@
-"""How a benchmark is run: a module of this package that measures, and is judged and shown by what it has written.
+"""Runs a benchmark: a module of this package that measures, judges its measurements and shows them.
 
-Each is called after the file of its results, `tools/bench NAME`, and has
+A benchmark `tools/bench NAME` writes the results file NAME.json. Its module has a docstring, which is its help, and
 
-    SCHEMA                    the name and version of what it writes
-    options(parser)           adds its options; --json is there already, `--dir` also names the disk that is told
-    measure(args, console)    yields all that was measured, JSON-ready; before that what there is, with "complete": False
-    bars(told)                returns the bars, from what was written; or `BARS`, those of the parts: sense and limit by name
-    table(told)               returns what people see of it, here and in docs, in Markdown; without it a table of its bars,
-                              under `HEAD`
+    SCHEMA                    name and version of the results
+    options(parser)           adds options besides --json; the disk of `--dir` is recorded in the results
+    measure(args, console)    yields all measurements, ready for JSON; partial ones have "complete": False
+    targets(document)         returns the targets; or `TARGETS` has sense and limit for each of the "parts"
+    table(document)           returns the results in Markdown, for the terminal and docs; by default a table of the targets,
+                              headed `HEAD`
 
-and a docstring, which is its help. An interrupt has it clean up; what it has written until then stays.
+After an interrupt the benchmark cleans up, and keeps the results that it has written.
 """
 
 from __future__ import annotations
@@ -33,82 +33,87 @@ from rich.markdown import Markdown
 from llmcache.errors import LlmcacheError
 
 from . import machine
-from .results import Bar, Document, bars_table, exit_code, rounded, write
+from .results import Document, Target, exit_code, rounded, targets_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = user_cache_path("llmcache") / "models"
-"""Where models are kept between runs."""
+"""Generated and downloaded models are kept here between runs."""
 
 
-def bars_of(bench: ModuleType, told: Document) -> list[Bar]:
-    """Return the bars of a benchmark, from what it wrote; without `bars` in it, `BARS` has those of its parts."""
-    if hasattr(bench, "bars"):
-        return list(bench.bars(told))
-    parts = told["parts"]
-    return [Bar(name, parts[name]["what"], parts[name]["figure"], *bar) for name, bar in bench.BARS.items() if name in parts]
+def targets_of(bench: ModuleType, document: Document) -> list[Target]:
+    """Return the targets of a benchmark, judged by its results."""
+    if hasattr(bench, "targets"):
+        return list(bench.targets(document))
+    parts = document["parts"]
+    return [
+        Target(name, parts[name]["what"], parts[name]["figure"], *target)
+        for name, target in bench.TARGETS.items()
+        if name in parts
+    ]
 
 
-def shown(bench: ModuleType, told: Document) -> str:
-    """Return what people see of it, in Markdown."""
-    return str(bench.table(told)) if hasattr(bench, "table") else bars_table(told, getattr(bench, "HEAD", "figure"))
+def shown(bench: ModuleType, document: Document) -> str:
+    return (
+        str(bench.table(document)) if hasattr(bench, "table") else targets_table(document, getattr(bench, "HEAD", "figure"))
+    )
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
-    """Return 0 if every bar is reached, 1 if not, 2 usage, 3 if the machine cannot run it."""
+    """Return 0 if all targets are met, 1 if not, 2 on a usage error, 3 if the machine cannot run the benchmark."""
     name = f"tools/bench {bench.__name__.rpartition('.')[2]}"
     parser = argparse.ArgumentParser(prog=name, description=bench.__doc__)
     bench.options(parser)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    told: Document | None = None
+    written: Document | None = None
     try:
         with one_interrupt():
             for measured in bench.measure(args, console):
-                told = document(bench, getattr(args, "dir", ROOT), measured)
+                written = document(bench, getattr(args, "dir", ROOT), measured)
                 if args.json:
-                    write(args.json, told)
+                    write(args.json, written)
     except LlmcacheError as error:
         report(name, error)
         return error.exit_code
     except KeyboardInterrupt:
-        console.print("interrupted" + (": nothing was written" if told is None else ""))
-        if told is None:
+        console.print("interrupted" + (": nothing was written" if written is None else ""))
+        if written is None:
             return 1
-    assert told is not None
-    for text in dict.fromkeys((shown(bench, told), bars_table(told, getattr(bench, "HEAD", "figure")))):
+    assert written is not None
+    for text in dict.fromkeys((shown(bench, written), targets_table(written, getattr(bench, "HEAD", "figure")))):
         console.print(Markdown(text))
-    return exit_code(bars_of(bench, told)) if told.get("complete", True) else 1
+    return exit_code(targets_of(bench, written)) if written.get("complete", True) else 1
 
 
 def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
-    """Return what a benchmark writes: what it measured on this machine, with its bars."""
-    told = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
-    return {**told, "bars": [bar.to_json() for bar in bars_of(bench, told)]}
+    """Return the results file: measurements, the machine, and the targets."""
+    written = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
+    return {**written, "bars": [target.to_json() for target in targets_of(bench, written)]}
 
 
 def report(name: str, error: LlmcacheError) -> None:
-    """Print on stderr what went wrong with the command `name`."""
+    """Print an error of the command `name` on stderr."""
     print(f"{name}: error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
 
 
 def measured_apart(module: str, *words: object, packages: Path | None = None) -> Document:
-    """Return what a module run as a program prints as JSON: a process of its own, whose memory is measured.
+    """Run a module as a program in its own process, so that its memory can be measured; return the JSON that it prints.
 
-    `packages`: a directory of those that it takes before the environment's.
+    `packages`: a directory that precedes the environment's packages.
     """
     command = [sys.executable, "-m", f"tools.bench.{module}", *map(str, words)]
     paths = [str(one) for one in (packages, os.environ.get("PYTHONPATH")) if one]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    told: Document = json.loads(done.stdout)
-    return told
+    printed: Document = json.loads(done.stdout)
+    return printed
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:
-    """Return the seconds that each says `repeat` runs of it take, after one that compiles and fills the page cache.
+    """Return the seconds of `repeat` calls of each function, after one call that compiles and fills the page cache.
 
-    They take turns, so that what else the machine does falls on all alike.
+    The functions run in turn, so that other load on the machine affects all of them alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(repeat + 1):
@@ -121,7 +126,7 @@ def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Cons
 
 @contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """Yield a fresh directory below `directory`, removed at the end."""
+    """Yield a new directory below `directory`, and remove it at the end."""
     scratch = directory / f".llmcache-bench-{os.getpid()}"
     scratch.mkdir(parents=True)
     try:
@@ -132,7 +137,7 @@ def workplace(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for the first SIGINT, SIGTERM or SIGHUP; later ones only say that cleaning up goes on."""
+    """Raise KeyboardInterrupt for the first SIGINT, SIGTERM or SIGHUP; on later ones only print that cleanup continues."""
     seen = False
 
     def handle(_number: int, _frame: FrameType | None) -> None:

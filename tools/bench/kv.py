@@ -31,17 +31,17 @@ from llmcache.kv.spill.layout import aligned
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-kv/2"
 TOKENS, DIM, HEADS = 65536, 128, 8
 SPILLED = 1 << 20  # tokens of one layer in the spill file
-ALPHA = 0.2  # hillinfer.txt, section 4.2: the importance rate of its experiments
-SCORING_BAR = 0.5  # of the bandwidth of reading
-TOP_BAR = 0.2  # of the time of scoring
-FETCH_BAR = 0.8  # of what the same reads take without a spill file
-MEMORY_BAR = 1 << 30
-LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
+ALPHA = 0.2  # hillinfer.txt, section 4.2: the share of tokens in its experiments
+SCORING_TARGET = 0.5  # share of the bandwidth of plain reads
+TOP_TARGET = 0.2  # share of the time of scoring
+FETCH_TARGET = 0.8  # share of the bandwidth of the same reads without a spill file
+MEMORY_TARGET = 1 << 30
+LINK_TARGET = 1 / 50  # share of the bytes that scoring on the host moves
 MIB = 1 << 20
 SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
 CHUNK = 4096
@@ -53,7 +53,7 @@ Keys = NDArray[Any]
 
 @numba.njit(nogil=True, cache=True)
 def _sum(words):  # type: ignore[no-untyped-def]
-    """Reads everything: what no kernel that must see all keys can undercut."""
+    """Read all words: a lower bound for kernels that read all keys."""
     total = np.uint64(0)
     for i in range(words.size):
         total += words[i]
@@ -61,22 +61,22 @@ def _sum(words):  # type: ignore[no-untyped-def]
 
 
 class Kernel(NamedTuple):
-    """One measured loop over all heads; `bar`: what its figure must reach, if anything."""
+    """One measured loop over all heads; `target`: the limit of its figure, None without one."""
 
     name: str
     run: Callable[[], object]
     key_bytes: int
-    bar: float | None = None
+    target: float | None = None
 
     def seconds(self) -> float:
-        """Return what one run takes."""
+        """Return the duration of one run."""
         start = time.perf_counter()
         self.run()
         return time.perf_counter() - start
 
 
 def heads(dtype: str, tokens: int) -> list[Keys]:
-    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far more than the caches of a core."""
+    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far larger than the caches of a core."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(HEADS):
@@ -91,24 +91,23 @@ def heads(dtype: str, tokens: int) -> list[Keys]:
 
 
 def kernels(tokens: int) -> Iterator[Kernel]:
-    """Yield what is measured."""
     random = np.random.default_rng(1)
-    asked = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
+    query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
     for dtype in ("float16", "bfloat16", "int8", "float32"):
         keys = heads(dtype, tokens)
         words = [head.view(np.uint64).reshape(-1) for head in keys]
         scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
         size = sum(head.nbytes for head in keys)
         yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
-        for queries, query in asked.items():
-            bar = SCORING_BAR if dtype == "float16" and queries == 1 else None
+        for queries, query in query_of.items():
+            target = SCORING_TARGET if dtype == "float16" and queries == 1 else None
             scoring = partial(score, query, scales=scales, threads=1)
             per_head = "1 query" if queries == 1 else f"{queries} queries"
-            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, bar)
+            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, target)
         if dtype == "float16":
-            scores = [score(asked[1], head, threads=1) for head in keys]
+            scores = [score(query_of[1], head, threads=1) for head in keys]
             for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
-                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_BAR)
+                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
 
 
 def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
@@ -117,7 +116,7 @@ def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
 
 
 def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
-    """Return everything as JSON-ready values: each case beside reading the same bytes, the choices beside scoring."""
+    """Return the results, ready for JSON: each case relative to reading the same bytes; `top` relative to scoring."""
     times = {name: statistics.median(runs) for name, runs in seconds.items()}
     rows = []
     for case in found:
@@ -128,7 +127,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took
         row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
-        rows.append(row | ({} if case.bar is None else {"bar": case.bar}))
+        rows.append(row | ({} if case.target is None else {"bar": case.target}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
@@ -136,7 +135,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
 
 
 def write(path: Path, tokens: int) -> dict[str, Any]:
-    """Spill `tokens` of noise; returns how fast."""
+    """Spill `tokens` random tokens; return duration and sizes."""
     noise = np.random.default_rng(0).standard_normal((8, CHUNK, 128), dtype=np.float32).astype(np.float16)
     start = time.perf_counter()
     with SpillFile.create(path, SHAPE) as file:
@@ -151,7 +150,6 @@ def write(path: Path, tokens: int) -> dict[str, Any]:
 
 
 def restore(path: Path, tokens: int) -> dict[str, Any]:
-    """Open the file; returns how long that took."""
     start = time.perf_counter()
     with SpillReader.open(path, SHAPE) as file:
         seconds = time.perf_counter() - start
@@ -161,7 +159,10 @@ def restore(path: Path, tokens: int) -> dict[str, Any]:
 
 
 def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: Callable[[Int64s], float]) -> dict[str, Any]:
-    """Return what that `fetch` says scattered ones of `pages` take, in turns with as many plain reads of their size."""
+    """Return the times of `fetch` for random pages, interleaved with plain reads of the same size and number.
+
+    `fetch` takes page numbers out of `pages` and returns its seconds. `direct`: plain reads use O_DIRECT.
+    """
     random, size = np.random.default_rng(1), SHAPE.key_slot_bytes
     buffers = aligned(2 * FETCH_PAGES * size).reshape(-1, size)
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -185,7 +186,6 @@ def against_plain(path: Path, direct: bool, pages: Int64s, rounds: int, fetch: C
 
 
 def fetch(path: Path, rounds: int) -> dict[str, Any]:
-    """Fetch scattered pages, in turns with plain reads."""
     room = [aligned(FETCH_PAGES * size) for size in SHAPE.slot_sizes]
     with SpillReader.open(path, SHAPE) as file:
 
@@ -199,7 +199,7 @@ def fetch(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def execute(path: Path, rounds: int) -> dict[str, Any]:
-    """Score everything in the emulated device; returns what crossed its link, modelled and wall time apart."""
+    """Score all keys in the emulated device; return the bytes over its link, and modelled and wall time separately."""
     queries = np.random.default_rng(2).standard_normal((8, 128), dtype=np.float32)
     wall, report = [], None
     with EmulatedCsd(path, SHAPE, PROFILES["smartssd"]) as device:
@@ -218,11 +218,16 @@ def execute(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def spill(directory: Path, tokens: int, rounds: int) -> Document:
-    """Return what all steps took in a directory."""
+    """Return the results of all steps on a spill file in `directory`."""
     path = directory / "bench.kv"
-    told = {"tokens": tokens, "write": write(path, tokens), "restore": restore(path, tokens), "fetch": fetch(path, rounds)}
-    told["memory"] = {"peak_bytes": peak_bytes()}  # of this process: the device is another, and has its own
-    return {**told, "device": execute(path, min(rounds, 3))}
+    measured = {
+        "tokens": tokens,
+        "write": write(path, tokens),
+        "restore": restore(path, tokens),
+        "fetch": fetch(path, rounds),
+    }
+    measured["memory"] = {"peak_bytes": peak_bytes()}  # of this process; the device is a process of its own
+    return {**measured, "device": execute(path, min(rounds, 3))}
 
 
 # The benchmark
@@ -244,21 +249,21 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         yield {**document(found, seconds, tokens), "spill": measured_apart("kv", scratch, spilled, args.repeat)}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     found = []
-    for one in told["cases"]:
+    for one in document["cases"]:
         if "bar" in one:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
-            found.append(Bar(one["case"], what, one["figure"], sense, one["bar"]))
-    fetch, memory, device = (told["spill"][key] for key in ("fetch", "memory", "device"))
+            found.append(Target(one["case"], what, one["figure"], sense, one["bar"]))
+    fetch, memory, device = (document["spill"][key] for key in ("fetch", "memory", "device"))
     fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
-    tokens, peak = f"peak memory with {told['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
+    tokens, peak = f"peak memory with {document['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
     link = "bytes over the link / bytes that scoring on the host moves"
     return [
         *found,
-        Bar("fetch", fetched, fetch["figure"], ">=", FETCH_BAR),
-        Bar("memory", tokens, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
-        Bar("link", link, device["figure"], "<=", LINK_BAR, "emulated"),
+        Target("fetch", fetched, fetch["figure"], ">=", FETCH_TARGET),
+        Target("memory", tokens, peak, "<=", MEMORY_TARGET / MIB, unit="MiB"),
+        Target("link", link, device["figure"], "<=", LINK_TARGET, "emulated"),
     ]
 
 

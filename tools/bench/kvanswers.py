@@ -28,12 +28,12 @@ HEAD = "measured, recall model"
 BUDGETS = (64, 128, 256)
 CONTEXTS = (1024, 2048, 4096)
 RIVALS = ("quest", "h2o", "window")
-BARS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
+TARGETS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
 
 
 @dataclass(frozen=True)
 class Exam:
-    """A task and who is asked it: how many cases at each context."""
+    """A task, the policies that take it, and the number of cases at each context."""
 
     task: str
     policies: tuple[str, ...]
@@ -41,15 +41,15 @@ class Exam:
     cases: int
 
     def setups(self, directory: Path) -> list[TaskSetup]:
-        """Return one set-up for each context. One thread: products of so small a model take longer to share than to do."""
+        """Return a set-up for each context. They use one thread, because the model is too small to gain from more."""
         whole = TaskSetup(
             self.task, RECALL_MODEL, self.contexts, self.policies, BUDGETS, directory, cases=self.cases, steps=4, threads=1
         )
         return [replace(whole, contexts=(context,)) for context in self.contexts]
 
 
-def asked(quick: bool) -> list[Exam]:
-    """Return what is asked."""
+def exams(quick: bool) -> list[Exam]:
+    """Return the tasks of a full or quick run."""
     contexts = CONTEXTS[:1] if quick else CONTEXTS
     return [
         Exam("passkey", ("icecache",), contexts, 1 if quick else 5),
@@ -57,16 +57,16 @@ def asked(quick: bool) -> list[Exam]:
     ]
 
 
-def ask(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
-    """Return the answers by task; the longest contexts begin first."""
-    # spawned: torch's threads do not survive a fork
+def answers_of(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
+    """Return the answers by task; the longest contexts start first."""
+    # spawn, because torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         setups = [setup for one in reversed(tasks) for setup in reversed(one.setups(directory))]
         waiting = [(setup.task, pool.submit(run, setup)) for setup in setups]
         try:
             return {one.task: _together(one, [future for task, future in waiting if task == one.task]) for one in tasks}
         except BaseException:
-            for child in multiprocessing.active_children():  # else leaving the block would wait for their answers
+            for child in multiprocessing.active_children():  # otherwise the end of the with block waits for their answers
                 child.terminate()
             raise
 
@@ -78,16 +78,16 @@ def _together(one: Exam, parts: Sequence[Future[TaskBench]]) -> TaskBench:
 
 
 def document(bench: TaskBench) -> dict[str, Any]:
-    """Return it without times, and without where things lay on this machine."""
-    told = bench.document()
-    kept = {key: value for key, value in told["conditions"].items() if key != "spill files"}
+    """Return the results without times and without paths of this machine."""
+    whole = bench.document()
+    kept = {key: value for key, value in whole["conditions"].items() if key != "spill files"}
     wanted = ("policy", "context", "budget", "answers", "attention")
-    rows = [{key: row[key] for key in wanted} for row in told["rows"]]
-    return {**told, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
+    rows = [{key: row[key] for key in wanted} for row in whole["rows"]]
+    return {**whole, "conditions": {**kept, "model": str(RECALL_MODEL.relative_to(ROOT))}, "rows": rows}
 
 
 def passkey(bench: TaskBench) -> dict[str, Any]:
-    """The least share of passkeys that IceCache finds, over all budgets, contexts and depths."""
+    """Return the smallest share of passkeys that IceCache finds, over all budgets, contexts and depths."""
     rows = [row for row in bench.rows if row.policy == "icecache"]
     least = min(share for row in rows for share in row.answers.by_depth().values())
     questions = sum(row.answers.questions for row in rows)
@@ -96,7 +96,7 @@ def passkey(bench: TaskBench) -> dict[str, Any]:
 
 
 def recall(bench: TaskBench) -> dict[str, Any]:
-    """IceCache's answers at the largest budget beside the full cache's."""
+    """Return IceCache's correct answers at the largest budget, relative to the full cache, in the worst context."""
     own = [row for row in bench.rows if row.policy == "icecache" and row.budget == BUDGETS[-1]]
     least = min(row.answers.share / bench.stock(row.context).answers.share for row in own)
     what = "correct answers at a budget of 256 / with the full cache, worst context"
@@ -104,7 +104,7 @@ def recall(bench: TaskBench) -> dict[str, Any]:
 
 
 def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By how much IceCache is better than the best of its rivals, least of all budgets and contexts."""
+    """Return the smallest lead of IceCache over the best of `RIVALS`, over all budgets and contexts."""
     shares: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         shares.setdefault((row["context"], row["budget"]), {})[row["policy"]] = row["answers"]["share"]
@@ -123,6 +123,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     with workplace(args.dir) as scratch:
-        found = ask(asked(args.quick), scratch, args.workers)
+        found = answers_of(exams(args.quick), scratch, args.workers)
     parts = {"passkey": passkey(found["passkey"]), "recall": recall(found["recall"])}
     yield {"quick": args.quick, "parts": {**parts, "rivals": rivals(parts["recall"]["run"]["rows"])}}

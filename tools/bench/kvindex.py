@@ -22,7 +22,7 @@ from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestS
 from llmcache.kv.kernels import score, score_pages, top
 from llmcache.kv.spill.layout import KvShape
 
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-kvindex/2"
 K, PAGE = 64, 16
@@ -34,11 +34,11 @@ INSERT_MS, BUILD_PER_S, AUTO = 1.0, 100_000.0, 1.2
 DIM = 128
 CLUSTERS, SPREAD, ASTRAY = 256, 0.35, 1.0
 Floats = NDArray[np.float32]
-Ask = Callable[[Floats], NDArray[np.int64]]
+Search = Callable[[Floats], NDArray[np.int64]]
 
 
 class Keys(NamedTuple):
-    """`keys` [n, DIM] float32, `more` keys of the same kind that come later, `queries` [q, DIM]."""
+    """`keys` [n, DIM] float32, `more` keys of the same distribution for insertion, and `queries` [q, DIM]."""
 
     keys: Floats
     more: Floats
@@ -46,7 +46,7 @@ class Keys(NamedTuple):
 
 
 def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
-    """Return keys around `CLUSTERS` centres of very different popularity, and queries near some, by their popularity."""
+    """Return keys around `CLUSTERS` centres of very different popularity, and queries near centres drawn by popularity."""
     random = np.random.default_rng(seed)
     centres = random.standard_normal((CLUSTERS, DIM), dtype=np.float32)
     popularity = random.dirichlet(np.ones(CLUSTERS) / 2)
@@ -60,7 +60,6 @@ def clustered(count: int, more: int, queries: int, seed: int = 0) -> Keys:
 
 
 def gaussian(count: int, more: int, queries: int, seed: int = 0) -> Keys:
-    """Return keys and queries without any structure."""
     random = np.random.default_rng(seed)
     sizes = (count, more, queries)
     return Keys(*(random.standard_normal((size, DIM), dtype=np.float32) for size in sizes))
@@ -70,30 +69,30 @@ KINDS = {"clustered": clustered, "gaussian": gaussian}
 
 
 def in_turns(
-    asked: dict[str, Ask], queries: Floats, truth: NDArray[np.int64], rounds: int
+    searches: dict[str, Search], queries: Floats, truth: NDArray[np.int64], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each way for all sets of queries, and the mean recall of each.
+    """Return the seconds per query and the mean recall of each search.
 
-    The ways take turns in an order drawn anew each time: what follows a scan finds the caches empty.
+    The searches run in random order for each query, because a search after a scan finds the CPU caches replaced.
     """
     random = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {name: [] for name in asked}
-    hits: dict[str, list[float]] = {name: [] for name in asked}
-    for ask in asked.values():  # the first time compiles, and `auto` holds its trial
+    seconds: dict[str, list[float]] = {name: [] for name in searches}
+    hits: dict[str, list[float]] = {name: [] for name in searches}
+    for search in searches.values():  # the first call compiles; `auto` needs some queries for its trial
         for query in queries[:32]:
-            ask(query)
+            search(query)
     for _ in range(rounds):
         for query, best in zip(queries, truth, strict=True):
-            for name in map(str, random.permutation(list(asked))):
+            for name in map(str, random.permutation(list(searches))):
                 begin = time.perf_counter()
-                found = asked[name](query)
+                found = searches[name](query)
                 seconds[name].append(time.perf_counter() - begin)
                 hits[name].append(recall_of(found, best))
     return seconds, {name: statistics.mean(shares) for name, shares in hits.items()}
 
 
 def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
-    """Return every scorer with all keys."""
+    """Return every scorer, filled with all keys."""
     shape = KvShape("bench", 1, HEADS, DIM, "float16", PAGE)
     made = {
         kind.name: kind(shape, 0, ScorerSettings(threads=1)) for kind in (ExactScorer, AutoScorer, DciScorer, QuestScorer)
@@ -104,7 +103,9 @@ def scorers(halves: NDArray[np.float16]) -> dict[str, Any]:
 
 
 def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
-    """Return an index for each head and the processor seconds of building it; other load stretches them, but less."""
+    """Return an index for each head, and the CPU seconds of building it. CPU time is less affected by other load than wall
+    time.
+    """
     indexes = [DciIndex(DIM, DciSettings(seed=head)) for head in range(len(keys))]
     seconds = []
     for index, own in zip(indexes, keys, strict=True):
@@ -115,7 +116,7 @@ def built(keys: Floats) -> tuple[list[DciIndex], list[float]]:
 
 
 def insertion(index: DciIndex, more: Floats) -> list[float]:
-    """Return the seconds that each page of 16 tokens takes to be inserted."""
+    """Return the seconds of inserting each page of 16 tokens."""
     seconds = []
     for first in range(0, len(more), PAGE):
         at = len(index)
@@ -132,10 +133,11 @@ def best_of(keys: Floats, queries: Floats) -> NDArray[np.int64]:
 
 
 def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
-    """Return all figures of one kind and number of keys.
+    """Return all figures for one kind and number of keys.
 
-    `scan`, which the bars are about, is over pages as the store and its file have them, all heads in each; `scan side by
-    side` is over the keys of each head in one piece, as nothing in llmcache has them: the fastest that a scan could be.
+    The targets refer to `scan`, which reads pages in the layout of the store and its file: all heads in each page. `scan
+    side by side` reads the keys of each head from one array, a layout that llmcache does not have, as the fastest possible
+    scan.
     """
     made = [KINDS[kind](count, PAGE * PAGES, QUERIES, head) for head in range(HEADS)]
     keys, queries = np.stack([one.keys for one in made]), np.stack([one.queries for one in made], axis=1)
@@ -143,14 +145,14 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
     indexes, build_s = built(keys)
     pages, singles = (np.ascontiguousarray(as_pages(rows, PAGE)) for rows in (halves, keys))
     used = scorers(halves)
-    asked: dict[str, Ask] = {
+    searches: dict[str, Search] = {
         "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
         "tree": lambda query: np.stack([one.query(query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
         "scan side by side": lambda query: top(score(query[None], halves[None], threads=1)[0], K, threads=1),
         "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
     }
-    asked |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
-    seconds, recall = in_turns(asked, queries, best_of(halves.astype(np.float32), queries), rounds)
+    searches |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
+    seconds, recall = in_turns(searches, queries, best_of(halves.astype(np.float32), queries), rounds)
     touched = [one.query(query[at : at + 1], K)[0].touched for query in queries for at, one in enumerate(indexes)]
     levels = [int(points) for points in indexes[0].tree.population[1:] if points]
     size = indexes[0].size_bytes
@@ -163,7 +165,7 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
 
 
 def grown(count: int) -> dict[str, Any]:
-    """Return recall of a tree built of half of its keys, the rest inserted page by page, beside one built of all."""
+    """Return the recall of a tree built with half of its keys and grown page by page, and of a tree built at once."""
     keys = KINDS["clustered"](count, 0, QUERIES)
     truth = best_of(keys.keys[None], keys.queries[:, None])[:, 0]
     half, whole = (built(keys.keys[None, :size])[0][0] for size in (count // 2, count))
@@ -177,35 +179,37 @@ def grown(count: int) -> dict[str, Any]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Return what is kept of many short runs: median, quartiles, how many."""
+    """Return the summary of many short runs: median, quartiles and number."""
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return {"median_s": middle, "low_quartile_s": low, "high_quartile_s": high, "runs": len(seconds)}
 
 
-def bars(told: Document) -> list[Bar]:
-    return [bar for row in told["rows"] for bar in _of_row(row)]
+def targets(document: Document) -> list[Target]:
+    return [target for row in document["rows"] for target in _of_row(row)]
 
 
-def _of_row(row: dict[str, Any]) -> Iterator[Bar]:
-    """Yield the bars of one row; on keys without clusters only that `auto` sees it."""
+def _of_row(row: dict[str, Any]) -> Iterator[Target]:
+    """Yield the targets of one row. Keys without clusters have a target only for `auto`."""
     times = {name: spread["median_s"] for name, spread in row["times"].items()}
     enough = [times[name] for name in ("exact", "dci") if row["recall"][name] >= RECALL]
-    yield _bar(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
+    yield _target(row, "auto", "time of auto / time of the better of exact and dci", times["auto"] / min(enough), "<=", AUTO)
     if row["kind"] != "clustered":
         return
-    yield _bar(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
-    yield _bar(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
+    yield _target(row, "recall", "recall@64", row["recall"]["tree"], ">=", RECALL)
+    yield _target(row, "touched", "share of keys touched", row["touched"], "<=", TOUCHED)
     built = row["keys"] / min(row["build_cpu_s"])
-    yield _bar(row, "build", "speed of building, best head", built, ">=", BUILD_PER_S, "keys/s")
+    yield _target(row, "build", "speed of building, best head", built, ">=", BUILD_PER_S, "keys/s")
     if row["keys"] in FASTER:
-        yield _bar(row, "faster", "speedup over the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
+        yield _target(row, "faster", "speedup over the scan", times["scan"] / times["tree"], ">=", FASTER[row["keys"]])
     if row["keys"] == SIZES[-1]:
-        yield _bar(row, "insert", "insertion of a page of 16 keys", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms")
+        yield _target(
+            row, "insert", "insertion of a page of 16 keys", 1e3 * row["insert"]["median_s"], "<=", INSERT_MS, "ms"
+        )
 
 
-def _bar(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Bar:
+def _target(row: dict[str, Any], name: str, what: str, value: float, sense: str, limit: float, unit: str = "") -> Target:
     key, keys = f"{row['kind']}.{row['keys']}.{name}", f"{row['keys']:,} {row['kind']} keys"
-    return Bar(key, f"{keys}: {what}", value, sense, limit, unit=unit)
+    return Target(key, f"{keys}: {what}", value, sense, limit, unit=unit)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -223,10 +227,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {**about, "rows": rows, "grown": grown(sizes[1])}
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["keys", "recall@64", "keys touched", "scan µs", "tree µs", "speedup", "`auto` uses"]
     rows = []
-    for one in told["rows"]:
+    for one in document["rows"]:
         scan, tree = (1e6 * one["times"][side]["median_s"] for side in ("scan", "tree"))
         found = [f"{one['recall']['tree']:.3f}", f"{one['touched']:.1%}", f"{scan:.0f}", f"{tree:.0f}", f"{scan / tree:.1f}"]
         rows.append([f"{one['kind']}, {one['keys'] // 1024} Ki", *found, one["auto"]["uses"]])

@@ -31,40 +31,40 @@ from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes,
 from llmcache.kv.tasks.english import Document, documents
 
 from .harness import measured_apart, workplace
-from .results import bars_table, markdown
+from .results import markdown, targets_table
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
 BUDGETS = (64, 128, 256)
 RIVALS_BUDGET = 128
-"""Of the others, at the shortest context of a task alone."""
+"""The other policies are measured at this budget only, at the shortest context of a task."""
 PRESSES, PRESS_FULL = ("kvpress-snapkv", "kvpress-expected", "kvpress-knorm", "kvpress-streaming"), "kvpress-full"
-"""Methods of kvpress, and the full cache with the transformers that it asks for."""
+"""Methods of kvpress, and the full cache with the version of transformers that kvpress needs."""
 PRESS_BUDGETS = (64, 128)
 KVPRESS, KVPRESS_COMMAND = Path(sys.prefix) / "kvpress", "bash -c '. tools/_setup.sh; setup_kvpress'"
-"""What it is imported from, and what sets that up."""
+"""Directory of the packages of kvpress, and the command that installs them."""
 CONTEXTS = (1024, 2048, 4096, 8000)
-"""SmolLM2 has positions for 8,192 tokens, of which a text's next ones take some."""
+"""SmolLM2 has 8,192 positions, some of which are for the tokens that follow a text."""
 LONG = CONTEXTS[2:]
 CASES = {"passkey": 1, "needle": 5, "recall": 1, "variables": 1, "common": 5, "frequent": 5}
-"""Contexts of each task at each length (of a passkey: a depth): 50 questions or more over all tasks, at each length."""
+"""Contexts of each task at each length (for a passkey, per depth): at least 50 questions over all tasks at each length."""
 DOCUMENTS = 8
 WORST = 1.1
-"""How much larger than the best oracle's the loss above the full cache's may be."""
+"""Limit for the loss above the full cache, relative to that of the best oracle."""
 HALF = 0.5
-"""Of kvpress' best that it may be."""
+"""The same, relative to that of the best method of kvpress."""
 POOL_PAGES, POOL_BUDGET = 8, 128
-"""Pages in memory where they are limited to the budget."""
+"""Pages in memory in the runs that limit them to the budget, and that budget."""
 DISK_BPS = 500_000_000
 FAR = 32768
 SAID, AFTER = 8, 16
-"""Tokens before a kill and after it."""
+"""Tokens generated before a kill and after it."""
 GPU_CONTEXTS, GPU_BUDGET = {"smollm2": 8000, "llama-8b": 131_072}, 2048
 LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
 }  # fmt: skip
-BARS = {
+TARGETS = {
     **{f"loss.{budget}": ("<=", 0.0) for budget in BUDGETS},
     **{f"rivals.{budget}": ("<=", 0.0) for budget in PRESS_BUDGETS},
     **{f"tasks.{budget}": (">=", share) for budget, share in zip(BUDGETS, (0.97, 0.98, 0.99), strict=True)},
@@ -75,7 +75,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class BenchScope:
-    """Where and how much is measured."""
+    """Directory, threads and size of the measurements."""
 
     directory: Path
     threads: int
@@ -85,15 +85,15 @@ class BenchScope:
 
     @property
     def models(self) -> list[str]:
-        """The models."""
+        """The names of the models."""
         return list(TASK_MODELS)[:1] if self.quick else list(TASK_MODELS)
 
     def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return `contexts`, or a short one in their place."""
+        """Return `contexts`; in a quick run a short one instead."""
         return (512,) if self.quick else contexts
 
     def chosen(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return those of them that were asked for; UsageError: none."""
+        """Return those of `contexts` that --context selects; UsageError if there are none."""
         found = [context for context in contexts if context in self.contexts]
         if not found:
             raise UsageError(
@@ -110,40 +110,43 @@ class BenchScope:
 # Loss and answers
 
 
-def above(told: Mapping[Candidate, Told], one: Candidate) -> list[float]:
-    """Return the loss of each text above the full cache's, with the same transformers."""
+def above(outcomes: Mapping[Candidate, Told], one: Candidate) -> list[float]:
+    """Return the loss of each text above that of the full cache with the same version of transformers."""
     full = Candidate(PRESS_FULL if one.policy.startswith("kvpress-") else STOCK, None)
-    return [loss - least for loss, least in zip(told[one].losses, told[full].losses, strict=True)]
+    return [loss - least for loss, least in zip(outcomes[one].losses, outcomes[full].losses, strict=True)]
 
 
-def excess(told: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST) -> float:
-    """Return by how much the loss above full is over `share` of the best of `others`', less its standard error.
+def excess(
+    outcomes: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST
+) -> float:
+    """Return how far the loss above the full cache exceeds `share` of that of the best of `others`, minus its standard
+    error.
 
-    Of one that is below the full cache's a share above 1 would be less: there it is to be no more than that.
+    If the best of `others` is below the full cache, a share above 1 would tighten the limit; the share is then at most 1.
     """
-    best = min((above(told, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
+    best = min((above(outcomes, Candidate(policy, budget)) for policy in others), key=statistics.fmean)
     share = min(share, 1.0) if statistics.fmean(best) < 0 else share
-    own = above(told, Candidate(OWN, budget))
+    own = above(outcomes, Candidate(OWN, budget))
     mean, error = mean_of([one - share * other for one, other in zip(own, best, strict=True)])
     return mean - (error if len(best) > 1 else 0.0)
 
 
-def kept(told: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
-    """Return the share of the full cache's right answers that are kept, over all tasks that it answers most of."""
-    pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in told]
+def kept(outcomes: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
+    """Return the share of the full cache's correct answers that remain, over all tasks that the full cache mostly solves."""
+    pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in outcomes]
     answered_most = [(own, full) for own, full in pairs if own is not None and full.share >= MOST]
     if not answered_most:
         raise DataError("tasks: the model solves no task with the full cache", "use another model or other lengths")
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
 
 
-def _row(one: Candidate, told: Mapping[Candidate, Told]) -> dict[str, Any]:
-    answers, losses, divergences = told[one].answers(), told[one].losses, told[one].divergences
+def _row(one: Candidate, outcomes: Mapping[Candidate, Told]) -> dict[str, Any]:
+    answers, losses, divergences = outcomes[one].answers(), outcomes[one].losses, outcomes[one].divergences
     row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
     row["kept"] = answers.kept
     if losses:
         row |= {"losses": losses, "divergences": divergences, "divergence": mean_of(divergences)}
-        row["above"] = mean_of(above(told, one))
+        row["above"] = mean_of(above(outcomes, one))
     return row
 
 
@@ -159,7 +162,7 @@ def _everyone(*policies: str) -> list[Candidate]:
 
 
 def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, run: dict[str, Any]) -> dict[Candidate, Told]:
-    """What is told of kvpress' methods, on the same texts; their versions go into `run`."""
+    """Return the outcomes of kvpress' methods on the same texts. Adds their versions to `run`."""
     path = scope.directory / "texts.npz"
     texts = [text for text in probes(setup, subject, context) if isinstance(text, Document)]
     ids, following = (np.concatenate(sides) for sides in zip(*((text.ids, text.following) for text in texts), strict=True))
@@ -170,12 +173,12 @@ def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, ru
     return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
-    """What is told of each model and length: by candidate, and as plain data."""
+    """Yield the outcomes of each model and length, by candidate and as plain data."""
     rivals = [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
     for model, subject in _subjects(scope):
         for place, context in enumerate(scope.chosen(LONG)):
@@ -183,12 +186,12 @@ def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str
             everyone = _everyone(OWN, ORACLE) + ([] if place else rivals)
             run: dict[str, Any] = {"model": model, "task": "loss", "context": context, "texts": []}
             pressed = _pressed(scope, setup, subject, context, run) if scope.kvpress else {}
-            told = answered(setup, subject, context, scope.directory, everyone, run["texts"], _tell) | pressed
-            yield told, {**run, "rows": [_row(one, told) for one in told]}
+            outcomes = answered(setup, subject, context, scope.directory, everyone, run["texts"], _log) | pressed
+            yield outcomes, {**run, "rows": [_row(one, outcomes) for one in outcomes]}
 
 
 def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """The loss of each policy above the full cache's, the oracles', and those of kvpress' methods where asked for."""
+    """Return the loss above the full cache, relative to the oracle and, with --kvpress, to the methods of kvpress."""
     found = list(_losses(scope))
     parts: dict[str, dict[str, Any]] = {}
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
@@ -196,7 +199,7 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     def judge(name: str, budgets: Sequence[int], share: float, best: str, others: Sequence[str]) -> None:
         what = f"loss above full: {OWN} - {share} x {best} - standard error, worst of {lengths} tokens"
         for budget in budgets:
-            figure = max(excess(told, budget, others, share) for told, _ in found)
+            figure = max(excess(outcomes, budget, others, share) for outcomes, _ in found)
             parts[f"{name}.{budget}"] = {"what": f"{what}, budget {budget}", "figure": figure}
 
     judge("loss", BUDGETS, WORST, "oracle", (ORACLE,))
@@ -207,26 +210,27 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
-    """As `_losses`, of each task; of those that the full cache does not answer most of, its own answers alone.
+    """Yield the outcomes of each task, like `_losses`. If the full cache does not mostly solve a task, only its answers are
+    included.
 
-    Everything is in memory: what is chosen does not depend on where it lies (`tests/hf`).
+    Everything is in memory, because the place of the data does not affect the selection (see `tests/hf`).
     """
     for model, subject in _subjects(scope):
         for task, cases in CASES.items():
             for context in scope.chosen(CONTEXTS):
                 setup = scope.setup(task, model, context, cases)
-                told = answered(setup, subject, context, None, _everyone(OWN), [], _tell, MOST)
+                outcomes = answered(setup, subject, context, None, _everyone(OWN), [], _log, MOST)
                 run = {"model": model, "task": task, "context": context}
-                yield told, {**run, "rows": [_row(one, told) for one in told]}
+                yield outcomes, {**run, "rows": [_row(one, outcomes) for one in outcomes]}
 
 
 def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Answers to tasks like RULER's."""
+    """Return the answers to tasks like those of RULER."""
     found = list(_answers(scope))
     lengths = " and ".join(dict.fromkeys(f"{run['context']:,}" for _, run in found))
     what = f"share of the full cache's correct answers kept, in tasks that it mostly solves, {lengths} tokens"
-    told = [told for told, _ in found]
-    parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(told, budget)} for budget in BUDGETS}
+    outcomes = [outcomes for outcomes, _ in found]
+    parts = {f"tasks.{budget}": {"what": f"{what}, budget {budget}", "figure": kept(outcomes, budget)} for budget in BUDGETS}
     parts[f"tasks.{BUDGETS[0]}"]["runs"] = [run for _, run in found]
     return parts
 
@@ -235,12 +239,11 @@ def tasks(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _text(subject: Any, tokens: int) -> Document:
-    """A text of the machine."""
     return next(documents(np.random.default_rng(0), tokens, 1, subject.encode, subject.first))
 
 
 def _times(scope: BenchScope, contexts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
-    """Time of a token by context, of DynamicCache's; bytes from the file for each of the rows that were chosen."""
+    """Return, for each context, the time of a token with both caches, and the bytes read from the file per selected row."""
     from llmcache.kv.bench.subject import Prompt, Run, Subject, stock
     from llmcache.kv.pipeline import Timeline
     from llmcache.kv.transformers import SpillCache
@@ -266,7 +269,7 @@ def _times(scope: BenchScope, contexts: Sequence[int], **options: Any) -> list[d
 
 
 def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """A token with the settings that a cache has when nothing is said."""
+    """Return the time of a token with default settings."""
     rows = _times(scope, CONTEXTS)
     most = max(row["times"] for row in rows)
     long = max((row["times"] for row in rows if row["context"] >= LONG[0]), default=most)
@@ -278,7 +281,7 @@ def time(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """A token with pages limited to the budget; `measure` has it read no more than DISK_BPS from the disk."""
+    """Return the time of a token with pages limited to the budget; `measure` limits the disk to DISK_BPS."""
     rows = _times(scope, LONG, token_budget=POOL_BUDGET, cpu_pages=POOL_PAGES, path=scope.directory)
     most = max(row["read_bytes"] / (POOL_BUDGET * row["row_bytes"]) for row in rows)
     what = "time per token / DynamicCache's, pages limited to the budget, disk limited to 500 MB/s"
@@ -290,7 +293,6 @@ def file(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _shallow(model: Any, layers: int) -> Any:
-    """`model` with its first layers alone."""
     del model.model.layers[layers:]
     model.config.num_hidden_layers = layers
     if getattr(model.config, "layer_types", None):
@@ -299,7 +301,10 @@ def _shallow(model: Any, layers: int) -> Any:
 
 
 def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Pages and index of a long context, of keys drawn by chance and of a text's; layers take alike, so two are run."""
+    """Return the memory of pages and index for a long context, with random keys and with a text.
+
+    Two layers are run, because all layers need the same memory.
+    """
     from llmcache.kv.bench.subject import Prompt, Run, Subject, stock
     from llmcache.kv.transformers import SpillCache
 
@@ -327,7 +332,7 @@ def memory(scope: BenchScope) -> dict[str, dict[str, Any]]:
 
 
 def _gpu_models(scope: BenchScope) -> Iterator[tuple[str, Any]]:
-    """SmolLM2, and in bfloat16 a model of the shape of Llama 3 8B."""
+    """Yield SmolLM2, and a random model with the shape of Llama 3 8B in bfloat16."""
     import torch
 
     from llmcache.kv.bench.subject import Subject, random_model
@@ -344,7 +349,7 @@ def _gpu_models(scope: BenchScope) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_caches(model: Any, threads: int) -> list[dict[str, Callable[[], Any]]]:
-    """What makes each of the caches that are compared; those of a group take turns."""
+    """Return functions that create the compared caches; the caches of one group take turns."""
     from transformers import DynamicCache
 
     from llmcache.kv.bench.subject import stock
@@ -359,7 +364,10 @@ def _gpu_caches(model: Any, threads: int) -> list[dict[str, Callable[[], Any]]]:
 
 
 def _gpu_rows(model: Any, group: dict[str, Callable[[], Any]], context: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Times and memory of some caches. Their contexts differ a little, as cuDNN plans for each length once in a process."""
+    """Yield times and memory of some caches.
+
+    Their contexts differ slightly in length, because cuDNN plans each length only once per process.
+    """
     import torch
 
     from llmcache.kv.bench.subject import Run
@@ -387,7 +395,9 @@ def _gpu_rows(model: Any, group: dict[str, Callable[[], Any]], context: int, ste
 
 
 def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """A token on a GPU with caches of transformers and with a SpillCache; EnvironmentProblem: torch sees no GPU."""
+    """Return the time of a token on a GPU, with the caches of transformers and with SpillCache; EnvironmentProblem without a
+    GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -406,11 +416,11 @@ def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
     return {"gpu": {"what": what, "figure": figure, "rows": rows, "device": device}}
 
 
-# The same, whatever happens
+# Exactness
 
 
 def exact(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Logits with a budget that holds everything."""
+    """Compare the logits with those of DynamicCache, with a budget of the whole context."""
     from llmcache.kv.bench.subject import logits, stock
     from llmcache.kv.transformers import SpillCache
 
@@ -436,7 +446,7 @@ def _generated(model: Any, cache: Any, ids: Any, count: int) -> list[int]:
 
 
 def _talk(scope: BenchScope, name: str, path: Path, say: Connection) -> None:
-    """Reads a text, goes on with it, saves that, and waits to be killed; in a process of its own."""
+    """Read a text, continue it, save the cache, and wait to be killed. Runs in its own process."""
     from llmcache.kv.bench.subject import Subject
     from llmcache.kv.transformers import SpillCache
 
@@ -450,7 +460,7 @@ def _talk(scope: BenchScope, name: str, path: Path, say: Connection) -> None:
 
 
 def restored(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Conversations that are saved, killed and restored, beside those that nothing happened to."""
+    """Compare conversations that are saved, killed and restored with uninterrupted ones."""
     from llmcache.kv.transformers import SpillCache
 
     same: list[bool] = []
@@ -519,9 +529,9 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     yield {"quick": args.quick, "threads": args.threads, "torch": torch.__version__, "parts": parts}
 
 
-def table(told: dict[str, Any]) -> str:
-    """Contexts on real models, from `tools/bench kvmodels`: its bars, and what a budget costs in loss and in answers."""
-    parts = told["parts"]
+def table(document: dict[str, Any]) -> str:
+    """Return the targets, and what each budget costs in loss and in answers."""
+    parts = document["parts"]
     runs = {part: parts[f"{part}.{BUDGETS[0]}"]["runs"] for part in ("loss", "tasks") if f"{part}.{BUDGETS[0]}" in parts}
     rows = []
     for run in runs.get("loss", ()):
@@ -537,7 +547,7 @@ def table(told: dict[str, Any]) -> str:
         "policy",
         *map(str, BUDGETS),
     ]
-    tables = [bars_table(told, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    tables = [targets_table(document, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
     if "gpu" in parts:
         found = parts["gpu"]
         head = [found["device"]["gpu"], "cache", "prompt s", "token ms", "GPU memory of the cache GB"]
@@ -551,7 +561,7 @@ def table(told: dict[str, Any]) -> str:
     for run in runs.get("tasks", ()):
         full, *others = run["rows"]
         if sum(full["right"]) < MOST * sum(full["asked"]):
-            continue  # what the full cache does not know says nothing
+            continue  # a task that the full cache does not solve is no evidence
         kept = {one["budget"]: sum(one["kept"]) for one in others if one["policy"] == OWN}
         found = [sum(full["asked"]), sum(full["right"]), *(kept[budget] for budget in BUDGETS)]
         answers.setdefault((run["model"], run["task"]), []).append(found)

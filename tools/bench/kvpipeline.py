@@ -25,28 +25,31 @@ from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 
 from .harness import workplace
-from .results import Bar, Document, bars_table, figure
+from .results import Document, Target, figure, targets_table
 
 SCHEMA = "llmcache-bench-kvpipeline/2"
-IDLE_BAR = 0.10  # of the time of decode steps in which the accelerator waits
-PING_PONG_BAR = 0.01  # of the pages that come up
-LINK_BAR = 1 / 50  # of the bytes that scoring on the host moves
-BETA_BAR = 1  # steps of the sweep between its minimum and the rule
-SLACK = 2.0  # computing takes so many times as long as what it is to hide
+IDLE_TARGET = 0.10  # share of the time of decode steps in which the accelerator waits
+PING_PONG_TARGET = 0.01  # share of the fetched pages
+LINK_TARGET = 1 / 50  # share of the bytes that scoring on the host moves
+BETA_TARGET = 1  # steps of the sweep between its minimum and the rule's beta
+SLACK = 2.0  # computing time relative to the time that it has to hide
 WARM_UP = 4
 FACTORS = (1 / 4, 1 / 2, 1, 2, 4, 8)
-"""Betas of the sweep, as multiples of the rule's."""
+"""Betas of the sweep, as multiples of the rule's beta."""
 MS = 1e6
 
 
 def setup_of(directory: Path, context: int, layers: int, steps: int, seed: int) -> Setup:
-    """Return what the parts have in common: 8 key heads of 128 halves, 4 query heads each, half of the pages in memory."""
+    """Return the common set-up: 8 key heads of 128 fp16 numbers, 4 query heads each, half of the pages in memory."""
     spec = StreamSpec(layers=layers, kv_heads=8, heads=32, head_dim=128, context=context, seed=seed)
     return Setup(spec, fixed(int(MS)), directory, steps=steps, warm_up=WARM_UP, alpha=0.2, block_tokens=1024, threads=2)
 
 
 def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
-    """Idle share with and without looking ahead, where computing takes `SLACK` times as long as what it is to hide."""
+    """Return the idle share of the accelerator with and without look-ahead.
+
+    Computing takes `SLACK` times the time that it has to hide.
+    """
     setup = setup_of(directory, 2048 if quick else 4096, 4 if quick else 16, 4 if quick else 8, seed)
     plain = Variant("hillinfer", ("app",))
     timed = replace(setup, accelerator=fixed(int(SLACK * to_hide_ns(compare(setup, [plain]).rows[0], setup))))
@@ -58,26 +61,26 @@ def idle(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
         "what": f"look-ahead: {waits}, where the model predicts at most 0.1",
         "to_hide_ns": to_hide_ns(without, setup), "compute_ns": without.stages_ns["compute"] / setup.spec.layers,
         "modelled": modelled, "figure": ahead.idle_share, "without": without.idle_share,
-        "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_BAR, "run": _without_timelines(bench),
+        "speedup": ahead.speedup_over(without), "applies": modelled <= IDLE_TARGET, "run": _without_timelines(bench),
     }  # fmt: skip
 
 
 def to_hide_ns(row: Row, setup: Setup) -> float:
-    """Return what a layer needs beside its computing, as measured one after the other."""
+    """Return the time of a layer besides its computing, measured without overlap."""
     return sum(row.stages_ns[stage] for stage in ("evaluate", "fetch", "update")) / setup.spec.layers
 
 
 def modelled_idle(row: Row, setup: Setup) -> float:
-    """Return the idle share by the model of a pipeline: the first layer waits, each other one for what is not hidden."""
+    """Return the idle share of a modelled pipeline: the first layer waits, the others wait for the part not hidden."""
     layers, hide = setup.spec.layers, to_hide_ns(row, setup)
     compute = row.stages_ns["compute"] / layers
     return 1 - layers * compute / (hide + compute + (layers - 1) * max(hide, compute))
 
 
 def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
-    """Pages that go down and come up again within 16 steps, of those that come up, with and without BKP."""
+    """Return the share of fetched pages that were evicted at most 16 steps before, with and without BKP."""
     setup = setup_of(directory, 2048 if quick else 16384, 2, 8 if quick else 64, seed)
-    setup = replace(setup, warm_up=2 if quick else PING_PONG_STEPS + 1)  # what the prefill moved down is no ping-pong
+    setup = replace(setup, warm_up=2 if quick else PING_PONG_STEPS + 1)  # evictions of the prefill do not count
     bench = compare(setup, [Variant("hillinfer"), Variant("hillinfer", ("bkp",))])
     shares = [_seen(row).ping_pong_share for row in bench.rows]
     return {
@@ -88,7 +91,7 @@ def ping_pong(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
 
 
 def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
-    """Bytes that scoring moves between host and SSD, by the emulated device and on the host."""
+    """Return the bytes that scoring moves between host and SSD, in the emulated device and on the host."""
     setup = setup_of(directory, 2048 if quick else 16384, 2, 4 if quick else 8, seed)
     variant = [Variant("hillinfer")]
     device, host = (compare(replace(setup, device=kind), variant).rows[0] for kind in ("csd", "file"))
@@ -102,11 +105,11 @@ def link(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
 
 
 def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
-    """Where latency is least, in steps of the sweep from f_c / f_s.
+    """Return the distance of the fastest beta from the rule's f_c / f_s, in steps of the sweep.
 
-    The emulated device is throttled to a third of the processor's speed, measured before: then it hardly takes part in
-    using the processor, and both sides of the rule can be told apart (with a beta of 20, all that is right of it is
-    within 5 %). So few tokens are attended that evaluation, which the rule is about, is nearly all of the time.
+    The emulated device runs at a third of the measured speed of the processor, so that it takes little of the processor's
+    time. With this ratio, latency differs on both sides of the rule's beta; with a beta of 20, all larger ones are within 5
+    %. Only a few tokens are attended to, so that evaluation, the subject of the rule, takes nearly all of the time.
     """
     spec = StreamSpec(layers=1, kv_heads=1, heads=64, head_dim=128, context=(1 << 13) if quick else (1 << 17), seed=seed)
     setup = Setup(spec, fixed(1000), directory, steps=4 if quick else 24, warm_up=WARM_UP, alpha=0.001, threads=1)
@@ -126,24 +129,24 @@ def beta(directory: Path, quick: bool, seed: int) -> dict[str, Any]:
 
 
 def relative_times(steps: Sequence[Sequence[int]]) -> list[float]:
-    """Return for each run the median of its steps' times, each beside what all runs took for that step in the mean.
+    """Return the median time of the steps of each run, relative to the mean of all runs at the same step.
 
-    The runs take turns, so what slows the machine for a while slows a step of all of them.
+    The runs take turns, so that other load slows the same step of all runs.
     """
     means = [statistics.mean(times) for times in zip(*steps, strict=True)]
     return [statistics.median(own / mean for own, mean in zip(times, means, strict=True)) for times in steps]
 
 
 PARTS = {"idle": idle, "ping_pong": ping_pong, "link": link, "beta": beta}
-LIMITS = {"idle": IDLE_BAR, "ping_pong": PING_PONG_BAR, "link": LINK_BAR, "beta": BETA_BAR}
+LIMITS = {"idle": IDLE_TARGET, "ping_pong": PING_PONG_TARGET, "link": LINK_TARGET, "beta": BETA_TARGET}
 
 
-def bars(told: Document) -> list[Bar]:
-    """Return the bars; an idle share that the model says cannot be hidden is none."""
+def targets(document: Document) -> list[Target]:
+    """Return the targets; `idle` has no value if the work cannot be hidden according to the model."""
     found = []
-    for name, one in told["parts"].items():
+    for name, one in document["parts"].items():
         value = one["figure"] if one.get("applies", True) else math.nan
-        found.append(Bar(name, one["what"], value, "<=", LIMITS[name], "emulated"))
+        found.append(Target(name, one["what"], value, "<=", LIMITS[name], "emulated"))
     return found
 
 
@@ -153,11 +156,11 @@ def _seen(row: Row) -> Any:
 
 
 def _without_timelines(bench: Bench) -> dict[str, Any]:
-    """Return it without the spans: they are many, and `llmcache kv plot` draws them from runs of its own."""
-    told = bench.document()
-    for row in told["rows"]:
+    """Return the results without the spans, which are many; `llmcache kv plot` draws its own runs."""
+    document = bench.document()
+    for row in document["rows"]:
         row["observed"]["timeline"] = {"emulated": row["observed"]["timeline"]["emulated"], "spans": []}
-    return told
+    return document
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -178,10 +181,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"quick": args.quick, "seed": args.seed, "parts": parts}
 
 
-def table(told: Document) -> str:
-    parts = told["parts"]
+def table(document: Document) -> str:
+    parts = document["parts"]
 
-    def without(bar: Bar) -> str:
-        return figure(parts[bar.name]["without"]) if "without" in parts[bar.name] else ""
+    def without(target: Target) -> str:
+        return figure(parts[target.name]["without"]) if "without" in parts[target.name] else ""
 
-    return bars_table(told, "measured; stream synthetic, accelerator and computational SSD emulated", without)
+    return targets_table(document, "measured; stream synthetic, accelerator and computational SSD emulated", without)

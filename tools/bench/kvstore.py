@@ -21,18 +21,17 @@ from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from .harness import workplace
 from .kv import CHUNK, SHAPE, against_plain
 from .machine import peak_bytes
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-kvstore/2"
 MIB = 1 << 20
 TOKENS = 1 << 20
 POOL_PAGES = 64
-FETCH_BAR = 0.8  # of what the same reads take without a store
-MEMORY_BAR = 1 << 30
+FETCH_TARGET = 0.8  # share of the bandwidth of the same reads without a store
+MEMORY_TARGET = 1 << 30
 
 
 def prefill(store: KvStore, tokens: int) -> float:
-    """Append `tokens` of noise; returns the seconds."""
     noise = np.random.default_rng(0).standard_normal((1, 8, CHUNK, 128), dtype=np.float32).astype(np.float16)
     start = time.perf_counter()
     for first in range(0, tokens, CHUNK):
@@ -44,7 +43,7 @@ def prefill(store: KvStore, tokens: int) -> float:
 
 
 def fetch(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
-    """Gather scattered pages that are not in memory, in turns with plain reads of as many slots."""
+    """Measure how fast pages that are not in memory are gathered, against plain reads."""
 
     def gathered_s(pages: Int64s) -> float:
         selection = Selection.of_pages(np.tile(pages, (1, SHAPE.kv_heads, 1)), SHAPE.page_tokens)
@@ -67,27 +66,29 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     tokens = TOKENS // 16 if args.quick else TOKENS
-    told: Document = {"tokens": tokens, "pool_pages": POOL_PAGES}
+    document: Document = {"tokens": tokens, "pool_pages": POOL_PAGES}
     with workplace(args.dir) as scratch:
         config = StoreConfig(SHAPE, cpu_pages=POOL_PAGES, path=scratch / "store.kv")
         with KvStore(config) as store:
-            told["prefill"] = {"seconds": prefill(store, tokens), "kv_bytes": tokens * SHAPE.token_bytes}
+            document["prefill"] = {"seconds": prefill(store, tokens), "kv_bytes": tokens * SHAPE.token_bytes}
         start = time.perf_counter()
         with KvStore.restore(scratch / "store.kv", config) as store:
-            told["restore"] = {"seconds": time.perf_counter() - start}
+            document["restore"] = {"seconds": time.perf_counter() - start}
             if store.length != tokens:
                 raise DataError(f"{tokens} tokens were saved, {store.length} restored")
-            told["fetch"] = fetch(store, scratch / "store.kv", args.rounds)
-            told["memory"] = {"peak_bytes": peak_bytes()}
+            document["fetch"] = fetch(store, scratch / "store.kv", args.rounds)
+            document["memory"] = {"peak_bytes": peak_bytes()}
             store.discard()
-    yield told
+    yield document
 
 
-def bars(told: Document) -> list[Bar]:
-    gathered = f"KvStore.gather of scattered {told['fetch']['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
-    memory = f"peak memory with {told['tokens']:,} tokens in a KV store on disk"
-    peak = told["memory"]["peak_bytes"] / MIB
+def targets(document: Document) -> list[Target]:
+    gathered = (
+        f"KvStore.gather of scattered {document['fetch']['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
+    )
+    memory = f"peak memory with {document['tokens']:,} tokens in a KV store on disk"
+    peak = document["memory"]["peak_bytes"] / MIB
     return [
-        Bar("gather", gathered, told["fetch"]["figure"], ">=", FETCH_BAR),
-        Bar("memory", memory, peak, "<=", MEMORY_BAR / MIB, unit="MiB"),
+        Target("gather", gathered, document["fetch"]["figure"], ">=", FETCH_TARGET),
+        Target("memory", memory, peak, "<=", MEMORY_TARGET / MIB, unit="MiB"),
     ]

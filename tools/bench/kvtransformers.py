@@ -28,30 +28,32 @@ if TYPE_CHECKING:
 SCHEMA = "llmcache-bench-kvtransformers/2"
 HEAD = "measured, in transformers"
 BUDGET = 128
-"""As where `kvmodels` asks for little memory."""
-BARS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
-"""Of faster, tokens: there is such a length."""
-BAR_TOKENS = 32768
-LENGTHS = (2048, 4096, 8192, 16384, BAR_TOKENS, 2 * BAR_TOKENS)
+"""The same as in `kvmodels` for little memory."""
+TARGETS = {"memory": ("<=", 0.05), "memory_with_index": ("<=", 0.05), "time": ("<=", 1.5), "faster": (">", 0.0)}
+"""For `faster`, the figure is the shortest context at which a token is faster, 0 if there is none."""
+TARGET_TOKENS = 32768
+LENGTHS = (2048, 4096, 8192, 16384, TARGET_TOKENS, 2 * TARGET_TOKENS)
 PACKED = "icecache-packed"
-"""Its index in little memory: where no tree finds anything, `icecache` keeps all keys, which is half of everything."""
+"""Uses an index of 2 bits per number. On random keys `icecache` uses no tree and keeps all keys, half of the cache, in
+memory.
+"""
 TIMED = ("icecache", PACKED, "quest", "hillinfer")
 
 SHAPE: dict[str, int] = {
     "vocab_size": 1024, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 14336, "num_hidden_layers": 2, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
-"""Two layers of Llama-3.1-8B, as float32: 1.8 GB."""
+"""Two layers of Llama-3.1-8B in float32: 1.8 GB."""
 SMALL: dict[str, int] = {
     **SHAPE, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2816,
     "num_hidden_layers": 4,
 }  # fmt: skip
-"""Layers with as many query heads to a key head, a quarter as wide: 0.2 GB."""
+"""Four layers with the same number of query heads per key head, a quarter as wide: 0.2 GB."""
 
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One cache at one length; `moved_bytes` of a step, by link; `whys`: which scorer each layer uses, and why."""
+    """One cache at one context length. `moved_bytes`: per step, by link. `whys`: the scorer of each layer, and why."""
 
     tokens: int
     policy: str
@@ -62,22 +64,22 @@ class LengthRow:
     whys: Sequence[str] = ()
 
     def document(self, stock: LengthRow) -> dict[str, Any]:
-        """Returns it as JSON-ready values, beside transformers' own cache."""
+        """Return plain data, with figures relative to `stock`, the cache of transformers."""
         return {
             **asdict(self), "times_stock": self.times(stock), "kv_share": self.kv_share(stock),
             "share_with_index": self.share_with_index(stock),
         }  # fmt: skip
 
     def times(self, stock: LengthRow) -> float:
-        """Time of a token, of transformers' own cache's."""
+        """Return the time of a token relative to `stock`."""
         return self.speed.tpot_ns / stock.speed.tpot_ns
 
     def kv_share(self, stock: LengthRow) -> float:
-        """Pages of keys and values in memory, of transformers' own cache's."""
+        """Return the memory of keys and values relative to `stock`."""
         return self.memory.kv_bytes / stock.memory.kv_bytes
 
     def share_with_index(self, stock: LengthRow) -> float:
-        """The same with what the policy keeps in memory to choose by."""
+        """Return the memory of keys, values and the index of the policy relative to `stock`."""
         return (self.memory.kv_bytes + self.memory.index_bytes) / stock.memory.kv_bytes
 
 
@@ -85,9 +87,9 @@ def by_length(
     shape: Mapping[str, int], lengths: Sequence[int], everyone: Sequence[Candidate], directory: Path, steps: int,
     threads: int, progress: Progress = lambda _: None,
 ) -> list[LengthRow]:  # fmt: skip
-    """Returns a row for each cache at each of `lengths`; caches take turns, step by step.
+    """Return a row for each cache and length. The caches take turns, step by step.
 
-    EnvironmentProblem: torch or transformers are missing.
+    EnvironmentProblem: torch or transformers is missing.
     """
     from llmcache.kv.transformers import check_versions
 
@@ -111,12 +113,14 @@ def by_length(
 
 
 def stock_at(rows: Sequence[LengthRow], tokens: int) -> LengthRow:
-    """Returns the row of transformers' own cache at a length."""
+    """Return the row of transformers' own cache at a length."""
     return next(row for row in rows if row.tokens == tokens and row.policy == STOCK)
 
 
 def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
-    """Returns the least length from which on, as far as was measured, `policy` takes less time than transformers' cache."""
+    """Return the shortest length from which on `policy` is faster than transformers' cache; None if it is not at the
+    longest.
+    """
     found = None
     for row in sorted((row for row in rows if row.policy == policy), key=lambda row: -row.tokens):
         if row.times(stock_at(rows, row.tokens)) >= 1:
@@ -125,7 +129,7 @@ def faster_from(rows: Sequence[LengthRow], policy: str) -> int | None:
     return found
 
 
-def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
+def _row_json(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
     return {
         "tokens": row.tokens, "policy": row.policy, **asdict(row.memory), "tpot_ns": row.speed.tpot_ns,
         "parts_ns": dict(row.speed.parts_ns), "kv_share": row.kv_share(stock), "times_stock": row.times(stock),
@@ -134,27 +138,27 @@ def _told(row: LengthRow, stock: LengthRow) -> dict[str, Any]:
 
 
 def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
-    """The bars of memory and time, by policy, and from which length on a policy is faster than DynamicCache."""
-    at = BAR_TOKENS if any(row.tokens == BAR_TOKENS for row in rows) else max(row.tokens for row in rows)
+    """Return the figures for memory and time, and the context from which on each policy is faster than DynamicCache."""
+    at = TARGET_TOKENS if any(row.tokens == TARGET_TOKENS for row in rows) else max(row.tokens for row in rows)
     stock = stock_at(rows, at)
-    there = {row.policy: row for row in rows if row.tokens == at}
-    share, times = there["icecache"].kv_share(stock), there["icecache"].times(stock)
-    with_index = ", ".join(f"{policy} {there[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
+    row_of = {row.policy: row for row in rows if row.tokens == at}
+    share, times = row_of["icecache"].kv_share(stock), row_of["icecache"].times(stock)
+    with_index = ", ".join(f"{policy} {row_of[policy].share_with_index(stock):.1%}" for policy in TIMED if policy != PACKED)
     faster = {policy: faster_from(rows, policy) for policy in TIMED}
     others = [policy for policy in TIMED if policy != "icecache"]
-    told = ", ".join(f"{one} {'none measured' if (none := faster[one]) is None else f'{none:,}'}" for one in others)
-    each = ", ".join(f"{policy} {there[policy].times(stock):.2f}" for policy in others)
+    lengths = ", ".join(f"{one} {'none measured' if (none := faster[one]) is None else f'{none:,}'}" for one in others)
+    each = ", ".join(f"{policy} {row_of[policy].times(stock):.2f}" for policy in others)
     return {
         "memory": {"what": f"keys and values in memory / DynamicCache's, {at:,} tokens, icecache", "figure": share},
         "memory_with_index": {
             "what": f"keys, values and index in memory / DynamicCache's, {at:,} tokens, {PACKED} ({with_index})",
-            "figure": there[PACKED].share_with_index(stock),
+            "figure": row_of[PACKED].share_with_index(stock),
         },
         "time": {"what": f"time per token / DynamicCache's, {at:,} tokens, icecache ({each})", "figure": times},
         "faster": {
-            "what": f"context from which a token is faster than with DynamicCache, icecache ({told})",
+            "what": f"context from which a token is faster than with DynamicCache, icecache ({lengths})",
             "figure": faster["icecache"] or 0, "by_policy": faster,
-            "rows": [_told(row, stock_at(rows, row.tokens)) for row in rows],
+            "rows": [_row_json(row, stock_at(rows, row.tokens)) for row in rows],
         },
     }  # fmt: skip
 

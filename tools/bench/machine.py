@@ -1,4 +1,4 @@
-"""The machine that figures are of: its disks, as cgroups throttle and count them, and what every JSON file tells of it."""
+"""Describes the machine of a result: CPU, memory, kernel, the disk that cgroups throttle, and package versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("llama-cpp-python", "xllamacpp", "gguf", "mfusepy", "numpy", "numba"
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Return machine, kernel, the device of `directory`, and versions."""
+    """Return a description of the machine, the disk of `directory`, and versions."""
     disk = disk_of(directory)
     scheduler = SYSFS / "block" / disk.name / "queue" / "scheduler"
     commit = subprocess.run(
@@ -45,12 +45,12 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """Most memory that a process has held (VmHWM: unlike ru_maxrss it begins anew with the program)."""
+    """Return the largest memory of a process (VmHWM, which, unlike ru_maxrss, starts again at execve)."""
     return 1024 * int(status_of(pid)["VmHWM"].split()[0])
 
 
 def _first(file: str, key: str) -> str:
-    """Return the value of `key` in a file of /proc with a line each; "0" where it has none."""
+    """Return the value of the first line with `key` in a file of /proc; "0" if there is none."""
     lines = (line.partition(":") for line in (PROC / file).read_text().splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == key), "0")
 

@@ -1,7 +1,8 @@
 """Compare llmcachefs with the page cache: same total memory, same storage limit, interleaved runs.
 
 Cases: (a) a loop larger than memory, (b) a loop that fits, (c) one cold pass, (d) several readers, (e) loops of several
-sizes, (f) unlimited storage, (g) MoE models, (h) the stock llama.cpp server with its default flags.
+sizes, (f) unlimited storage, (g) MoE models, (h) the stock llama.cpp server with its default flags, (i) an MoE model of real
+size (`--moe-model`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from llmcache.cgroup import Cgroup
 from llmcache.fs.layout.tensors import Experts
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
 from llmcache.storage import disk_of
@@ -26,59 +29,72 @@ from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose
 
 from . import routing
 from .clients.server_tokens import SITE
-from .experiment import Command, Experiment, Rig, Routed
+from .experiment import Command, Experiment, Rig, Routed, Window
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
-from .results import Bar, Document, markdown
-from .runner import MIB, client, crc_file, loop_bytes, loop_file
+from .results import Document, Target, markdown
+from .runner import MIB, client, crc_file, loop_bytes, loop_file, run_client
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
 SCHEMA = "llmcache-bench-mount/2"
 RATES = (500_000_000, 200_000_000)
-TOKEN_WARMUP = 3  # the kernel's and the mount's first tokens fill the cache and learn the order
-SHORT_TIMES = 3  # runs that last a second or two are repeated so many times as often
+TOKEN_WARMUP = 3  # the first tokens fill the cache, and the mount learns the order
+SHORT_TIMES = 3  # factor on the repeats of runs that last only a second or two
 FITS = {"llama": (240, 200), "read": (240, 180), "mmap": (2400, 2000)}
-"""Steps of what fits, and those of them that do not count, some seconds: what is kept is brought into its best form."""
+"""Steps of loops that fit, and the warm-up steps among them: several seconds, in which the mount moves pinned data to its
+final form.
+"""
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 FRACTIONS = (0.4, 0.6, 0.75, 0.9)
-MORE = 1.5  # times what the page cache has more than a budget, at least, do not fit
+MORE = 1.5  # at least this multiple of the page cache's extra memory does not fit
 MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
-"""Experts of a layer, how many of them a token uses, bytes of a slice."""
-MIXTURE_BYTES = 2_000_000_000  # of a smaller one the 64 MiB that the kernel's side has more are a part that counts
+"""Experts of a layer, how many of them a token uses, and bytes of an expert slice."""
+MIXTURE_BYTES = 2_000_000_000  # for a smaller model, the 64 MiB more that the page cache has would matter
 MIXTURE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
-"""By the share of the model that fits: tokens, and those of them that do not count. Until nearly all experts have been used,
-most of what is missed where much fits is missed for the first time, by everybody.
+"""Tokens and warm-up tokens among them, by the share of the model that fits.
+
+Where most of the model fits, most misses are first uses of an expert, on all sides, until nearly all experts have been used.
 """
-# A model with random weights uses a quarter of its experts again and again: they fit.
+# A model with random weights uses the same quarter of its experts again and again, which fit.
 LLAMA_COUNTS = MIXTURE_COUNTS[0.5]
-# With 8 MiB read around each fault a token takes twenty times as long: shown where most and where least is missed.
+# With read_ahead_kb 8192, a token takes twenty times as long. Measured only for the smallest and the largest share.
 READ_AHEAD_SHARES = (0.2, 0.8)
 
-SERVER_BYTES = 1_145_000_000  # of a smaller one, half of the rest is within the 64 MiB that the kernel's side has more
+SERVER_BYTES = 1_145_000_000  # for a smaller model, half of the rest would fit into the page cache's extra 64 MiB
 SERVER_TURNS, SERVER_PROMPT = 2, 60  # turns, tokens of each prompt
-SERVER_ANSWER, SERVER_WARMUP = 80, 10  # tokens of each answer, tokens that do not count
+SERVER_ANSWER, SERVER_WARMUP = 80, 10  # tokens of each answer, warm-up tokens
 SERVER_SHARES = {"half of the rest": 0.5, "the rest just fits": 1.0}
-"""Memory for the loop of the server, relative to the loop: see `stock_server`."""
-MORE_READ = 0.01  # of the loop, which a mount may read for each token above the page cache
+"""Memory for the loop of the server, relative to the loop; see `stock_server`."""
+MORE_READ = 0.01  # share of the loop that a mount may read per token in addition to the page cache's bytes
 
 COLD_LIMIT_BPS = 2e9
-"""A faster disk than this is not asked for."""
+"""Targets of case (c) do not require a higher bandwidth than this."""
 NEVER_SLOWER = 1.05
-"""What two medians of the same scatter."""
+"""Two medians of equal runs differ by up to this factor."""
 MISSES = 0.1
-"""Of what a token reads: where the page cache reads less of it from storage, there is nothing to win."""
+"""If the page cache reads less than this share of a token's bytes from storage, there is little to gain."""
 CPU_S_PER_GB = {"inplace": 0.25, "steer": 0.8}
-"""What the daemon may take, by mode."""
+"""Limits of the daemon's CPU time, by mode."""
+
+MOE_SHARE = 0.6  # share of an MoE model of real size that fits in memory
+MOE_TOKENS, MOE_WARMUP = 400, 1
+MOE_OPPONENTS_KB = (32,)  # besides 128
+MOE_TARGETS = {None: (0.75, 0.60), RATES[0]: (0.75, 0.57)}
+"""Time of a token / page cache's time, in the first and second half of the tokens, by the limit of storage."""
+MOE_P99 = 2.5
+MOE_CPU_S_PER_GB = 0.45
 
 Result = dict[str, Any]
 Judged = tuple[str, str, float, str, float]
-"""Key, what it is, value, sense, limit."""
+"""Key, description, value, sense and limit of a target."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, help="Q8_0 GGUF file (tools/make_model.py); without it, the llama.cpp cases are skipped"
     )
+    moe = "GGUF file of tools/make_model.py --like, on the file system of --dir; without it, case (i) is skipped"
+    parser.add_argument("--moe-model", type=Path, help=moe)
     parser.add_argument(
         "--dir",
         type=Path,
@@ -102,12 +118,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", "inplace", "steer", "arena"), action="append", default=[], help=modes)
 
 
-def sides(args: argparse.Namespace, source: Path, read_ahead_kb: int) -> tuple[Plain | Mounted, ...]:
-    """Return the page cache, and llmcachefs in each mode that was asked for, mounted as the documentation advises."""
-    ahead = ("--read-ahead", f"{read_ahead_kb}Ki")
+def sides(args: argparse.Namespace, source: Path, experiment: Experiment) -> tuple[Plain | Mounted, ...]:
+    """Return the page cache, and llmcachefs in each mode of `args`, mounted as the documentation advises."""
+    ahead = ("--read-ahead", f"{experiment.read_ahead_kb}Ki")
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
     modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
-    return (*kernels(source, args.read_ahead), *(modes or [Mounted()]))
+    more_kb = dict.fromkeys((*args.read_ahead, *experiment.opponents_kb))
+    return (*kernels(source, tuple(more_kb)), *(modes or [Mounted()]))
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -121,12 +138,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         if args.model is not None:
             model = source / args.model.name
             os.link(args.model.resolve(), model)
-        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick)
+        plan = CasePlan(source, scratch, model, args.threads, args.fraction, args.quick, args.moe_model)
         measured: list[Result] = []
         for experiment in (one for letter, make in CASES.items() if letter in args.only for one in make(plan)):
             if args.match in experiment.name:
                 console.print(f"({experiment.case}) {experiment.name}")
-                bench = Rig(scratch, sides(args, source, experiment.read_ahead_kb), args.repeat, console.print)
+                bench = Rig(scratch, sides(args, source, experiment), args.repeat, console.print)
                 measured.append(bench.measure(experiment).to_json())
                 yield {"complete": False, "results": measured}
         yield {"complete": True, "results": measured}
@@ -137,7 +154,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class CasePlan:
-    """Sizes and counts of a whole benchmark."""
+    """Directories, model and sizes of a whole benchmark."""
 
     source: Path
     scratch: Path
@@ -145,23 +162,25 @@ class CasePlan:
     threads: int
     fraction: float
     quick: bool
+    moe_model: Path | None = None
 
     @property
     def loop_size(self) -> int:
-        """Return the bytes of the file that loop readers read.
+        """Return the size of the loop readers' file.
 
-        What does not fit must be well over the 64 MiB that the kernel's side has more of page cache.
+        The part that does not fit must be much larger than the 64 MiB more that the page cache has.
         """
         return (512 if self.quick else 768) * MIB
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return (steps, warm-up steps among them)."""
+        """Return the number of steps and of warm-up steps among them."""
         return (6, 2) if self.quick else (9, TOKEN_WARMUP)
 
     def llama(self, case: str, label: str, share: float, steps: int, warmup: int, **limits: Any) -> Iterator[Experiment]:
-        """Yield what has llama.cpp decode over `share` of its loop, if there is a model: of one twice as large, if else the
-        page cache would have all of it in what it has more.
+        """Yield llama.cpp with memory for `share` of its loop, if there is a model.
+
+        If the page cache would hold the whole loop in its extra memory, a model of twice the size is used.
         """
         if (model := self.model) is None:
             return
@@ -174,28 +193,27 @@ class CasePlan:
 
 
 def tokens(threads: int, steps: int) -> Command:
-    """Return the command of the llama.cpp client."""
     return lambda _side, path: client("llama_tokens", path, steps, "--threads", threads)
 
 
 def answers(turns: int, prompt: int, answer: int) -> Command:
-    """Return the command of the stock llama.cpp server with its client: tokens of each turn's prompt and answer."""
+    """Return the command of the stock llama.cpp server with its client; `prompt`, `answer`: tokens per turn."""
     words = ("--turns", turns, "--prompt", prompt, "--answer", answer)
     return lambda _side, path: client("server_tokens", path, *words)
 
 
 def passes(how: str, steps: int, check: Path | None = None) -> Command:
-    """Return the command of a loop reader."""
+    """Return the command of a loop reader; `check`: file of the expected CRCs."""
     checked = ["--check", check] if check else []
     return lambda _side, path: client("loop_reader", path, "--how", how, "--passes", steps, *checked)
 
 
 def larger(plan: CasePlan) -> Iterator[Experiment]:
-    """(a) A loop of which `fraction` fits, storage limited: llama.cpp, and one reader by mmap and by read."""
+    """Yield case (a): a loop of which `fraction` fits, with limited storage, for llama.cpp and readers by mmap and read."""
     for rate in RATES:
         steps, warmup = plan.counts
         if rate == min(RATES) and not plan.quick:
-            steps -= 2  # what lasts seconds scatters little
+            steps -= 2  # long runs vary little
         label, size = f"{rate // 10**6} MB/s", plan.loop_size
         yield from plan.llama("a", label, plan.fraction, steps, warmup, read_bps=rate)
         file, cache = loop_file(plan.source / "loop.bin", size), int(plan.fraction * size)
@@ -204,9 +222,9 @@ def larger(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def fits(plan: CasePlan) -> Iterator[Experiment]:
-    """(b) Everything fits, no limit: tokens, and warm 1 MiB reads, some seconds after they have begun.
+    """Yield case (b): everything fits, unlimited storage; tokens, and warm 1 MiB reads after some seconds.
 
-    The loop has a directory of its own: where all of SOURCE fits, the mount leaves alone what the kernel reads ahead.
+    The loop has its own directory: if all of SOURCE fits, the mount does not replace the kernel's readahead.
     """
     size, alone = plan.loop_size, plan.source / "alone"
     alone.mkdir()
@@ -221,7 +239,9 @@ def fits(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def cold(plan: CasePlan) -> Iterator[Experiment]:
-    """(c) One cold sequential pass, no limit, against O_DIRECT and the kernel; a budget that fits, and a small one."""
+    """Yield case (c): one cold sequential pass without a limit, against O_DIRECT and the page cache, with a large and a
+    small budget.
+    """
     file, size = loop_file(plan.source / "loop.bin", plan.loop_size), plan.loop_size
 
     def command(side: str, path: Path) -> list[str]:
@@ -232,7 +252,7 @@ def cold(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def readers(plan: CasePlan) -> Iterator[Experiment]:
-    """(d) 1, 2, 4, 8 processes over one file of which `fraction` fits; every byte checked."""
+    """Yield case (d): 1, 2, 4 and 8 processes that read one file of which `fraction` fits; every byte is checked."""
     (steps, warmup), size = plan.counts, plan.loop_size
     file, cache = loop_file(plan.source / "readers.bin", size), int(plan.fraction * size)
     command = passes("read", steps, crc_file(file, plan.scratch))
@@ -241,7 +261,7 @@ def readers(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def sizes(plan: CasePlan) -> Iterator[Experiment]:
-    """(e) Loops of 0.6 to 3 budgets, storage limited; every byte checked."""
+    """Yield case (e): loops of 0.6 to 3 budgets with limited storage; every byte is checked."""
     (steps, warmup), budget = plan.counts, (128 if plan.quick else 256) * MIB
     for factor in SIZES:
         size = int(factor * budget) // MIB * MIB
@@ -251,9 +271,9 @@ def sizes(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def unlimited(plan: CasePlan) -> Iterator[Experiment]:
-    """(f) A loop of which parts fit, no limit on storage: llama.cpp, and one reader by mmap and by read."""
+    """Yield case (f): a loop of which parts fit, with unlimited storage, for llama.cpp and readers by mmap and read."""
     steps, warmup = plan.counts
-    size = 2 * plan.loop_size  # the tenth that does not fit must be over what the kernel's side has more, see there
+    size = 2 * plan.loop_size  # the tenth that does not fit must exceed the page cache's extra memory, see `loop_size`
     for share in FRACTIONS:
         yield from plan.llama("f", f"{share} N", share, steps, warmup)
         file = loop_file(plan.source / "unlimited.bin", size)
@@ -263,12 +283,14 @@ def unlimited(plan: CasePlan) -> Iterator[Experiment]:
 
 
 def mixture_shape(experts: int, used: int, slice_bytes: int) -> Shape:
-    """Return the shape of the model that is made for one of `MIXTURES`."""
+    """Return the shape of the model for one entry of `MIXTURES`."""
     return choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
 
 
 def mixtures(plan: CasePlan) -> Iterator[Experiment]:
-    """(g) Mixtures of experts read by generated routings, and one by llama.cpp, routed as its random weights have it."""
+    """Yield case (g): MoE models read by generated routings, and one by llama.cpp, whose random weights determine the
+    routing.
+    """
     for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
         shape = mixture_shape(experts, used, slice_bytes)
         name = f"{experts} experts {slice_bytes / 1e6} MB"
@@ -290,31 +312,31 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
             cache, each = int(share * size), slices.bytes_of(0)
             missed = routing.misses(chosen, ranks, routing.Habits(), (cache - dense) // each, warmup)
             replayed = (missed[policy] * each for policy in ("lru", "known", "belady"))
-            asked = Routed(dense + shape.layers * used * each, *replayed)
+            routed = Routed(dense + shape.layers * used * each, *replayed)
             for rate in (RATES[0], None):
                 label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
                 own = number == 0 and share in READ_AHEAD_SHARES
                 limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": ahead_kb, "mean_reads": True}
-                yield Experiment("g", label, file, size, cache, reader, *counts, routed=asked, own_read_ahead=own, **limits)
+                yield Experiment("g", label, file, size, cache, reader, *counts, routed=routed, own_read_ahead=own, **limits)
                 if plan.model is not None and number == 0 and share in (0.2, 0.5):
                     decoded = Routed(dense + sum(slices.sizes) * used / experts)
                     decode = tokens(plan.threads, LLAMA_COUNTS[0])
-                    title = f"llama.cpp {label}"  # without 8192: what that costs is shown by the reader
+                    title = f"llama.cpp {label}"  # no run with 8192; the reader shows its cost
                     limits |= {"routed": decoded, "own_read_ahead": False}
                     yield Experiment("g", title, file, size, cache, decode, *LLAMA_COUNTS, **limits)
         file.unlink()
 
 
 def stock_server(plan: CasePlan) -> Iterator[Experiment]:
-    """(h) The stock llama.cpp server with its default flags over a Q4_K_M model: it does not read the loop of the header.
+    """Yield case (h): the stock llama.cpp server with its default flags and a Q4_K_M model.
 
     On x86 the server repacks the Q4_K tensors (three quarters of the file) into private memory while it loads, and later
-    reads single rows of the embedding. The loop is the rest: each token reads the Q6_K tensors and the norms, `loop_bytes`.
-    The limit of the cgroup is the private memory of the server (copies, KV cache; measured first), `cache_bytes` and 64 MiB.
-    For a file of 1,145 MB these are 976, 252 for "the rest just fits" and 67 MB: 1,296 MB.
+    reads only single rows of the embedding. The loop is the rest: each token reads the Q6_K tensors and the norms. The limit
+    of the cgroup is the private memory of the server (copies and KV cache, measured first), `cache_bytes` and 64 MiB. For a
+    file of 1,145 MB these are 976, 252 (for "the rest just fits") and 67 MB, together 1,296 MB.
 
-    `cache_bytes` is half of the rest, the rest (with the 64 MiB the page cache alone keeps it), or more than the file. In
-    place runs with the small read-ahead, which the documentation advises, and with the machine's own.
+    `cache_bytes` is half of the rest, the rest (which the page cache keeps in its extra 64 MiB), or more than the file. The
+    mount in place is run with the small read-ahead, which the documentation advises, and with the machine's own.
     """
     if not SITE.is_dir():
         return
@@ -334,65 +356,124 @@ def stock_server(plan: CasePlan) -> Iterator[Experiment]:
     file.unlink()
 
 
-CASES = {"a": larger, "b": fits, "c": cold, "d": readers, "e": sizes, "f": unlimited, "g": mixtures, "h": stock_server}
+def real_size(plan: CasePlan) -> Iterator[Experiment]:
+    """Yield case (i): an MoE model of real size with llama.cpp and a generated text, with and without a storage limit.
+
+    The model is alone in its directory. Two runs without a memory limit come first: one reads the file with O_DIRECT to
+    measure the storage, and the other records the experts that llama.cpp chooses, from which the bounds are computed.
+    """
+    if plan.moe_model is None:
+        return
+    alone = plan.source / "moe"
+    alone.mkdir()
+    file = alone / plan.moe_model.name
+    os.link(plan.moe_model.resolve(), file)
+    steps, warmup = (9 if plan.quick else MOE_TOKENS + MOE_WARMUP), MOE_WARMUP
+    recorded = plan.scratch / "routing.npy"
+    words = ("--threads", plan.threads, "--topics", 1)
+    with Cgroup("storage", directory=file) as group:
+        storage_bps = (
+            file.stat().st_size / run_client(group, client("loop_reader", file, "--how", "direct"), 600).steps[0].seconds
+        )
+        run_client(group, client("llama_tokens", file, steps, *words, "--routing", recorded), 3600)
+    chosen = np.load(recorded)
+    size, layout = file.stat().st_size, routing.layout_of(file)
+    dense, slices, cache = routing.dense_bytes(layout), Experts(layout), int(MOE_SHARE * size)
+    missed = routing.replay(chosen, (cache - dense) // slices.bytes_of(0), is_loaded=True)
+    token_bytes = dense + slices.bytes_of(0) * chosen.shape[1] * chosen.shape[2]
+    half = (steps - warmup) // 2
+    for rate in (None, RATES[0]):
+        windows = []
+        for first, end in ((0, half), (half, 2 * half)):
+            lru, belady = (slices.bytes_of(0) * float(missed[one][warmup:][first:end].mean()) for one in ("lru", "belady"))
+            windows.append(Window(first, end, lru, belady, belady / min(storage_bps, rate or math.inf)))
+        yield Experiment(
+            "i",
+            f"{file.stem} {MOE_SHARE:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}",
+            file,
+            loop_bytes(file),
+            cache,
+            lambda _side, path: client("llama_tokens", path, steps, *words),
+            steps,
+            warmup,
+            rate,
+            routed=Routed(token_bytes),
+            own_read_ahead=False,
+            read_ahead_kb=routing.read_ahead_kb(layout),
+            mean_reads=True,
+            windows=tuple(windows),
+            opponents_kb=MOE_OPPONENTS_KB,
+        )
 
 
-# The figures of a result, and its bars
+CASES = {
+    "a": larger,
+    "b": fits,
+    "c": cold,
+    "d": readers,
+    "e": sizes,
+    "f": unlimited,
+    "g": mixtures,
+    "h": stock_server,
+    "i": real_size,
+}
+
+
+# The figures of a result, and its targets
 
 
 def steps(result: Result, side: str) -> list[float]:
-    """Return the measured steps of one side (s), of all repeats and clients."""
+    """Return the durations (s) of the measured steps of one side, over all repeats and clients."""
     runs = [run for run in result["runs"] if run["side"] == side]
     return [step for run in runs for client in run["seconds"] for step in client]
 
 
 def seconds(result: Result, side: str) -> float:
-    """Return the median of the measured steps of one side (s); no number without any."""
+    """Return the median duration (s) of the measured steps of one side; nan if there are none."""
     return statistics.median(steps(result, side) or [math.nan])
 
 
 def mean(result: Result, side: str) -> float:
-    """Return the mean of the measured steps of one side (s); no number without any."""
+    """Return the mean duration (s) of the measured steps of one side; nan if there are none."""
     return statistics.fmean(steps(result, side) or [math.nan])
 
 
 def fastest(result: Result, sides: Iterable[str], time_of: Callable[[Result, str], float] = seconds) -> str:
-    """Return the side with the least time, or one without any: nothing is better than what was not measured."""
+    """Return the side with the smallest time. A side without a time wins, so that no side beats a failed one."""
     return min(sides, key=lambda side: (not math.isnan(time_of(result, side)), time_of(result, side)))
 
 
 def kernel(result: Result, time_of: Callable[[Result, str], float] = seconds) -> str:
-    """Return the side of the page cache at its best: with the machine's own read-ahead or the small one."""
+    """Return the faster side of the page cache: with the machine's own read-ahead or the small one."""
     return fastest(result, (side for side in result["sides"] if side.startswith("kernel")), time_of)
 
 
 def mounts(result: Result) -> list[str]:
-    """Return the sides that are llmcachefs."""
     return [side for side in result["sides"] if side != "direct" and not side.startswith("kernel")]
 
 
 def storage_bytes(result: Result, side: str) -> float:
-    """Return the median over the repeats of what one step of one client read from storage."""
+    """Return the bytes that a step of one client read from storage, the median over the repeats."""
     return _median(run["storage_bytes_per_step"] for run in result["runs"] if run["side"] == side)
 
 
 def costs(result: Result, side: str) -> list[dict[str, Any]]:
-    """Return what the mount took in each run of one side: see `SideRun.mount`; nothing where that was not recorded."""
+    """Return the costs of the mount in each run of one side (`SideRun.mount`); older results have none."""
     return [run["mount"] or {} for run in result["runs"] if run["side"] == side and "mount" in run]
 
 
 def mode_of(result: Result, side: str) -> str:
-    """Return the mode that served, as the daemon told; else the name of the side."""
+    """Return the mode that the daemon reported; if none is recorded, the name of the side."""
     return next((cost["mode"] for cost in costs(result, side) if "mode" in cost), side)
 
 
 def cpu_s_per_gb(result: Result, side: str) -> float:
-    """Return the median over the repeats of the daemon's processor time per GB from storage."""
+    """Return the daemon's CPU seconds per GB from storage, the median over the repeats."""
     return _median(cost.get("cpu_s_per_gb") for cost in costs(result, side))
 
 
 def memory(result: Result, side: str) -> float:
-    """Return what a mount and its daemon took at most, without what lies beyond the budget; no number if a run has none."""
+    """Return the largest memory of mount and daemon, without bytes beyond the budget; nan if a run has none recorded."""
     each = [
         cost["resident_bytes"] - cost["beyond_bytes"] + cost["daemon_bytes"] if "daemon_bytes" in cost else math.nan
         for cost in costs(result, side)
@@ -404,24 +485,25 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median([one for one in values if one is not None] or [math.nan])
 
 
-def bars(told: Document) -> list[Bar]:
-    """Return the bars of all results; the first is that nothing went wrong over the mount."""
-    results: list[Result] = told["results"]
+def targets(document: Document) -> list[Target]:
+    """Return the targets of all results; the first is that no client failed on a mount."""
+    results: list[Result] = document["results"]
     wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
     what = f"hangs, wrong bytes and failures with a mount, in {len(results)} cases"
-    nothing = Bar("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
-    return [nothing, *(bar for result in results for side in mounts(result) for bar in judge(result, side))]
+    nothing = Target("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
+    judged = (target for result in results for side in mounts(result) for target in judge(result, side))
+    return [nothing, *judged, *_limit_costs(results)]
 
 
-def judge(result: Result, side: str) -> Iterator[Bar]:
-    """Yield the bars of one mount of one result."""
+def judge(result: Result, side: str) -> Iterator[Target]:
     slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
     name = result["name"]
-    command = f"tools/bench mount --model MODEL --only {result['case']} --match '{name}'"
+    model = "--moe-model" if result["case"] == "i" else "--model"
+    command = f"tools/bench mount {model} MODEL --only {result['case']} --match '{name}'"
     if side != "mount":
         slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
     for key, what, value, sense, limit in (*_judged(result, side), *_costs(result, side)):
-        yield Bar(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
+        yield Target(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
 
 
 def _judged(result: Result, side: str) -> Iterator[Judged]:
@@ -439,24 +521,26 @@ def _judged(result: Result, side: str) -> Iterator[Judged]:
         yield "best", "bandwidth / best of O_DIRECT and page cache", best_s / own_s, ">=", 0.95
     elif case == "c":
         measured = size / seconds(result, "direct")
-        direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would take a limit for what is no number
+        direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would replace nan by the limit
         yield "direct", "bandwidth / bandwidth of O_DIRECT", size / own_s / direct, ">=", 0.8
     elif case == "d":
-        # readers at different places of the loop share the pins but not what is streamed
+        # readers at different places of the loop share the pinned bytes, but not the streamed ones
         bound_s = max(result["compute_s"], result["bound_s"] * result["clients"])
         yield "bound", "time / modelled bound for separate readers", own_s / bound_s, "<=", 1.15
         yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
     elif case == "e":
-        # no cliff: near the bound, with an allowance of a tenth of a full read for loops that nearly fit
+        # no cliff: near the bound, with a tenth of a full read more, for loops that nearly fit
         allowed_s = result["bound_s"] + 0.1 * size / (result["read_bps"] or 1e9)
         yield "bound", "time / (modelled bound + 10 % of a full read)", own_s / allowed_s, "<=", 1.15
         if in_place:
             yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
-    elif case == "f" and in_place:  # through FUSE nothing is promised where storage is as fast as memory
+    elif case == "f" and in_place:  # FUSE mounts have no target for storage as fast as memory
         limit = 0.67 if round(result["cache_bytes"] / size, 2) == 0.75 else NEVER_SLOWER
         yield "kernel", "time / page cache's time", over_kernel, "<=", limit
     elif case == "g":
         yield from _mixture(result, side, in_place)
+    elif case == "i":
+        yield from _real_size(result, side)
     elif case == "h":
         allowed = NEVER_SLOWER * storage_bytes(result, kernel(result)) + MORE_READ * size
         yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
@@ -467,8 +551,8 @@ def _judged(result: Result, side: str) -> Iterator[Judged]:
 def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     best, limited = kernel(result, mean), result["read_bps"] is not None
     times, ratio = steps(result, side), mean(result, side) / mean(result, best)
-    read, asked = storage_bytes(result, best), result["routed"]["token_bytes"]
-    misses = read > MISSES * asked
+    read, token_bytes = storage_bytes(result, best), result["routed"]["token_bytes"]
+    misses = read > MISSES * token_bytes
     if in_place:
         limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
         yield "kernel", "mean time / page cache's time", ratio, "<=", limit
@@ -482,6 +566,57 @@ def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
     if times:
         late = sorted(times)[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
         yield "p99", "99th percentile of token times / median", late, "<=", 3
+
+
+def window_s(result: Result, side: str, number: int) -> float:
+    """Return the mean duration (s) of the steps of one side in one window; nan if there are none."""
+    window, runs = result["windows"][number], (run for run in result["runs"] if run["side"] == side)
+    times = [step for run in runs for client in run["seconds"] for step in client[window["first"] : window["end"]]]
+    return statistics.fmean(times or [math.nan])
+
+
+def _window_kernel(result: Result, number: int) -> str:
+    """Return the side of the page cache that is the fastest in one window."""
+    return kernel(result, lambda one, side: window_s(one, side, number))
+
+
+def window_bound_s(result: Result, number: int) -> float:
+    """Return the bound (s) of one window: max(compute, misses of Belady's policy / bandwidth)."""
+    bound: float = max(result["compute_s"], result["windows"][number]["storage_s"])
+    return bound
+
+
+def _real_size(result: Result, side: str) -> Iterator[Judged]:
+    windows = result["windows"]
+    for number, (window, limit) in enumerate(zip(windows, MOE_TARGETS[result["read_bps"]], strict=True)):
+        own_s, tokens_of = window_s(result, side, number), f"tokens {window['first'] + 1} to {window['end']}"
+        yield (
+            f"kernel.{number + 1}",
+            f"{tokens_of}, mean time / page cache's time",
+            own_s / window_s(result, _window_kernel(result, number), number),
+            "<=",
+            limit,
+        )
+    late = windows[-1]
+    runs = (run for run in result["runs"] if run["side"] == side)
+    times = sorted(step for run in runs for client in run["seconds"] for step in client[late["first"] : late["end"]])
+    p99 = times[math.ceil(0.99 * len(times)) - 1] / statistics.median(times) if times else math.nan
+    yield "p99", "99th percentile of token times / median, last half", p99, "<=", MOE_P99
+    cpu = cpu_s_per_gb(result, side)
+    yield "cpu", "CPU seconds of the daemon per GB read from storage", cpu, "<=", MOE_CPU_S_PER_GB
+
+
+def _limit_costs(results: list[Result]) -> Iterator[Target]:
+    """Yield the targets of case (i) for unlimited storage: a mount is not slower than with limited storage."""
+    real = [result for result in results if result["case"] == "i"]
+    for free in (result for result in real if result["read_bps"] is None):
+        model = free["name"].removesuffix(" no limit")
+        for limited in (one for one in real if one["read_bps"] and one["name"].startswith(model)):
+            for side in (side for side in mounts(free) if side in limited["sides"]):
+                ratio = mean(free, side) / mean(limited, side)
+                what = f"{free['name']}, {side}: mean time / time with {limited['read_bps'] // 10**6} MB/s"
+                command = "tools/bench mount --only i --moe-model MODEL"
+                yield Target(f"{model}.{side}.no-limit", what, ratio, "<=", NEVER_SLOWER, command=command)
 
 
 def _costs(result: Result, side: str) -> Iterator[Judged]:
@@ -510,25 +645,27 @@ LABELS = {
 }
 
 
-def table(told: Document) -> str:
-    machine = told["machine"]
+def table(document: Document) -> str:
+    machine = document["machine"]
     versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
     about = (
         f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
         f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}.\n\n"
     )
-    results = [result for result in told["results"] if result["case"] != "g"]
+    results = [result for result in document["results"] if result["case"] not in "gi"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
-    mixed = [result for result in told["results"] if result["case"] == "g"]
-    return f"{about}{markdown(head, rows)}" + (f"\n{_mixtures_table(mixed)}" if mixed else "")
+    mixed = [result for result in document["results"] if result["case"] == "g"]
+    real = [result for result in document["results"] if result["case"] == "i"]
+    more = [f"\n{table_of(some)}" for table_of, some in ((_mixtures_table, mixed), (_real_size_table, real)) if some]
+    return "".join((about, markdown(head, rows) if rows else "", *more))
 
 
 def _row(result: Document, sides: Sequence[str]) -> list[str]:
-    """One line of the mount's table: the page cache at its best and `sides`, and how many times faster the first is."""
+    """Return one row of the table: the page cache at its best, `sides`, and the speedup of the first of them."""
     all_sides = [kernel(result), *sides]
     times = [seconds(result, side) for side in all_sides]
     return [
@@ -542,9 +679,7 @@ def _row(result: Document, sides: Sequence[str]) -> list[str]:
 
 
 def _mixtures_table(results: list[Result]) -> str:
-    """What mixtures of experts took, by the routing of `tools/bench/routing.py`: means of a token, and what whole experts in
-    the same room would have missed.
-    """
+    """Return the table of the MoE models: means per token, and the misses of three policies that keep whole experts."""
     head = ["MoE model, share in memory, storage", "page cache ms", "inplace ms", "steer ms"]
     head += ["page cache MB", "inplace MB", "steer MB", "exact LRU MB", "known popularity MB", "Belady MB"]
     rows = []
@@ -559,3 +694,35 @@ def _mixtures_table(results: list[Result]) -> str:
         "bytes that three policies would read in a replay of the same routing."
     )
     return f"{about}\n\n{markdown(head, rows)}"
+
+
+def _real_size_table(results: list[Result]) -> str:
+    """Return the table of MoE models of real size: measured means per token, and the modelled bounds."""
+    head = ["MoE model, share in memory, storage", "tokens", "side", "page cache s", "llmcachefs s", "bound s"]
+    head += ["/ page cache", "/ bound", "page cache MB", "llmcachefs MB", "exact LRU MB", "Belady MB"]
+    rows = []
+    for result, number in ((each, number) for each in results for number in range(len(each["windows"]))):
+        window, best = result["windows"][number], _window_kernel(result, number)
+        best_s, bound_s = window_s(result, best, number), window_bound_s(result, number)
+        for side in mounts(result):
+            own_s = window_s(result, side, number)
+            read = [
+                _median(run["window_bytes"][number] for run in result["runs"] if run["side"] == one) for one in (best, side)
+            ]
+            rows.append(
+                [
+                    result["name"],
+                    f"{window['first'] + 1} to {window['end']}",
+                    f"{mode_of(result, side)}, {best}",
+                    *(f"{one:.3f}" for one in (best_s, own_s, bound_s)),
+                    *(f"{own_s / one:.2f}" for one in (best_s, bound_s)),
+                    *(f"{one / 1e6:.0f}" for one in (*read, window["lru_bytes"], window["belady_bytes"])),
+                ]
+            )
+    about = (
+        "Mean time of a token and bytes that it read from storage (measured). The bound is the time of a token with "
+        "everything in memory (measured), or the bytes that Belady's policy misses by the bandwidth of storage (modelled), "
+        "whichever is more. Both modelled policies begin with the experts that are used first, because llama.cpp fills the "
+        "memory while it loads the model."
+    )
+    return f"{about}\n\n{markdown(head, rows, texts=(0, 1, 2))}"

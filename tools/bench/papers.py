@@ -44,20 +44,20 @@ from llmcache.trace.shapes import SHAPES
 from . import machine
 from .harness import ROOT
 from .kvtransformers import SMALL, by_length, stock_at
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-papers/1"
 COMMAND = "llmcache reproduce hillinfer"
 READING = "sizes"
 CLAIMS = {"speed-up-range": READING, "order": READING, "comparable-accuracy": "hillinfer"}
-"""Claim and the finding of it that is judged."""
+"""For each claim, the finding that is judged."""
 ALPHA_LOSS = 0.01
 Tell = Callable[[str], None]
 MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
 POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
-PART = 4096  # tokens at a time: memory stays small
-REPEATS = 5  # of a replay; each replay's cache is half of the footprint
+PART = 4096  # tokens per append, to bound the memory
+REPEATS = 5  # replays of each policy, with a cache of half of the footprint
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yields the claims with a bar as `llmcache reproduce` tells them: verdict, words and values of each finding."""
+    """Yield the claims with a target: verdict, words and values of each finding of `llmcache reproduce`."""
     for name in [] if args.measure is None else args.measure or MEASURES:
         save(name, args.quick, lambda what: print(what, file=sys.stderr))
     command = [sys.executable, "-m", *COMMAND.split(), "--json"]
@@ -77,33 +77,33 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     yield {"claims": {name: findings[name] for name in CLAIMS}}
 
 
-def bars(told: Document) -> list[Bar]:
-    """Returns the bars: speed-ups and order (modelled), answers with a fifth of the tokens (measured)."""
-    found = {name: told["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
+def targets(document: Document) -> list[Target]:
+    """Return the targets: speedups and order (modelled), answers with a fifth of the tokens (measured)."""
+    found = {name: document["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
     ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
     order = "share of points with the baselines in the paper's order, on the paper's machine"
     lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
     return [
-        Bar("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
-        Bar("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
-        Bar("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
+        Target("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
+        Target("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
+        Target("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
     ]
 
 
 def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
-    """Measure what is said of a paper, write it whole, and return it. `quick`: smaller."""
+    """Measure the figures of a paper, replace its file, and return its content."""
     found, missing = MEASURES[name](quick, tell)
     host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
     head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
-    told = {**head, **found, "missing": missing}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in told.items())
+    document = {**head, **found, "missing": missing}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     with replacing(directory / f"{name}.json", 0o666) as stream:
         stream.write(f"{{\n{lines}\n}}\n".encode())
-    return told
+    return document
 
 
 def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what each run gave, None where it could not; and why not."""
+    """Return the result of each run, None for failed ones, and the messages of those."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
@@ -117,10 +117,10 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
 
 
 def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns figures 3a, 8, 9 to 11a and 11b in small."""
+    """Return smaller versions of figures 3a, 8, 9 to 11a and 11b."""
 
     def setup(beta: float) -> Setup:
-        # The shape of a model of 8 billion parameters, fewer layers, one sequence.
+        # The shape of a model with 8 billion parameters, with fewer layers and one sequence.
         context, layers, steps = (2048, 2, 3) if quick else (16384, 4, 8)
         return Setup(
             spec=StreamSpec(layers, 8, 32, 128, context),
@@ -143,7 +143,7 @@ def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def transfers(quick: bool) -> dict[str, Any]:
-    """Returns figure 3a for one layer of Qwen-7B at a batch of 8, read from a spill file in the temporary directory."""
+    """Return figure 3a for one layer of Qwen-7B at a batch of 8, read from a spill file in the temporary directory."""
     contexts, shares = (512, 1024) if quick else (1024, 2048, 4096, 8192), (0.2, 0.3)
     shape = KvShape("tools/bench papers", 1, MODELS[MODEL].kv_heads, MODELS[MODEL].head_dim)
     rows = []
@@ -171,7 +171,7 @@ def _fill(file: SpillFile, tokens: int) -> None:
 
 
 def _read_s(file: SpillFile, tokens: int) -> float:
-    """Seconds to read `tokens` of the layer, page after page into the same room; the median of several times."""
+    """Return the seconds to read `tokens` of the layer page by page into one buffer, the median of three reads."""
     pages = file.shape.pages_of(tokens)
     step = PART // file.shape.page_tokens
     room = [aligned(step * size) for size in file.shape.slot_sizes]
@@ -185,42 +185,44 @@ def _read_s(file: SpillFile, tokens: int) -> float:
 
 
 def accuracy(quick: bool) -> dict[str, Any]:
-    """Returns figure 8 with the recall model, shares of right answers. EnvironmentProblem: torch or transformers miss."""
+    """Return figure 8 with the recall model: shares of correct answers. EnvironmentProblem: torch or transformers is
+    missing.
+    """
     from llmcache.kv.transformers import check_versions
 
     check_versions()
     from llmcache.kv.bench.subject import accuracy as answered
     from llmcache.kv.bench.subject import load_model
 
-    contexts, tokens, asked = (4, 1024, 8) if quick else (8, 4096, 32)
-    questions = recall(np.random.default_rng(8), contexts, tokens, questions=asked)
+    contexts, tokens, per_context = (4, 1024, 8) if quick else (8, 4096, 32)
+    questions = recall(np.random.default_rng(8), contexts, tokens, questions=per_context)
     model: Any = load_model(RECALL_MODEL)
-    # Fewer tokens than sink and window, which every policy keeps, are no choice.
+    # A budget below sink and window, which all policies keep, leaves nothing to select.
     alphas = [alpha for alpha in ALPHAS if alpha * tokens >= 64]
     systems = ("h2o", "prefetch", "hillinfer")
     by_system = {name: {str(alpha): answered(model, questions, name, alpha=alpha) for alpha in alphas} for name in systems}
     full = answered(model, questions)
-    return {"tokens": tokens, "answers": contexts * asked, "full": full, "by_system": by_system}
+    return {"tokens": tokens, "answers": contexts * per_context, "full": full, "by_system": by_system}
 
 
 def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the recall model's answers to four tasks, and times of a model with random weights."""
+    """Return the recall model's answers to four tasks, and times of a model with random weights."""
     budgets, ours, rivals = (64, 128, 256), ("icecache", "icecache-dci", "icecache-pages"), ("quest", "h2o", "window")
     context, tries, contexts = (1024, 2, (1024,)) if quick else (4096, 4, (1024, 4096))
     directory = Path(tempfile.gettempdir())
 
-    def asked(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
+    def run_task(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
         setup = TaskSetup(name, RECALL_MODEL, at, policies, sizes, directory, cases=cases, steps=4, threads=1)
-        told = task.run(setup, tell).document()
-        return {**told, "conditions": {**told["conditions"], "model": "the recall model"}}
+        document = task.run(setup, tell).document()
+        return {**document, "conditions": {**document["conditions"], "model": "the recall model"}}
 
     everyone = (*ours, *rivals)
     tasks, missing = _tried(
         {
-            "passkey": lambda: asked("passkey", contexts, ours, budgets, 1),
-            "recall": lambda: asked("recall", (context,), everyone, budgets, tries),
-            "chain": lambda: asked("chain", (context,), everyone, (round(0.1 * context),), tries),
-            "needle": lambda: asked("needle", contexts, ours, budgets[-1:], 8 * tries),
+            "passkey": lambda: run_task("passkey", contexts, ours, budgets, 1),
+            "recall": lambda: run_task("recall", (context,), everyone, budgets, tries),
+            "chain": lambda: run_task("chain", (context,), everyone, (round(0.1 * context),), tries),
+            "needle": lambda: run_task("needle", contexts, ours, budgets[-1:], 8 * tries),
         },
         tell,
     )
@@ -230,7 +232,7 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
-    """Figures 1, 7b, 7c and 8 in small; the largest length is the paper's 36 k."""
+    """Return smaller versions of figures 1, 7b, 7c and 8; the largest length is the paper's 36 k."""
     names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
     everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
     at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
@@ -239,13 +241,16 @@ def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
 
 
 def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns how long each policy takes to replay AI Notes, ns per block."""
+    """Return the time that each policy takes to replay AI Notes (ns per block)."""
     tell("timing the policies")
     return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
 
 
 def overhead(trace: Trace, name: str) -> dict[str, Any]:
-    """Returns medians of `REPEATS` replays of `trace`, called `name`: one thread, in turns, after one that compiles."""
+    """Return the median time per block of `REPEATS` replays of `trace` by each policy, in turn, on one thread.
+
+    An additional first replay compiles the policies.
+    """
     space = BlockSpace.of([trace])
     first, count = space.place(trace), trace.count.astype(np.int64)
     taken: dict[str, list[float]] = {policy: [] for policy in ("lru", "lecar", "algorithm1", "llmcache")}
@@ -265,4 +270,4 @@ MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]
     "hillinfer": hillinfer,
     "icecache": icecache,
 }
-"""What is measured for each paper; nothing is for kelle."""
+"""The measurement for each paper; kelle has none."""

@@ -25,7 +25,7 @@ from . import routing
 PAGE = 4096
 MB = 1_000_000
 WARMUP = 5
-"""The first passes, which are not judged."""
+"""The number of first passes, which are not judged."""
 PASSES = 11
 
 
@@ -61,8 +61,8 @@ class Space:
 class Reader:
     """A process.
 
-    `how`: it maps the files, preads 1 MiB at a time, or does the latter with O_DIRECT. `copies`: it keeps a copy of all that
-    it reads in private memory. `idle_s`: the duration of a pass that touches nothing. `advised`: numbers of the files whose
+    `how`: it maps the files, preads 1 MiB at a time, or does the latter with O_DIRECT. `copies`: it keeps a private copy of
+    all data that it reads. `idle_s`: the duration of a pass that touches nothing. `advised`: numbers of the files whose
     mappings it advises MADV_RANDOM.
     """
 
@@ -125,7 +125,6 @@ def whole(space: Space, file: int = 0, begin: float = 0.0, end: float = 1.0) -> 
 
 
 def touched_bytes(one: Iterable[Touch]) -> int:
-    """Return the sum of the sizes."""
     return sum(touch.size_bytes for touch in one)
 
 
@@ -139,7 +138,6 @@ def _looping(spaces: Sequence[Space], passes: Sequence[Pass], used: Iterable[Tou
 
 
 def full_loop(space: Space, passes: int = PASSES) -> Pattern:
-    """Return a loop over the whole space."""
     return _looping([space], [whole(space)] * passes)
 
 
@@ -256,13 +254,12 @@ def routed_passes(layout: ModelLayout, tokens: Iterable[Sequence[Iterable[int]]]
 
 
 def _pages(first_byte: int, size_bytes: int) -> tuple[int, int]:
-    """Return the range of the pages that hold a range of bytes."""
     first = first_byte // PAGE * PAGE
     return first, -(-(first_byte + size_bytes) // PAGE) * PAGE - first
 
 
 def generate(seed: int, size_bytes: int) -> Pattern:
-    """Return a random pattern of at most `size_bytes` in all files, for property tests; of MoE models it returns none."""
+    """Return a random pattern of at most `size_bytes` in all files, for property tests; no MoE models."""
     rng = random.Random(seed)
     share = rng.uniform(0.1, 0.9)
     space, half = Space("a", 0, size_bytes), Space("a", 0, size_bytes // 2)

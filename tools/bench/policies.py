@@ -21,22 +21,22 @@ from llmcache.trace.shapes import GROUPS, SHAPES
 
 from . import routing
 from .mount import MIXTURES, mixture_shape
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-policies/3"
 OURS = "llmcache"
-BELADY_SHARE = {"on_device": 0.93, "hard": 0.92}  # where there are loops
-LRU_MARGIN = 0.01  # on no trace more than this below LRU
-MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # of all experts
+BELADY_SHARE = {"on_device": 0.93, "hard": 0.92}  # for groups with loops
+LRU_MARGIN = 0.01  # largest loss against LRU, on any trace
+MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # share of all experts that fits
 MIXTURE_TOKENS, MIXTURE_WARMUP = 200, 50
-OF_THE_WAY = 0.5  # from LRU to Belady
+OF_THE_WAY = 0.5  # share of the gap from LRU to Belady
 
 Ratios = dict[str, dict[str, float]]
 """Mean hit ratio by trace and policy."""
 
 
 def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), sizes: Sequence[CacheSize] = AUTO) -> Ratios:
-    """Returns the mean hit ratio (0..1) of each policy on each shape over the sizes, by default those of `--cache auto`."""
+    """Return the mean hit ratio (0..1) of each policy on each shape over `sizes`, by default those of `--cache auto`."""
     found: Ratios = {}
     for shape in shapes:
         rows = simulate(SHAPES[shape](), policies, sizes)
@@ -45,7 +45,6 @@ def ratios_of(policies: Sequence[str], shapes: Sequence[str] = tuple(SHAPES), si
 
 
 def groups(ratios: Ratios) -> Ratios:
-    """Returns the means of each group of shapes, by group and policy."""
     means: Ratios = {}
     for group, names in GROUPS.items():
         policies = ratios[names[0]]
@@ -63,7 +62,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
 
 
 def mixtures() -> Iterator[Document]:
-    """Yields the misses of a token for each mixture and size."""
+    """Yield the misses of a token for each MoE model and cache size."""
     habits = routing.Habits()
     for experts, used, slice_bytes in MIXTURES:
         layers = mixture_shape(experts, used, slice_bytes).layers
@@ -74,33 +73,33 @@ def mixtures() -> Iterator[Document]:
 
 
 def _way(row: Document, policy: str) -> float:
-    """How far from LRU to Belady a policy comes; 1 where both are the same."""
+    """Return the share of the gap from LRU to Belady that a policy closes; 1 if there is no gap."""
     missed = row["misses"]
     gap = missed["lru"] - missed["belady"]
     return (missed["lru"] - missed[policy]) / gap if gap else 1.0
 
 
-def bars(told: Document) -> list[Bar]:
-    """Returns what llmcache has to reach: a share of Belady's in the groups with loops, LRU's on every trace."""
-    ratios: Ratios = told["ratios"]
+def targets(document: Document) -> list[Target]:
+    """Return the targets of llmcache: a share of Belady's hit ratio in groups with loops, and LRU's on every trace."""
+    ratios: Ratios = document["ratios"]
     if not {"lru", "belady", OURS} <= set(next(iter(ratios.values()))):
         return []
     found = []
     for group, share in BELADY_SHARE.items():
-        value = told["groups"][group][OURS] / told["groups"][group]["belady"]
+        value = document["groups"][group][OURS] / document["groups"][group]["belady"]
         what = f"{_words(group)} traces: hit ratio / Belady's"
-        found.append(Bar(f"{group}.belady", what, value, ">=", share, "modelled"))
+        found.append(Target(f"{group}.belady", what, value, ">=", share, "modelled"))
     least = min(ratios, key=lambda name: ratios[name][OURS] - ratios[name]["lru"])
     value, what = (
         ratios[least][OURS] - ratios[least]["lru"],
         f"hit ratio minus LRU's, on the trace with the smallest gain ({_words(least)})",
     )
-    found.append(Bar("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
-    if rows := told.get("mixtures"):
+    found.append(Target("lru", what, value, ">=", -LRU_MARGIN, "modelled"))
+    if rows := document.get("mixtures"):
         ours, learned, known = ([_way(row, policy) for row in rows] for policy in (OURS, "learned", "known"))
         most = f"learned {min(learned):.2f} to {max(learned):.2f}, known {min(known):.2f} to {max(known):.2f}"
         what = f"MoE experts: smallest share of the gap from LRU to Belady that is closed (popularity {most})"
-        found.append(Bar("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
+        found.append(Target("mixtures", what, min(ours), ">=", OF_THE_WAY, "modelled"))
     return found
 
 
@@ -108,8 +107,8 @@ def _words(name: str) -> str:
     return name.replace("_", " ").replace("on device", "on-device")
 
 
-def table(told: Document) -> str:
-    groups = told["groups"]
+def table(document: Document) -> str:
+    groups = document["groups"]
     policies = list(groups["on_device"])
     rows = []
     for group, means in groups.items():
@@ -118,7 +117,7 @@ def table(told: Document) -> str:
         rows.append([group.replace("_", "-"), *cells])
     table = markdown(["traces", *policies], rows)
     by_room: dict[int, list[dict[str, float]]] = {}
-    for row in told["mixtures"]:
+    for row in document["mixtures"]:
         by_room.setdefault(row["percent"], []).append(row["misses"])
     deciders = ("llmcache", "learned", "known", "belady")
     means = {

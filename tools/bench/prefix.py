@@ -36,8 +36,8 @@ from .sides import environment
 
 SCHEMA = "llmcache-bench-prefix/1"
 HEAD = "measured, llama.cpp"
-SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # the last as Debian's redis-tools has it
-BARS = {
+SERVERS = ("valkey-server", "redis-server", "redis-check-rdb")  # redis-check-rdb of Debian's redis-tools is the server too
+TARGETS = {
     "restored": ("<=", 0.03), "question": ("<=", 0.06), "conversations": ("<=", 0.2), "generating": ("<=", 0.03),
     "disk_time": ("<", 1.0), "disk_bytes": ("<", 1.0), "shared": ("<=", 0.2),
 }  # fmt: skip
@@ -45,7 +45,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class PromptClient:
-    """Runs the client: model, threads, and the limit of its storage (0: none)."""
+    """Runs the client with a model, a number of threads and a storage limit (`rate_bps` 0: no limit)."""
 
     model: Path
     threads: int
@@ -53,7 +53,7 @@ class PromptClient:
     rate_bps: int
 
     def __call__(self, **options: Any) -> dict[str, Any]:
-        """Return what the client said: `answers` and `cache`."""
+        """Run the client; return its `answers`, and its `load` and `cache` events."""
         words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         command = client("prefix_prompts", self.model, "--threads", self.threads, *words)
         limited = Cgroup("prefix", directory=self.scratch, read_bps=self.rate_bps) if self.rate_bps else nullcontext()
@@ -69,18 +69,18 @@ class PromptClient:
         return found | {one["event"]: one for one in said if one["event"] in ("load", "cache")}
 
 
-def first_s(told: dict[str, Any]) -> float:
-    """Return the time to the first token of the first answer."""
-    return float(told["answers"][0]["first_s"])
+def first_s(outcome: dict[str, Any]) -> float:
+    return float(outcome["answers"][0]["first_s"])
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of all files below `directory`."""
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
-    """A stored prompt, the same with another question, and both in llama-cpp-python's own cache, of evaluating it."""
+    """Compare a stored prompt, the same with another question, and llama-cpp-python's disk cache with evaluating the
+    prompt.
+    """
     kinds, question = {"ours": "", "theirs": "disk:"}, {"own": tokens, "question": 50}
     evaluated = [first_s(ask(**question)) for _ in range(repeat)]
     for kept, kind in kinds.items():
@@ -112,27 +112,29 @@ def restored(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
 
 
 def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
-    """Bytes of `count` conversations over one prompt of `shared` tokens, of their whole states."""
+    """Compare the size of `count` stored conversations with a common prompt of `shared` tokens with that of their full
+    states.
+    """
     kept = ask.scratch / "conversations"
-    told = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
-    whole = sum(answer["prompt_tokens"] + 16 for answer in told["answers"]) * told["load"]["token_bytes"]
+    outcome = ask(shared=shared, own=200, count=count, cache=kept, tokens=16)
+    whole = sum(answer["prompt_tokens"] + 16 for answer in outcome["answers"]) * outcome["load"]["token_bytes"]
     what = f"bytes on disk / complete states ({whole / 1e6:,.0f} MB): {count} conversations with {shared:,} tokens in common"
     return {"conversations": {"what": what, "figure": size_of(kept) / whole}}
 
 
 def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict[str, Any]:
-    """What storing behind costs of the tokens a second, the prompt and answer that are stored included.
+    """Return the share of tokens per second that is lost while prompt and answer are stored in the background.
 
-    Both sides go first in turns: a machine that others use differs from minute to minute by more than storing costs.
+    The sides alternate in going first, because the speed of a shared machine drifts by more than the cost of storing.
     """
     runs: dict[str, list[float]] = {"plain": [], "stored": []}
     for turn in range(repeat):
         kept = ask.scratch / f"generating-{turn}"
         sides: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("stored", {"cache": kept})]
         for name, options in sides[:: -1 if turn % 2 else 1]:
-            # The first answer's blocks are written while the second is generated.
-            told = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
-            runs[name].append(sum(one["whole_s"] - one["first_s"] for one in told["answers"]))
+            # The blocks of the first answer are written while the second is generated.
+            outcome = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
+            runs[name].append(sum(one["whole_s"] - one["first_s"] for one in outcome["answers"]))
         shutil.rmtree(kept)
     lost = 1 - statistics.median(runs["plain"]) / statistics.median(runs["stored"])
     what = f"share of tokens per second lost while prompts of {tokens:,} tokens are stored in the background"
@@ -140,10 +142,10 @@ def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict
 
 
 def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
-    """The first prompt of a process with an empty directory, from a server on loopback, of evaluating it."""
+    """Compare fetching a prompt from a server on loopback, in a new process with an empty directory, with evaluating it."""
     program = next((found for name in SERVERS if (found := shutil.which(name))), None)
     if program is None or importlib.util.find_spec("redis") is None:
-        return {}  # its bar is then not among the bars
+        return {}  # then there is no such target
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -158,12 +160,14 @@ def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
         server.kill()
         server.wait()
     what = f"time to first token: from another process over loopback / evaluated ({tokens:,} tokens)"
-    told = {"evaluated": evaluated, "own": runs}
-    return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": told}}
+    outcome = {"evaluated": evaluated, "own": runs}
+    return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": outcome}}
 
 
 def compression(directory: Path) -> list[dict[str, Any]]:
-    """Speed and ratio of codecs on the blocks below `directory`: against storage, they must make up for their time."""
+    """Return speed and ratio of codecs on the blocks below `directory`. A codec has to be faster than the storage that it
+    saves.
+    """
     store, rows = BlockStore(directory, None), []
     read = (store.read(entry.key) for entry in store.entries()[:4])
     data = b"".join(block.payload.tobytes() for block in read if block)

@@ -5,8 +5,8 @@ Only the text between these marks is generated:
     <!-- results:NAME -->          the tables of tools/bench/results/NAME.json
     <!-- /results -->
 
-    <!-- figure:NAME.BAR -->0.70<!-- /figure -->      the value of one of its figures, or one of `FIGURES`
-    <!-- limit:NAME.BAR -->>= 0.6<!-- /limit -->     the target of that figure, and whether it is missed
+    <!-- figure:NAME.KEY -->0.70<!-- /figure -->      the value of one of its figures, or one of `FIGURES`
+    <!-- limit:NAME.KEY -->>= 0.6<!-- /limit -->     the target of that figure, and whether it is missed
 
 docs/tokens.svg is drawn from the same results: tokens per second with the page cache alone and with llmcachefs in place, of
 the dense model of case (f) of `tools/bench mount` and of an MoE model of case (g), both with unlimited storage.
@@ -30,12 +30,12 @@ from . import results
 from .all import NAMES, reached
 from .harness import ROOT, shown
 from .mount import Result, kernel, mean, mounts, seconds
-from .results import Document, bars_of, wanted
+from .results import Document, targets_of, wanted
 
 COLORS = {"page cache alone": MUTED, "with llmcache": "#0072b2"}
 MOE_SHARES = (0.12, 0.2, 0.3, 0.5)
 _MARKED = re.compile(r"(<!-- (results|figure|limit):(\w+)\.?([^>]*?) -->\n?)(.*?)(<!-- /\2 -->)", re.DOTALL)
-_DERIVED = re.compile(r"\b[mp][0-9a-f]{10}\b")  # what matplotlib names markers and clip paths, from their coordinates
+_DERIVED = re.compile(r"\b[mp][0-9a-f]{10}\b")  # matplotlib derives these names of markers and clip paths from coordinates
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -43,20 +43,22 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def dense(document: Document) -> list[Result]:
-    """Return the results of one dense model, run by llama.cpp with unlimited storage, by share of it in memory."""
+    """Return the results of one dense model with llama.cpp and unlimited storage, sorted by the share of it in memory."""
     of_llama = [one for one in document["results"] if one["case"] == "f" and one["name"].startswith("llama.cpp")]
     return sorted((one for one in of_llama if one["file"] == of_llama[0]["file"]), key=_share)
 
 
 def moe(document: Document) -> list[Result]:
-    """Return the results of one MoE model with a generated routing and unlimited storage, by share of it in memory."""
+    """Return the results of one MoE model with a generated routing and unlimited storage, sorted by the share of it in
+    memory.
+    """
     routed = [one for one in document["results"] if one["case"] == "g" and not one["read_bps"] and one["routed"]]
     routed = [one for one in routed if not one["name"].startswith("llama.cpp") and round(_share(one), 2) in MOE_SHARES]
     return sorted((one for one in routed if one["file"] == routed[0]["file"]), key=_share)
 
 
 def caption(document: Document) -> str:
-    """Return the conditions of the picture."""
+    """Return the caption of the picture: models and conditions."""
     dense_bytes, moe_bytes = (one[0]["loop_bytes"] for one in (dense(document), moe(document)))
     return (
         f"Dense: llama.cpp, {dense_bytes / 1e6:.0f} MB of weights. MoE: {moe_bytes / 1e9:.1f} GB; a program reads "
@@ -66,17 +68,17 @@ def caption(document: Document) -> str:
 
 
 def drawn(document: Document) -> str:
-    """Return the picture as SVG; the same results give the same text."""
+    """Return the picture as SVG; equal results give equal text."""
     with style():
         figure, axes = grid_of(2)
         _draw(axes[0], "Dense model", dense(document), seconds)
-        _draw(axes[1], "MoE model", moe(document), mean)  # tokens use different experts
+        _draw(axes[1], "MoE model", moe(document), mean)  # means, because tokens use different experts
         legend_below(figure, axes)
     return figure_bytes(figure, "svg").decode()
 
 
 def same_picture(one: str, other: str) -> bool:
-    """Whether two texts of `drawn` show the same to 1/1000 of a point: processors differ in a logarithm's last bit."""
+    """Return whether two texts of `drawn` agree to 1/1000 of a point; CPUs compute different last bits of logarithms."""
     one, other = (_DERIVED.sub("", text) for text in (one, other))
     pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False)
     return _NUMBER.sub("", one) == _NUMBER.sub("", other) and all(abs(float(a) - float(b)) < 1e-3 for a, b in pairs)
@@ -103,20 +105,20 @@ def _share(result: Result) -> float:
 
 
 def _largest_difference(document: Document, mode: str) -> str:
-    """The largest difference between mount and formula with the T of a loop that is kept whole, in one mode."""
+    """Return the largest difference between mount and formula in one mode, with the T of a loop kept in memory as a
+    whole.
+    """
     rows = [one for one in document["mount"] if one["sweep"]["mode"] == mode]
     each = [one["measured"]["stalls_begin_bytes"] / one["modelled"]["stalls_begin_all_kept_bytes"] - 1 for one in rows]
     return f"{max(each, key=abs):+.0%}".replace("%", " %")
 
 
 def _times_faster(document: Document) -> str:
-    """How many times faster the first case of the mount is than the page cache."""
     first = document["results"][0]
     return f"{seconds(first, kernel(first)) / seconds(first, mounts(first)[0]):.1f}"
 
 
 def _mean_hit_ratio(document: Document, policy: str) -> str:
-    """The mean hit ratio of a policy on the traces of applications on a device."""
     return f"{document['groups']['on_device'][policy]:.3f}"
 
 
@@ -127,42 +129,41 @@ FIGURES: dict[str, Callable[[Document], str]] = {
     **{f"policies.of-{policy}": partial(_mean_hit_ratio, policy=policy) for policy in ("llmcache", "lru", "belady")},
     **{f"size.{mode}": partial(_largest_difference, mode=mode) for mode in ("steer", "arena")},
 }
-"""Figures that are no bar's value."""
+"""Figures that are not the value of a target."""
 
 
 def recorded(name: str) -> Document:
-    """Returns the recorded JSON of a benchmark."""
     return results.read(results.DIRECTORY / f"{name}.json")
 
 
 def filled(text: str) -> str:
-    """Returns `text` with every marked table and figure as recorded. ValueError: there is no such benchmark or figure."""
+    """Return `text` with the recorded values in all marked tables and figures. ValueError: unknown benchmark or figure."""
 
-    def anew(found: re.Match[str]) -> str:
+    def updated(found: re.Match[str]) -> str:
         begin, kind, name, key, _, end = found.groups()
         if name not in (*NAMES, "all"):
             raise ValueError(f"{kind}:{name}: unknown benchmark; known are all, {', '.join(NAMES)}")
-        told = recorded(name)
+        document = recorded(name)
         if kind == "results":
-            return begin + shown(import_module(f"tools.bench.{name}"), told) + end
+            return begin + shown(import_module(f"tools.bench.{name}"), document) + end
         if kind == "figure" and f"{name}.{key}" in FIGURES:
-            return begin + FIGURES[f"{name}.{key}"](told) + end
-        bars = {bar.name: bar for bar in bars_of(told)}
-        if key not in bars:
-            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(bars)}")
-        return begin + (wanted(bars[key]) if kind == "limit" else bars[key].shown) + end
+            return begin + FIGURES[f"{name}.{key}"](document) + end
+        targets = {target.name: target for target in targets_of(document)}
+        if key not in targets:
+            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(targets)}")
+        return begin + (wanted(targets[key]) if kind == "limit" else targets[key].shown) + end
 
-    return _MARKED.sub(anew, text)
+    return _MARKED.sub(updated, text)
 
 
 def shows(path: Path, text: str) -> bool:
-    """Whether the file at `path` has `text`, or the picture that it is."""
-    there = path.read_text()
-    return there == text or (path.suffix == ".svg" and same_picture(there, text))
+    """Return whether the file at `path` has the content `text`; pictures are compared with a tolerance."""
+    current = path.read_text()
+    return current == text or (path.suffix == ".svg" and same_picture(current, text))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if pages and picture show the recorded figures (with --write: show them now), 1 if not."""
+    """Return 0 if pages and picture show the recorded results (with --write: update them), 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.readme", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--write", action="store_true", help="write the recorded tables and figures into the pages, and draw docs/tokens.svg"

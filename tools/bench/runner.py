@@ -1,5 +1,6 @@
-"""The programs that are measured (`clients/`), and the files they read: started in a cgroup, their events collected with the
-storage bytes of each step; or recorded by `llmcache trace`.
+"""Runs the measured programs (`clients/`) in a cgroup and records the bytes that each step reads from storage.
+
+Also creates the files that they read, and records programs with `llmcache trace`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from .sides import environment
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 MIB = 1 << 20
-# What a client needs beside its own memory and the share of the loop: pages of programs and libraries, page tables.
+# Page tables, and pages of programs and libraries: memory that a client needs besides its private memory and the loop.
 ROOM_BYTES = 16 << 20
 
 
 def forget(path: Path) -> None:
-    """Drop the pages of one file from the page cache, or those of every file in a directory."""
+    """Drop the pages of a file, or of every file in a directory, from the page cache."""
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         fd = os.open(file, os.O_RDONLY)
         try:
-            os.fdatasync(fd)  # dirty pages would stay
+            os.fdatasync(fd)  # dirty pages are not dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
 
 
 def loop_file(path: Path, size_bytes: int) -> Path:
-    """Make (or keep, if it has the size already) a file of random bytes."""
+    """Create a file of random bytes, unless a file of that size exists; return its path."""
     if path.exists() and path.stat().st_size == size_bytes:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,20 +56,20 @@ def loop_file(path: Path, size_bytes: int) -> Path:
 
 
 def crc_file(path: Path, scratch: Path) -> Path:
-    """Write the CRCs of `path` as the JSON list that the loop reader's --check wants."""
+    """Write the CRCs of `path` for --check of the loop reader; return the path of the JSON list."""
     target = scratch / f"{path.name}.crc.json"
     target.write_text(json.dumps(crcs(path)))
     return target
 
 
 def loop_bytes(model: Path) -> int:
-    """Return what one token reads of a model: all tensors but the embedding, of which it needs one row; experts whole."""
+    """Return the bytes of the tensors that tokens read: all except the embedding; experts count in full."""
     return model_bytes(str(model)).loop_bytes
 
 
 @dataclass
 class ClientStep:
-    """One token or one pass: time of the client, and what the whole group read from the disk meanwhile."""
+    """One token or pass: its duration, and the bytes that the cgroup read from storage during it."""
 
     seconds: float
     storage_bytes: int
@@ -77,7 +78,7 @@ class ClientStep:
 
 @dataclass
 class ClientRun:
-    """Everything one client said."""
+    """The events and the outcome of one client."""
 
     steps: list[ClientStep] = field(default_factory=list)
     anon_bytes: int = 0
@@ -88,30 +89,29 @@ class ClientRun:
 
     @property
     def ok(self) -> bool:
-        """Return whether it ended by itself, without an error and without a wrong byte."""
+        """Return whether the client exited without an error and read no wrong byte."""
         return not self.hung and self.exit_code == 0 and self.wrong == 0
 
     def measured(self, warmup: int) -> list[ClientStep]:
-        """Return the steps after the warm-up; all of them if there are no more than that."""
+        """Return the steps after the warm-up; all steps if there are no more than `warmup`."""
         return self.steps[warmup:] or self.steps
 
     def undisturbed_s(self) -> float:
-        """Return the median of the faster half of the steps after the first: the client's own time, without bursts."""
+        """Return the median of the faster half of the steps after the first, which excludes disturbances by other load."""
         steps = sorted(step.seconds for step in self.measured(1))
         return statistics.median(steps[: (len(steps) + 1) // 2]) if steps else float("inf")
 
 
 def client(name: str, *arguments: object) -> list[str]:
-    """Return the command line of a client script."""
     return [sys.executable, str(CLIENTS / f"{name}.py"), *(str(a) for a in arguments)]
 
 
 def run_clients(
     group: Cgroup, commands: Sequence[Sequence[str]], timeout_s: float, stepped: Callable[[int], None] = lambda _done: None
 ) -> list[ClientRun]:
-    """Run the clients at the same time in `group`; one that is not done after `timeout_s` is killed and marked hung.
+    """Run the clients at the same time in `group`; kill those that are not done after `timeout_s` and mark them as hung.
 
-    `stepped` is told how many steps the first of them has done, after each.
+    `stepped` is called after each step of the first client, with the number of its steps.
     """
     running = [_ClientProcess(group, command, stepped if at == 0 else None) for at, command in enumerate(commands)]
     try:
@@ -125,7 +125,7 @@ def run_clients(
 
 
 def run_client(group: Cgroup, command: Sequence[str], timeout_s: float) -> ClientRun:
-    """Run one client in `group`; raises EnvironmentProblem if it fails for another reason than a hang or wrong bytes."""
+    """Run one client in `group`; EnvironmentProblem if it exits before its first step."""
     run = run_clients(group, [command], timeout_s)[0]
     if not run.steps and not run.hung:
         raise EnvironmentProblem(f"{Path(command[1]).name} failed ({run.exit_code}): {run.error[-600:]}")
@@ -133,7 +133,7 @@ def run_client(group: Cgroup, command: Sequence[str], timeout_s: float) -> Clien
 
 
 class _ClientProcess:
-    """A started client; a thread reads its lines as they come."""
+    """A started client; threads read its output."""
 
     def __init__(self, group: Cgroup, command: Sequence[str], stepped: Callable[[int], None] | None) -> None:
         self.group, self.run, self.stepped = group, ClientRun(), stepped
@@ -144,7 +144,7 @@ class _ClientProcess:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            start_new_session=True,  # Ctrl-C is for the benchmark, which ends its clients itself
+            start_new_session=True,  # Ctrl-C reaches only the benchmark, which ends its clients
         )
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read_events, self._read_errors)]
         for thread in self.threads:
@@ -168,14 +168,14 @@ class _ClientProcess:
         self.run.error = self.process.stderr.read()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait; running out of time marks the run as hung."""
+        """Wait for the exit; mark the run as hung at the timeout."""
         try:
             self.run.exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.run.hung = True
 
     def finish(self) -> ClientRun:
-        """Return the run, after the reading threads have seen the end; a reader stuck in a dead mount never comes to its."""
+        """Return the run once the threads have read all output; a client stuck in a dead mount may never close it."""
         self.wait(10)
         for thread in self.threads:
             thread.join(10)
@@ -184,7 +184,7 @@ class _ClientProcess:
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, when each step of the client began (seconds), and what the recorder said."""
+    """A trace, the times at which the client's steps began (seconds), and the recorder's messages."""
 
     trace: Path
     starts: tuple[float, ...]
@@ -192,19 +192,19 @@ class Recording:
 
     @property
     def step_s(self) -> float:
-        """The median time from a step (token, pass) to the next, of the last as many as `classify` takes a period from."""
+        """The median time from one step to the next, over as many of the last steps as `classify` uses for its period."""
         return statistics.median([after - before for before, after in pairwise(self.starts[-RECENT - 1 :])])
 
 
 def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
-    """Runs the client once, uncapped, and returns the memory in which it can keep `kept_bytes` of `file` cached."""
+    """Run the client once without a limit; return the memory limit that leaves `kept_bytes` of `file` cached."""
     with Cgroup("uncapped", directory=file) as group:
         run = run_client(group, command, timeout_s=120)
     return run.anon_bytes + ROOM_BYTES + kept_bytes
 
 
 def record(file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, tier: str = "auto") -> Recording:
-    """Record what `command` reads of `file`, which starts out of the page cache; EnvironmentProblem if that fails."""
+    """Record the reads of `file` by `command`, starting with none of it cached; EnvironmentProblem if that fails."""
     forget(file)
     with Cgroup("trace", directory=file, memory_bytes=memory_bytes) as group:
         words = ["trace", "-o", str(out), "--force", "--no-writes", "--path", file.name, "--tier", tier, "--"]

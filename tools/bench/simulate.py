@@ -24,7 +24,7 @@ from llmcache.units import BLOCK_BYTES
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-simulate/2"
 LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
@@ -35,7 +35,7 @@ LARGE_RUN = 64
 HOT_BLOCKS = 1 << 14
 BATCH = 1 << 16
 LARGE = 1_000_000_000
-MEMORY_BAR = 1 << 30
+MEMORY_TARGET = 1 << 30
 MIB = 1 << 20
 
 
@@ -45,14 +45,14 @@ Runs = tuple[Int64s, Int64s]
 
 
 def loop(passes: int) -> Iterator[Runs]:
-    """Yield the runs of a loop over `LOOP_BLOCKS`, a pass at a time."""
+    """Yield the runs of a loop over `LOOP_BLOCKS`, one pass at a time."""
     first = np.arange(0, LOOP_BLOCKS, LOOP_RUN)
     for _ in range(passes):
         yield first, np.full(len(first), LOOP_RUN)
 
 
 def single(references: int) -> Iterator[Runs]:
-    """Yield single blocks, uniformly random: the worst case of caches, of the processor's too."""
+    """Yield single random blocks: the worst case for caches, including those of the CPU."""
     random = np.random.default_rng(1)
     for start in range(0, references, BATCH):
         rows = min(BATCH, references - start)
@@ -60,7 +60,9 @@ def single(references: int) -> Iterator[Runs]:
 
 
 def large(blocks: int) -> Iterator[Runs]:
-    """Yield at least `blocks` in all: a loop over `LARGE_BLOCKS`, each tenth run a block of a hot set of 64 MiB."""
+    """Yield at least `blocks` blocks: a loop over `LARGE_BLOCKS`, in which every tenth run is a block of a hot set of 64
+    MiB.
+    """
     random = np.random.default_rng(2)
     place, done = 0, 0
     while done < blocks:
@@ -74,7 +76,7 @@ def large(blocks: int) -> Iterator[Runs]:
 
 
 def write(path: Path, runs: Iterator[Runs]) -> None:
-    """Write `runs` as a trace, a microsecond apart."""
+    """Write `runs` as a trace with 1 µs between them."""
     provenance = Provenance("synthetic", command="tools/bench simulate")
     rows = 0
     with TraceWriter(path, [TraceFile(0, "/model", 1, 1, 0, 0)], provenance) as writer:
@@ -84,30 +86,31 @@ def write(path: Path, runs: Iterator[Runs]) -> None:
             rows += len(first)
 
 
-# What is measured
+# The measurements
 
 
 @dataclass
 class Throughput:
-    """One measured speed: `policy` None stands for the curve of all sizes; a bar of 0 is none (blocks/s).
+    """The speed of a policy on a trace (blocks/s).
 
-    `alone`: the policy without the file, its runs in memory with their ids.
+    `policy` None: the curve over all cache sizes. `target` 0: no target. `alone`: replay runs from memory, without the trace
+    file.
     """
 
     trace: str
     policy: str | None
     cache_blocks: int
-    bar: float = 0
+    target: float = 0
     alone: bool = False
     blocks: int = 0
 
     @property
     def name(self) -> str:
-        """Return what the results call the policy."""
+        """Return the name of the policy in the results."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
     def run(self, path: Path) -> float:
-        """Return the seconds of one run, with one thread: from the Parquet file to the row, or of the policy alone."""
+        """Return the seconds of one run on one thread: from the Parquet file to the results, or of the policy alone."""
         if self.alone and self.policy is not None:
             with TraceReader(path) as reader:
                 space = BlockSpace.of(reader.batches())
@@ -126,14 +129,14 @@ class Throughput:
         return time.perf_counter() - start
 
     def to_json(self, seconds: list[float]) -> Document:
-        """Return it as plain data; the rate is that of the median."""
+        """Return plain data; the rate is that of the median run."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
         rate = self.blocks / statistics.median(seconds)
-        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.bar or None}
+        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.target or None}
 
 
 def speeds() -> list[Throughput]:
-    """Return what is measured; caches hold half of the blocks."""
+    """Return the measurements; caches hold half of the blocks."""
     return [
         Throughput("loop in runs", "lru", LOOP_BLOCKS // 2, 100e6),
         Throughput("loop in runs", "llmcache", LOOP_BLOCKS // 2, 10e6),
@@ -165,40 +168,40 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         seconds = in_turns(runs, args.repeat, console)
         memory = []
         for step in ("write", "simulate"):
-            told = measured_apart("simulate", step, scratch / "large.parquet", blocks)
-            memory.append({"step": step, "blocks": blocks, **told, "bar": MEMORY_BAR})
+            cost = measured_apart("simulate", step, scratch / "large.parquet", blocks)
+            memory.append({"step": step, "blocks": blocks, **cost, "bar": MEMORY_TARGET})
             console.print(
-                f"{step} {blocks:,} blocks: {told['seconds']:.1f} s, peak memory {told['peak_bytes'] / 1e6:.0f} MB"
+                f"{step} {blocks:,} blocks: {cost['seconds']:.1f} s, peak memory {cost['peak_bytes'] / 1e6:.0f} MB"
             )
     yield {"speeds": [one.to_json(seconds[name]) for name, one in found.items()], "memory": memory}
 
 
-def bars(told: Document) -> list[Bar]:
+def targets(document: Document) -> list[Target]:
     found = []
-    for one in told["speeds"]:
+    for one in document["speeds"]:
         if one["bar"]:
             name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
-            found.append(Bar(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
-    for one in told["memory"]:
+            found.append(Target(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
+    for one in document["memory"]:
         what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: peak memory"
         peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
-        found.append(Bar(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
+        found.append(Target(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
     return found
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     rows = []
-    for one in told["speeds"]:
-        bar = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
-        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", bar])
-    for one in told["memory"]:
+    for one in document["speeds"]:
+        target = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", target])
+    for one in document["memory"]:
         what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: peak memory {one['peak_bytes'] / 2**20:.0f} MiB"
         rows.append([what, "", f"{one['blocks'] / one['seconds'] / 1e6:.1f}", ""])
     return markdown(["trace", "policy", "M blocks/s", "target"], rows, texts=(0, 1))
 
 
 def apart(step: str, path: Path, blocks: int) -> Document:
-    """Return what it takes to write the large trace, or to simulate LRU on it, with stalls and the curve."""
+    """Write the large trace, or simulate LRU on it with stalls and the curve; return time and peak memory."""
     start = time.perf_counter()
     if step == "write":
         write(path, large(blocks))
@@ -209,5 +212,5 @@ def apart(step: str, path: Path, blocks: int) -> Document:
     return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
 
 
-if __name__ == "__main__":  # as harness.measured_apart runs it
+if __name__ == "__main__":  # run by harness.measured_apart
     print(json.dumps(apart(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))

@@ -34,7 +34,7 @@ from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
 from .harness import workplace
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .runner import MIB, client, forget, loop_file, run_client
 from .sides import Mounted, environment
 
@@ -42,9 +42,9 @@ SCHEMA = "llmcache-bench-size/2"
 AGREE = 0.05
 POLICIES = ("belady", "llmcache")
 PASSES = 12
-WARMUP = 6  # a policy that learns has seen the loop often enough by then
+WARMUP = 6  # by then, policies that learn have seen the loop often enough
 FACTORS = (0.70, 0.80, 0.88, 0.94, 1.0, 1.06, 1.12, 1.25)
-"""Shares of the formula's S that are tried on the mount."""
+"""Budgets that are tried on the mount, as shares of the formula's S."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -66,7 +66,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
-    """Yield the sweeps of each mode: about two thirds of the loop must be kept."""
+    """Yield the sweeps of each mode. About two thirds of the loop have to be kept."""
     for mode in filter(None, args.modes.split(",")):
         if args.quick:
             yield Sweep("quick", 96 * MIB, 100 * 10**6, 0.25, mode, 6, 3, 1, (0.7, 0.8, 0.9, 1.15, 1.3))
@@ -88,18 +88,20 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     yield {"complete": True, "simulator": begins, "mount": swept}
 
 
-def bars(told: Document) -> list[Bar]:
-    """Return the bars: how far simulator and mount are from formula (1), as a share of its S, whichever side."""
+def targets(document: Document) -> list[Target]:
+    """Return the targets: the deviation of simulator and mount from formula (1), as a share of its S, in either
+    direction.
+    """
     what = "deviation from formula (1) of the cache size at which stalls begin"
-    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in told["simulator"]}
-    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in told["mount"]}
+    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in document["simulator"]}
+    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in document["mount"]}
     return [
-        *(Bar(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
-        *(Bar(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
+        *(Target(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
+        *(Target(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
     ]
 
 
-# By the simulator: a loop replayed through a policy, at the smallest cache that keeps up
+# The simulator: the smallest cache with which a loop does not stall
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,14 @@ class LoopCase:
 
     @property
     def formula_blocks(self) -> int:
-        """Return S of formula (1)."""
+        """Return S of formula (1) in blocks."""
         staged = Fraction(self.bandwidth * self.period_ns, 10**9 * BLOCK_BYTES)
         return blocks_needed(self.loop_blocks, staged)
 
     def expected_blocks(self, policy: str) -> int:
-        """Return where stalls should begin: at the formula's S; for llmcache, which pays a window from the same budget, at
-        what `llmcache size` advises for it.
+        """Return the cache size at which stalls should begin: S of the formula.
+
+        The policy llmcache pays for a window from the same budget; for it, the size is the one that `llmcache size` advises.
         """
         if policy != "llmcache":
             return self.formula_blocks
@@ -141,14 +144,14 @@ CASES = (
 
 
 def formula_bytes(loop_bytes: int, bandwidth: int, period_ns: int) -> int:
-    """Return S of formula (1) (modelled); a loop that is of no model has no hot set."""
+    """Return S of formula (1) (modelled), for a loop without a hot set."""
     return need(loop_bytes, SizingParameters(bandwidth, period_ns, 0)).loop_cache_bytes
 
 
 def stalls_begin(policy: str, case: LoopCase) -> Document:
-    """Return the smallest cache with which what a pass misses is read within T, beside what is expected (modelled).
+    """Return the smallest cache with which the misses of a pass are read within T, and the expected size (modelled).
 
-    More cache never misses more; `difference` is a share of what is expected.
+    Binary search, because a larger cache never misses more. `difference` is relative to the expected size.
     """
     low, high = 1, case.loop_blocks
     first, count = np.zeros(PASSES, np.int64), np.full(PASSES, case.loop_blocks, np.int64)
@@ -171,7 +174,7 @@ def stalls_begin(policy: str, case: LoopCase) -> Document:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A loop, the throttle of its storage, the computing per pass, and which shares of the formula's S are tried."""
+    """A loop, the storage limit, the computing time per pass, and the budgets to try as shares of the formula's S."""
 
     name: str
     loop_bytes: int
@@ -186,7 +189,7 @@ class Sweep:
 
 @dataclass
 class Point:
-    """All measured passes of one budget, a list per repeat: seconds, and bytes from storage."""
+    """The measured passes with one budget, one list per repeat: seconds, and bytes from storage."""
 
     cache_bytes: int
     seconds: list[list[float]] = field(default_factory=list)
@@ -194,11 +197,11 @@ class Point:
 
     @property
     def median_s(self) -> float:
-        """Return the median pass of the quietest repeat: other work on the machine only ever adds time."""
+        """Return the median pass of the fastest repeat, because other load can only add time."""
         return min(statistics.median(times) for times in self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return plain data."""
         return {**asdict(self), "median_s": self.median_s}
 
     def __str__(self) -> str:
@@ -207,9 +210,9 @@ class Point:
 
 
 def compared(sweep: Sweep, bandwidth: int, kept: Point, passing: Point, points: Sequence[Point]) -> Document:
-    """Return what was measured in a sweep beside what is modelled: the formula's S is for the T that was measured.
+    """Return the measurements of a sweep with the modelled values, for the measured T.
 
-    `kept` and `passing` are measured without a throttle: with all of the loop kept, and with about S kept (T, see above).
+    `kept` and `passing` were measured without a limit: with the whole loop kept, and with about S kept (T, see the module).
     """
     period_ns, loop = round(passing.median_s * 1e9), sweep.loop_bytes
     knee = find_knee([(point.cache_bytes, point.median_s) for point in points])
@@ -243,14 +246,14 @@ def compared(sweep: Sweep, bandwidth: int, kept: Point, passing: Point, points: 
 
 @dataclass(frozen=True)
 class Sweeper:
-    """Where sweeps are run: files in `source`, mount points in `scratch`, progress to `say`."""
+    """Runs sweeps with files in `source` and mount points in `scratch`; progress goes to `say`."""
 
     source: Path
     scratch: Path
     say: Callable[[str], None]
 
     def run(self, sweep: Sweep) -> Document:
-        """Measure bandwidth and T, then every budget in turns."""
+        """Measure bandwidth and T, then every budget, interleaved."""
         file = loop_file(self.source / f"loop-{sweep.loop_bytes}.bin", sweep.loop_bytes)
         bandwidth, kept = self._bandwidth(sweep), Point(round(1.3 * sweep.loop_bytes))
         self._measure(sweep, file, kept, None)
@@ -277,7 +280,7 @@ class Sweeper:
         return compared(sweep, bandwidth, kept, passing, points)
 
     def _bandwidth(self, sweep: Sweep) -> int:
-        """Return what `llmcache size --measure` says in the throttled group."""
+        """Return the bandwidth that `llmcache size --measure` finds in the limited cgroup."""
         command = [sys.executable, "-m", "llmcache", "size", "--measure", str(self.source), "--loop", "1M", "--json"]
         with Cgroup("bandwidth", directory=self.source, read_bps=sweep.read_bps) as group:
             result = subprocess.run(
@@ -288,7 +291,7 @@ class Sweeper:
         return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
 
     def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
-        """Add the passes of one mount with the point's budget."""
+        """Add the passes of one mount with the budget of `point`."""
         forget(file)
         mounted = Mounted(options=("--mode", sweep.mode))
         with (
@@ -305,12 +308,12 @@ class Sweeper:
             point.storage_bytes.append([step.storage_bytes for step in steps])
 
 
-# Where a falling line turns into a plateau: passes get shorter with the cache until storage keeps up
+# The knee: passes get shorter with a larger cache until storage keeps up
 
 
 @dataclass(frozen=True)
 class Knee:
-    """A line (seconds = `at_zero_s` + `slope` * cache bytes) that ends at a plateau of `plateau_s`, at `cache_bytes`."""
+    """A line (seconds = `at_zero_s` + `slope` * cache bytes) that ends at `cache_bytes` in a plateau of `plateau_s`."""
 
     cache_bytes: float
     plateau_s: float
@@ -318,15 +321,15 @@ class Knee:
     slope: float
 
     def seconds(self, cache_bytes: float) -> float:
-        """Return the fitted pass at a cache of `cache_bytes`."""
+        """Return the fitted duration of a pass."""
         return max(self.plateau_s, self.at_zero_s + self.slope * cache_bytes)
 
 
 def find_knee(points: Points) -> Knee:
     """Return the knee that fits `points` (cache bytes, seconds) with the least absolute error.
 
-    At least two points are taken for the line and two for the plateau; the line is that of Theil and Sen (median of all
-    slopes), the plateau a median, so that one disturbed point moves neither. EnvironmentProblem where nothing falls.
+    The line is fitted by Theil and Sen (median of all slopes) and the plateau is a median, each over at least two points, so
+    that a single disturbed point moves neither. EnvironmentProblem if no line falls.
     """
     ordered = sorted(points)
     fits = [_fit(ordered[:split], ordered[split:]) for split in range(2, len(ordered) - 1)]
@@ -348,10 +351,10 @@ def _fit(line: Points, plateau: Points) -> Knee | None:
     return Knee((level_s - at_zero_s) / slope, level_s, at_zero_s, slope)
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["mode", "storage MB/s", "T s", "S modelled by formula (1) MB", "S measured MB", "difference"]
     rows = []
-    for one in told["mount"]:
+    for one in document["mount"]:
         first = [one["sweep"]["mode"], f"{one['sweep']['read_bps'] / 1e6:.0f}"]
         sizes = [f"{one[kind]['stalls_begin_bytes'] / 1e6:.1f}" for kind in ("modelled", "measured")]
         rows.append([*first, f"{one['measured']['period_s']:.3f}", *sizes, f"{one['difference']:+.1%}"])

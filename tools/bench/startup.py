@@ -20,15 +20,14 @@ from llmcache.cli import app
 from tools.make_man import walk
 
 from .harness import ROOT, in_turns
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-startup/1"
-START_BAR_S = 0.3
+START_TARGET_S = 0.3
 SIZE = ("size", "--bw", "100", "--loop", "70M")
 
 
 def run(words: tuple[str, ...]) -> float:
-    """Return the seconds of one run; subprocess.CalledProcessError if it fails."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-m", "llmcache", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - begin
@@ -40,21 +39,20 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    """Yield every run of every command and group, the program itself first."""
     commands = ["llmcache", *(words for words, _ in walk(app, "llmcache"))]
-    asked = [*((*words.split()[1:], "--help") for words in commands), SIZE]
-    runs = {" ".join(("llmcache", *words)): partial(run, words) for words in asked}
+    arguments = [*((*words.split()[1:], "--help") for words in commands), SIZE]
+    runs = {" ".join(("llmcache", *words)): partial(run, words) for words in arguments}
     seconds = in_turns(runs, 1 if args.quick else args.repeat, console)
     yield {"commands": [{"command": command, "seconds": times} for command, times in seconds.items()]}
 
 
-def bars(told: Document) -> list[Bar]:
-    medians = {row["command"]: statistics.median(row["seconds"]) for row in told["commands"]}
+def targets(document: Document) -> list[Target]:
+    medians = {row["command"]: statistics.median(row["seconds"]) for row in document["commands"]}
     size = medians.pop(" ".join(("llmcache", *SIZE)))
     slowest = max(medians, key=lambda command: medians[command])
     what = f"start-up of the slowest of {len(medians)} commands: {slowest}"
     answer = f"run time of llmcache {' '.join(SIZE)}"
     return [
-        Bar("help", what, medians[slowest], "<", START_BAR_S, unit="s"),
-        Bar("size", answer, size, "<", START_BAR_S, unit="s"),
+        Target("help", what, medians[slowest], "<", START_TARGET_S, unit="s"),
+        Target("size", answer, size, "<", START_TARGET_S, unit="s"),
     ]

@@ -20,19 +20,19 @@ from rich.console import Console
 from llmcache.errors import DataError
 
 from .demotime import Run, timed
-from .results import Bar, Document
+from .results import Document, Target
 
 SCHEMA = "llmcache-bench-testtime/1"
-TEST_BAR_MIN = 10.0
+TEST_TARGET_MIN = 10.0
 TEST_RUNS, LOADED_RUNS = 10, 5
-BUSY = 2  # processors, beside a run under load
+BUSY = 2  # busy processors during a run under load
 _SUMMARY = re.compile(r"^=* ?(?:.*, )?(\d+) passed.* in ([\d.]+)s", re.MULTILINE)
 _FAILED = re.compile(r"\b(\d+) (?:failed|errors?)\b")
 
 
 @contextlib.contextmanager
 def load(processors: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep so many processors busy meanwhile, by the processes that are yielded."""
+    """Keep this number of processors busy during the with block; yield the processes that do so."""
     command = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(command) for _ in range(processors)]
     try:
@@ -44,13 +44,13 @@ def load(processors: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def suite_run(busy: int) -> Run:
-    """Run the tests beside a load of `busy` processors."""
+    """Run the tests while other processes keep `busy` processors busy."""
     with load(busy):
         return {**timed(["tools/test"]), "busy": busy}
 
 
 def of_log(path: Path) -> Run:
-    """Return the run whose output a file holds; DataError without pytest's last line."""
+    """Return the run whose output is in a file; DataError without pytest's summary line."""
     found = list(_SUMMARY.finditer(path.read_text(errors="replace")))
     if not found:
         raise DataError(f"--log: {path} has no summary line of pytest", "it must hold the output of tools/test")
@@ -74,13 +74,15 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
         yield {"runs": [suite_run(busy) for busy in loads]}
 
 
-def bars(told: Document) -> list[Bar]:
-    runs = told["runs"]
+def targets(document: Document) -> list[Target]:
+    runs = document["runs"]
     free = [run["seconds"] for run in runs if not run.get("busy")]
     longest = max(free, default=math.nan) / 60
     good = sum(run["exit_code"] == 0 for run in runs)
     wanted = max(TEST_RUNS, len(runs))
     return [
-        Bar("suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_BAR_MIN, unit="min"),
-        Bar("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
+        Target(
+            "suite", f"longest of {len(free)} runs of tools/test without load", longest, "<", TEST_TARGET_MIN, unit="min"
+        ),
+        Target("flakes", f"runs of tools/test without a failure, of {len(runs)}", good, ">=", wanted),
     ]

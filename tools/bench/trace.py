@@ -29,7 +29,7 @@ from llmcache.procfs import status_of
 from llmcache.trace.record import Trace
 
 from .harness import workplace
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .runner import CLIENTS
 from .sides import environment
 
@@ -38,7 +38,7 @@ FILE_BYTES = 64 << 20
 SIZES = (4096, 1 << 20)
 MOST_OVERHEAD = 1.35
 LEAST_CHEAPER = 20.0
-CHANCE = 0.05  # nothing measurable: were there no difference, as many of the pairs or more would be slower so often
+CHANCE = 0.05  # no measurable difference: by chance alone, this share of equal runs has as many slower pairs or more
 PAIR_S = 0.5
 LEAST_RATE = 500_000
 MOST_START_S = 0.5
@@ -47,10 +47,10 @@ ATTACH_S = 20.0
 
 @dataclass(frozen=True)
 class Tracer:
-    """`command` with PID and OUT in place of the process and of where the output goes; empty: none.
+    """A tracer; an empty `command` traces nothing. PID and OUT in `command` stand for the process and the output.
 
-    `said`: what it says on stderr when it has begun; without that it is waited until a debugger has the process (`ptraces`),
-    or for `settle_s`.
+    It has started when `said` appears on its stderr, and, if `ptraces`, a debugger is attached to the process; `settle_s` is
+    a delay before that for tracers that print nothing.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Tracer:
 
     @contextmanager
     def on(self, pid: int, out: Path) -> Iterator[None]:
-        """Trace `pid` during the with block; the tracer is asked to end after it."""
+        """Trace `pid` during the with block, then interrupt the tracer and wait for its end."""
         if not self.command:
             yield
             return
@@ -92,13 +92,13 @@ class Tracer:
 
 
 def llmcache(name: str, *options: str) -> Tracer:
-    """Returns the recorder of this project with some options."""
+    """Return a tracer that runs `llmcache trace` with some options."""
     command = [sys.executable, "-m", "llmcache", "trace", "PID", "-o", "OUT.parquet", "--force", *options]
     return Tracer(name, command, said="recording")
 
 
 def tracers() -> list[Tracer]:
-    """Returns what can be compared on this machine, the process without a tracer first."""
+    """Return the tracers that are installed, the process without a tracer first."""
     found = [
         Tracer("none"),
         llmcache("llmcache"),
@@ -110,7 +110,7 @@ def tracers() -> list[Tracer]:
         found.append(Tracer("strace", command, ptraces=True))
     if shutil.which("perf"):
         command = ["perf", "trace", "-e", "pread64", "-o", "OUT.perf", "-p", "PID"]
-        found.append(Tracer("perf trace", command, settle_s=2.0))  # it says nothing
+        found.append(Tracer("perf trace", command, settle_s=2.0))  # it prints nothing
     if shutil.which("bpftrace"):
         program = 'tracepoint:syscalls:sys_enter_pread64 /pid == PID/ { printf("%d %d\\n", args->pos, args->count); }'
         found.append(Tracer("bpftrace", ["bpftrace", "-o", "OUT.bpftrace", "-e", program], said="Attaching"))
@@ -118,7 +118,7 @@ def tracers() -> list[Tracer]:
 
 
 def run_client(client: Path, file: Path, seconds: float, size: int, tracer: Tracer, out: Path, rate: int = 0) -> float:
-    """Returns nanoseconds per read of `size` bytes (at most `rate` per second) while `tracer` is attached."""
+    """Return the nanoseconds per read of `size` bytes (at most `rate` per second) while `tracer` is attached."""
     command = [str(client), str(file), str(seconds), str(size), str(rate)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -127,14 +127,14 @@ def run_client(client: Path, file: Path, seconds: float, size: int, tracer: Trac
             with tracer.on(process.pid, out):
                 process.stdin.write("\n")
                 process.stdin.close()
-                told = json.loads(process.stdout.readline())
+                printed = json.loads(process.stdout.readline())
         finally:
             process.kill()
-    return float(told["seconds"]) / int(told["ops"]) * 1e9
+    return float(printed["seconds"]) / int(printed["ops"]) * 1e9
 
 
 def overheads(client: Path, scratch: Path, seconds: float, rounds: int, console: Console) -> list[dict[str, Any]]:
-    """Returns a row for each tracer and size of reads, with every run; a tracer that does not work here is left out."""
+    """Return a row with all runs for each tracer and read size; tracers that do not work here are left out."""
     file, chosen = scratch / "data", tracers()
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
@@ -159,7 +159,7 @@ def overheads(client: Path, scratch: Path, seconds: float, rounds: int, console:
 
 
 def paired(client: Path, scratch: Path, size: int, pairs: int) -> dict[str, Any]:
-    """Returns short runs with and without the recorder in turns, the order changing: for differences less than the noise."""
+    """Return short runs with and without the recorder in alternating order, for differences smaller than the noise."""
     without, recorded = Tracer("none"), llmcache("llmcache")
     found: dict[str, list[float]] = {"none": [], "llmcache": []}
     for number in range(pairs):
@@ -170,19 +170,21 @@ def paired(client: Path, scratch: Path, size: int, pairs: int) -> dict[str, Any]
 
 
 def ratio(some: Sequence[float], others: Sequence[float]) -> float:
-    """Returns the median of the ratios of runs in the same round."""
+    """Return the median ratio of runs in the same round."""
     return statistics.median(one / other for one, other in zip(some, others, strict=True))
 
 
 def chance(some: Sequence[float], others: Sequence[float]) -> float:
-    """Returns how probable as many pairs as these, or more, are slower by chance alone (the sign test, one-sided)."""
+    """Return the probability that at least this many pairs are slower by chance (one-sided sign test)."""
     pairs = len(some)
     slower = sum(one > other for one, other in zip(some, others, strict=True))
     return sum(math.comb(pairs, number) for number in range(slower, pairs + 1)) / (1 << pairs)
 
 
 def rate(client: Path, scratch: Path, seconds: float, limit: int) -> dict[str, Any]:
-    """Returns how many single events per second are recorded of a process that reads so often (0: as it can), and lost."""
+    """Return the rates of recorded and lost single events, for a process that reads `limit` times a second (0:
+    unlimited).
+    """
     tracer = llmcache("rate", "--no-coalesce", "--no-writes")
     run_client(client, scratch / "data", seconds, 4096, tracer, scratch / "out", limit)
     found = Trace.load(scratch / "out.parquet")
@@ -197,7 +199,9 @@ def rate(client: Path, scratch: Path, seconds: float, limit: int) -> dict[str, A
 
 
 def start(client: Path, scratch: Path, rounds: int) -> list[float]:
-    """Returns seconds from the start of the recorder to the first access in the trace, of a process that always reads."""
+    """Return the seconds from the start of the recorder to the first recorded access of a process that reads all the
+    time.
+    """
     found = []
     command = [str(client), str(scratch / "data"), "60", "4096"]
     for _ in range(rounds):
@@ -216,25 +220,27 @@ def start(client: Path, scratch: Path, rounds: int) -> list[float]:
     return found
 
 
-def bars(told: Document) -> list[Bar]:
-    """Returns what was wanted, what was measured, and whether it suffices; without strace nothing is compared with it."""
-    by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in told["overheads"]}
-    small, large = told["pairs"]
-    events, seconds = told["rate"][0], statistics.median(told["start_s"])
+def targets(document: Document) -> list[Target]:
+    """Return the targets; without strace there is no comparison with it."""
+    by_key = {(row["tracer"], row["read_bytes"]): row["ns_per_read"] for row in document["overheads"]}
+    small, large = document["pairs"]
+    events, seconds = document["rate"][0], statistics.median(document["start_s"])
     unseen = f"cached 1 MiB preads: probability that as many pairs are slower by chance (ratio {large['ratio']:.2f})"
     found = [
-        Bar("small", "cached 4 KiB preads: time while traced / untraced", small["ratio"], "<=", MOST_OVERHEAD),
-        Bar("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
-        Bar("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
-        Bar("lost", "events lost at that rate", events["lost"], "<=", 0),
-        Bar(
+        Target("small", "cached 4 KiB preads: time while traced / untraced", small["ratio"], "<=", MOST_OVERHEAD),
+        Target("large", unseen, chance(large["llmcache"], large["none"]), ">=", CHANCE),
+        Target("rate", "single events recorded", events["events_per_s"], ">=", LEAST_RATE, unit="events/s"),
+        Target("lost", "events lost at that rate", events["lost"], "<=", 0),
+        Target(
             "start", "time from the start of the recorder to the first recorded access", seconds, "<", MOST_START_S, unit="s"
         ),
     ]
     if ("strace", SIZES[0]) in by_key:
         cheaper = ratio(by_key["strace", SIZES[0]], by_key["llmcache", SIZES[0]])
         found.append(
-            Bar("strace", "cached 4 KiB preads: time under strace / time under llmcache trace", cheaper, ">=", LEAST_CHEAPER)
+            Target(
+                "strace", "cached 4 KiB preads: time under strace / time under llmcache trace", cheaper, ">=", LEAST_CHEAPER
+            )
         )
     return found
 
@@ -272,10 +278,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         yield {"overheads": rows, "pairs": pairs, "rate": rates, "start_s": start(client, scratch, args.rounds)}
 
 
-def table(told: Document) -> str:
-    sizes = sorted({one["read_bytes"] for one in told["overheads"]})
-    tracers = dict.fromkeys(one["tracer"] for one in told["overheads"] if one["tracer"] != "none")
-    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in told["overheads"]}
+def table(document: Document) -> str:
+    sizes = sorted({one["read_bytes"] for one in document["overheads"]})
+    tracers = dict.fromkeys(one["tracer"] for one in document["overheads"] if one["tracer"] != "none")
+    ratios = {(one["tracer"], one["read_bytes"]): one["ratio"] for one in document["overheads"]}
     head = [
         "tracer",
         *(f"preads of {size >> 10} KiB" if size < 1 << 20 else f"preads of {size >> 20} MiB" for size in sizes),

@@ -37,7 +37,7 @@ from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_m
 from . import patterns
 from .harness import MODELS, workplace
 from .patterns import MB, PAGE, WARMUP, Pattern, Space
-from .results import Bar, Document, markdown
+from .results import Document, Target, markdown
 from .routing import layout_of
 from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, read_ahead
@@ -52,7 +52,7 @@ STAGE_TIMEOUT_S = 240.0
 
 BYTES_OVER_PAGE_CACHE = 1.05
 ALLOWED_SHARE = 0.01
-"""The share of the loop that a mount may read in a pass beyond that."""
+"""The share of the loop that a mount may additionally read in a pass."""
 TIME_OVER_PAGE_CACHE = 1.05
 TIMED_REPEATS = 3
 PAGES_PER_ROW = 1.2
@@ -62,7 +62,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """The files of a pattern, and how it is made from their paths."""
+    """The files of a pattern, and the function that makes it from their paths."""
 
     files: tuple[str, ...]
     make: Callable[..., Pattern]
@@ -70,7 +70,7 @@ class Case:
 
 
 def space_of(path: Path) -> Space:
-    """Return the range of a model that tokens read, from its first tensor after the embedding; the whole of another file."""
+    """Return the range of a model that tokens read, without the embedding; for other files, the whole file."""
     if path.suffix != ".gguf":
         return Space(path.name, 0, path.stat().st_size)
     loop = [region for region in layout_of(path).regions() if region.role == "loop"]
@@ -79,27 +79,24 @@ def space_of(path: Path) -> Space:
 
 
 def over_spaces(make: Callable[..., Pattern], **options: Any) -> Callable[..., Pattern]:
-    """Return the function that makes the pattern from paths instead of spaces."""
+    """Return a function that makes the pattern from paths instead of spaces."""
     return lambda *paths: make(*map(space_of, paths), **options)
 
 
 def in_turn(*paths: Path) -> Pattern:
-    """Return the pattern of models that are used in turn."""
+    """Return the pattern of models that are used alternately."""
     return patterns.alternating_loops([space_of(path) for path in paths])
 
 
 def prompts_and_answers(path: Path) -> Pattern:
-    """Return the pattern of an MoE model."""
     return patterns.prefill_and_decode(path.name, layout_of(path))
 
 
 def dense(size_bytes: int, seed: int = 0) -> Callable[[Path], object]:
-    """Return the function that makes a dense model."""
     return lambda path: make_model(path, choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False), "gguf", 1, seed)
 
 
 def moe(size_bytes: int) -> Callable[[Path], object]:
-    """Return the function that makes an MoE model."""
     shape = choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(64, 4, 500_000))
     return lambda path: make_model(path, shape, "gguf", 1, 0)
 
@@ -176,7 +173,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Lock the directory of the files: another run would bring their pages into the memory of its own cgroup."""
+    """Lock the directory of the files. A second run would charge their pages to its own cgroup."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         try:
@@ -207,12 +204,11 @@ class Zoo:
         return self.scratch / f"stage-{stage}.json"
 
     def _calibrate(self) -> int:
-        """Return the clients' own memory, from a run with everything in memory."""
+        """Return the clients' private memory, from a run with everything in memory."""
         with read_ahead(self.source, READ_AHEAD_KB), Cgroup("anon", directory=self.source) as group:
             return max(one.anon_bytes for one in self._clients(group, self.source))
 
     def _clients(self, group: Cgroup, root: Path) -> list[ClientRun]:
-        """Run the stages one after another."""
         paths = [root / name for name in self.pattern.files]
         commands = [client("zoo_reader", self._plan(stage), *paths) for stage in range(len(self.pattern.stages))]
         return [run_clients(group, [command], STAGE_TIMEOUT_S)[0] for command in commands]
@@ -277,16 +273,15 @@ def _progress(run: Document) -> str:
     return f"  {run['side']:10s} {sum(run['seconds']):6.1f} s | MB per pass {read} {'; '.join(run['problems'])}"
 
 
-# The figures of a result, and its bars
+# The figures of a result, and its targets
 
 
 def modes_of(result: Result) -> list[str]:
-    """Return the sides that are mounts."""
     return list(dict.fromkeys(run["side"] for run in result["runs"] if run["side"] != PAGE_CACHE.name))
 
 
 def per_pass(result: Result, side: str, what: str) -> float:
-    """Return the mean of a figure over the judged passes, the median of the repeats; no number if a run is incomplete.
+    """Return the mean of a figure over the judged passes, the median of the repeats; nan if a run is incomplete.
 
     `what`: "seconds" or "storage_bytes".
     """
@@ -294,14 +289,14 @@ def per_pass(result: Result, side: str, what: str) -> float:
 
 
 def pages_per_row(result: Result, side: str) -> float:
-    """Return the pages read from storage for a row of one page, see `patterns.rows_beside_loop`."""
+    """Return the pages read from storage per row of one page, see `patterns.rows_beside_loop`."""
     first, count = result["rows"]["first"], result["rows"]["count"]
     read = [run["storage_bytes"] for run in _runs(result, side)]
     return _median((statistics.fmean(one[first:]) - statistics.fmean(one[WARMUP:first])) / count / PAGE for one in read)
 
 
 def _runs(result: Result, side: str) -> list[Document]:
-    """Return the runs of a side; none of them if one lacks a pass."""
+    """Return the runs of a side; none if one of them lacks a pass."""
     runs = [run for run in result["runs"] if run["side"] == side]
     return [] if any(len(run["seconds"]) < result["passes"] for run in runs) else runs
 
@@ -311,42 +306,41 @@ def _median(values: Iterator[float]) -> float:
 
 
 def allowed_bytes(result: Result) -> float:
-    """Return the bytes from storage a pass that a mount may read."""
+    """Return the bytes from storage per pass that a mount may read."""
     own = per_pass(result, PAGE_CACHE.name, "storage_bytes")
     return BYTES_OVER_PAGE_CACHE * own + ALLOWED_SHARE * float(result["loop_bytes"])
 
 
-def bars(told: Document) -> list[Bar]:
-    """Return the bars of all results; the first is that nothing went wrong over a mount."""
-    results: list[Result] = told["results"]
+def targets(document: Document) -> list[Target]:
+    """Return the targets of all results; the first is that no client failed on a mount."""
+    results: list[Result] = document["results"]
     wrong = sum(len(run["problems"]) for result in results for run in result["runs"] if run["side"] in modes_of(result))
-    nothing = Bar("problems", f"hangs, failures and OOM kills with a mount, in {len(results)} cases", wrong, "<=", 0)
-    return [nothing, *(bar for result in results for mode in modes_of(result) for bar in judge(result, mode))]
+    nothing = Target("problems", f"hangs, failures and OOM kills with a mount, in {len(results)} cases", wrong, "<=", 0)
+    return [nothing, *(target for result in results for mode in modes_of(result) for target in judge(result, mode))]
 
 
-def judge(result: Result, mode: str) -> Iterator[Bar]:
-    """Yield the bars of one mode in one result."""
+def judge(result: Result, mode: str) -> Iterator[Target]:
     name, share = result["name"], f"{result['share']:.0%}"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{name} {share}".lower()).strip("-")
     command = f"tools/bench zoo --match '{name}' --share {result['share']:g} --mode {mode}"
 
-    def bar(key: str, what: str, value: float, limit: float) -> Bar:
-        return Bar(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
+    def target(key: str, what: str, value: float, limit: float) -> Target:
+        return Target(f"{slug}.{mode}.{key}", f"{name}, {share}, {mode}: {what}", value, "<=", limit, command=command)
 
     read = per_pass(result, mode, "storage_bytes")
-    yield bar("bytes", "bytes read / (1.05 x page cache's bytes + 1 % of the loop)", read / allowed_bytes(result), 1)
+    yield target("bytes", "bytes read / (1.05 x page cache's bytes + 1 % of the loop)", read / allowed_bytes(result), 1)
     repeats = len({run["repeat"] for run in result["runs"]})
     if mode == "inplace" and repeats >= TIMED_REPEATS:
         ratio = per_pass(result, mode, "seconds") / per_pass(result, PAGE_CACHE.name, "seconds")
-        yield bar("time", "time / page cache's time", ratio, TIME_OVER_PAGE_CACHE)
+        yield target("time", "time / page cache's time", ratio, TIME_OVER_PAGE_CACHE)
     if result["rows"] is not None and result["share"] > 1:
-        yield bar("rows", "pages read per row", pages_per_row(result, mode), PAGES_PER_ROW)
+        yield target("rows", "pages read per row", pages_per_row(result, mode), PAGES_PER_ROW)
 
 
-def table(told: Document) -> str:
+def table(document: Document) -> str:
     head = ["pattern", "memory", "mode", "page cache MB", "mount MB", "bytes / limit", "page cache s"]
     head += ["mount s", "time ratio", "page cache pages per row", "mount pages per row", "problems"]
-    rows = [_row(result, mode) for result in told["results"] for mode in modes_of(result)]
+    rows = [_row(result, mode) for result in document["results"] for mode in modes_of(result)]
     about = (
         "Means per pass after the fifth. Bytes / limit: the mount's bytes / (1.05 x page cache's bytes + 1 % of the loop); "
         "the target is at most 1, and larger values are bold. Time ratio: the mount's time / page cache's time.\n\n"

@@ -1,11 +1,10 @@
-"""An *emulated* computational SSD: a process that owns a spill file, scores keys where they lie, and sends scores.
+"""An *emulated* computational SSD: a process that owns a spill file, scores keys where they are, and sends the scores.
 
-Nothing here is a device. A process of its own stands for one, shared memory for its link, and a model for its speeds; its
-reports keep bytes (counted), modelled time and wall time apart. Words are those of SNIA's computational storage API and
-of NVMe's Computational Programs: CSx (the device), CSE (its engine), CSF (the function it runs), FDM (the memory the
-function works in). Its one program, which scores keys, is loaded and activated when it starts; the host executes it. Besides
-what a disk does (write, read, deallocate, flush) it has a data path of its own, "gather": pages are read into the FDM, and
-only the rows asked for cross the link.
+There is no device: a process stands for it, shared memory for its link, and a model for its speeds. Reports separate bytes
+(counted), modelled time and wall time. Terms are those of SNIA's computational storage API and NVMe's Computational
+Programs: CSx (the device), CSE (its engine), CSF (the function it runs), FDM (the function's memory). Its only program,
+which scores keys, is active from the start; the host executes it. Other commands are those of a disk (write, read,
+deallocate, flush), and "gather", which reads pages into the FDM and sends only the requested rows over the link.
 """
 
 from llmcache.kv.csd.host import EmulatedCsd

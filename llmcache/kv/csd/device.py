@@ -1,6 +1,6 @@
-"""The process that stands for a computational SSD (*emulated*): owns a spill file, does what the host commands.
+"""The process that stands for a computational SSD (*emulated*): it owns a spill file and executes commands of the host.
 
-While its engine (CSE) works on one buffer, a thread reads the next from the file and compares its checksums.
+While the engine (CSE) works on one buffer, a thread reads the next one from the file and verifies its checksums.
 
 `python -m llmcache.kv.csd.device PIPE MEMORY` with two inherited descriptors; ends when the host does.
 """
@@ -43,7 +43,7 @@ FULL_NAP_S = 50e-6
 
 
 class Device:
-    """The device: commands by name, one at a time, from the host's end of a pipe."""
+    """Executes the commands that arrive on a pipe, one at a time."""
 
     def __init__(self, end: Connection, shared: Shared) -> None:
         self._end, self._shared = end, shared
@@ -55,7 +55,7 @@ class Device:
         self._report = Report()
 
     def serve(self) -> None:
-        """Does what the host commands until it ends."""
+        """Execute commands until the host closes the pipe."""
         try:
             while True:
                 command, arguments = receive(self._end)
@@ -65,7 +65,7 @@ class Device:
                 self._file.close()
 
     def _done(self, method: Callable[..., dict[str, Any] | None], arguments: dict[str, Any]) -> dict[str, Any] | Exception:
-        """The result of a command, with its report; what the world or the host did wrong. A bug ends the device."""
+        """Return the result of a command with its report, or the error; a bug ends the device."""
         self._begun_ns = time.perf_counter_ns()
         self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
         self._clock = ModelledClock(self._profile)
@@ -79,14 +79,14 @@ class Device:
         return {**result, "report": self._report}
 
     def _throttle(self) -> None:
-        """Waits until the modelled time is over, where that is asked for. A slower machine is not made faster."""
+        """Wait until the modelled time has passed, if the profile requires it."""
         if self._profile.throttle:
             left_ns = self._begun_ns + self._clock.now_ns - time.perf_counter_ns()
             time.sleep(max(0, left_ns) / 1e9)
 
     @property
     def file(self) -> SpillFile:
-        """The spill file, which the first command has opened."""
+        """The spill file, opened by the first command."""
         assert self._file is not None
         return self._file
 
@@ -97,7 +97,7 @@ class Device:
         profile: CsdProfile,
         *,
         create: bool,
-        again: bool,
+        restarted: bool,
         direct: bool | None,
         threads: int | None,
     ) -> dict[str, Any]:
@@ -108,13 +108,13 @@ class Device:
         if create:
             self._file = SpillFile.create(path, shape, direct=direct)
         else:
-            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=again)
+            self._file = SpillFile.open(path, shape, direct=direct, keep_unfinished=restarted)
         self._profile, self._clock = profile, ModelledClock(profile)
         self._threads = threads or processors()
         return self._identify()
 
     def _identify(self) -> dict[str, Any]:
-        """Tells what is there: pages of each layer, and last those of the tokens, by sequence."""
+        """Return the number of pages of each layer and of the tokens (last), by sequence."""
         file = self.file
         pages = {number: file.pages_by_layer(number) for number in file.sequences}
         return {"direct": file.direct, "pages": pages}
@@ -122,7 +122,7 @@ class Device:
     def _execute_program(
         self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
     ) -> None:
-        """Scores the keys of a layer, or of `runs` of its pages (none: of all)."""
+        """Score the keys of a layer: those of the given `runs` of pages, or all keys if there are none."""
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: must be from 1 to {MOST_TOKENS}, not {block_tokens}")
         self._receive(queries.nbytes + runs.nbytes)
@@ -141,9 +141,9 @@ class Device:
     def _scored(
         self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None
     ) -> Iterator[tuple[int, Floats, int]]:
-        """The function that the engine runs (CSF): scores keys of a layer, buffer by buffer, while the next is read.
+        """The function that the engine runs (CSF): score keys of a layer in buffers, while the next buffer is read.
 
-        Yields the position of the first token, scores [kv_heads, tokens], and how many bytes were read for them.
+        Yields the position of the first token, scores [kv_heads, tokens], and the bytes read for them.
         """
         file, shape = self.file, self.file.shape
         length, most = file.length(sequence, layer), max(1, self._profile.buffer_bytes // shape.key_slot_bytes)
@@ -177,13 +177,13 @@ class Device:
         self._end.send(data)
 
     def _room(self, size_bytes: int) -> tuple[int, Bytes]:
-        """Where in the ring `size_bytes` may be written, and these bytes; waits until the host has read enough."""
+        """Return the offset and memory of `size_bytes` in the ring; wait until the host has consumed enough."""
         counters = self._shared.counters
         at = int(counters[0])
         if at % RING_BYTES + size_bytes > RING_BYTES:
             at += RING_BYTES - at % RING_BYTES
         while at + size_bytes - int(counters[1]) > RING_BYTES:
-            if self._end.poll():  # a host that waits for an answer says nothing: it has ended
+            if self._end.poll():  # the host sends nothing while it waits for a result, so it has ended
                 raise EOFError
             time.sleep(FULL_NAP_S)
         counters[0] = at + size_bytes
@@ -199,7 +199,7 @@ class Device:
 
     def _count_written(self, size_bytes: int) -> None:
         self._report.internal_written_bytes += size_bytes
-        self._clock.read(size_bytes)  # the same path inside, the other way
+        self._clock.read(size_bytes)  # the same internal path, in the other direction
 
     def _write(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         self._receive(keys.nbytes + values.nbytes)
@@ -210,7 +210,7 @@ class Device:
         self._count_written(self.file.append_tokens(sequence, ids, positions))
 
     def _read(self, sequence: int, layer: int, pages: Int64s, sides: Sequence[int]) -> None:
-        """Sends the slots of pages, keys before values (or one of both alone), in as many parts as the ring needs."""
+        """Send the slots of pages, keys before values (or only one side), in batches that fit the ring."""
         self._receive(pages.nbytes)
         shape = self.file.shape
         share = max(1, RING_BYTES // 8 // max(shape.slot_sizes))
@@ -222,11 +222,11 @@ class Device:
                 self._send_bytes(slots)
 
     def _gather(self, sequence: int, layer: int, positions: list[Uint32s]) -> None:
-        """Reads pages but sends only the rows that are asked for: token numbers of each head."""
-        shape, asked = self.file.shape, [of_head.astype(np.int64) for of_head in positions]
+        """Read pages, but send only the requested rows: token numbers of each head."""
+        shape, requested = self.file.shape, [of_head.astype(np.int64) for of_head in positions]
         self._receive(sum(of_head.nbytes for of_head in positions))
-        flat = np.concatenate(asked)
-        for pages, parts in shares(shape, asked):
+        flat = np.concatenate(requested)
+        for pages, parts in shares(shape, requested):
             heads = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
             page, token = np.divmod(np.concatenate([flat[part] for part in parts]), shape.page_tokens)
             places = np.searchsorted(pages, page), heads, token
@@ -249,8 +249,8 @@ class Device:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the device on two inherited descriptors."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's; its end is the device's
+    """Run the device on two inherited descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C; the device ends with the host
     Device(Connection(int(argv[0])), Shared(int(argv[1]))).serve()
     return 0
 

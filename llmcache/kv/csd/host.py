@@ -1,10 +1,10 @@
-"""The host's side of the *emulated* device: starts its process, gives it commands, notices its death, starts it again.
+"""The host's side of the *emulated* device: starts its process, sends commands, and detects when it stops.
 
-One thread at a time uses a device. It works on one command at a time; while an execution runs, its score blocks come in
-as the host asks for them, and the host is free to score its own keys in between.
+One thread at a time uses a device, which executes one command at a time. During an execution, the host may do other work
+between score blocks.
 
-Ctrl-C may come anywhere in a command: what the device then still sends would be taken for the answer to the next one, and
-pages that it has written are not known of. So a device that was interrupted is started anew before it is asked again.
+Ctrl-C may interrupt a command at any point. The remaining replies would then be taken for those of the next command, and the
+host does not know which pages were written. So an interrupted device is restarted before the next command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.spill.layout import KEYS, VALUES, view_slots
 
 ANSWER_S = 120.0
-"""A device that says nothing for so long is taken for dead: the longest answer is a flush of a slow disk."""
+"""Seconds without a reply after which a device counts as dead; the slowest command is a flush to a slow disk."""
 
 Rows = NDArray[Any]
 Pages = Int64s | list[int]
@@ -48,8 +48,8 @@ Pages = Int64s | list[int]
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
-    `create` makes the file, else it is opened; `direct` and errors as there. `threads` of the engine: None for one
-    a processor. `report` adds up what all commands took, `last` is what the last one took.
+    `create` or open the file; `direct` and errors as `SpillFile`. `threads` of the engine: None for one per CPU. `report` is
+    the total of all commands, `last` the report of the last one.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class EmulatedCsd:
         self.path, self.shape, self.profile = Path(path), shape, profile
         self.report, self.last = Report(), Report()
         self._options: dict[str, Any] = {"direct": direct, "threads": threads}
-        self._amid = False  # from the first byte of a command to the last of its answer
+        self._in_command = False  # True from the first byte of a command to the last of its reply
         self.end: Connection | None = None
         self._pages = self._start(create)
 
     # The process
 
-    def _start(self, create: bool, again: bool = False) -> dict[int, list[int]]:
-        """Starts the process and has it open the file; returns the pages that are there."""
+    def _start(self, create: bool, restarted: bool = False) -> dict[int, list[int]]:
+        """Start the process and open the file in it; return the number of pages in the file."""
         ours, theirs = Pipe()
         memory = Shared.make()
         try:
@@ -91,7 +91,7 @@ class EmulatedCsd:
             os.close(memory)
         opening = {"path": self.path.absolute(), "shape": self.shape, "profile": self.profile, **self._options}
         try:
-            found = self._command("open", create=create, again=again, **opening)
+            found = self._command("open", create=create, restarted=restarted, **opening)
         except BaseException:
             self.kill()
             raise
@@ -100,32 +100,32 @@ class EmulatedCsd:
         return pages
 
     def restart(self) -> None:
-        """Starts a device anew over the same file; DataError if acknowledged pages are missing."""
+        """Restart the device with its file; DataError if acknowledged pages are missing."""
         self.kill()
-        found = self._start(create=False, again=True)
+        found = self._start(create=False, restarted=True)
         for sequence, pages in self._pages.items():
-            there = found.get(sequence, [0] * len(pages))
-            if any(mine > theirs for mine, theirs in zip(pages, there, strict=True)):
-                lost = f"the file has {there} pages by layer, but {pages} were acknowledged"
+            found_pages = found.get(sequence, [0] * len(pages))
+            if any(mine > theirs for mine, theirs in zip(pages, found_pages, strict=True)):
+                lost = f"the file has {found_pages} pages by layer, but {pages} were acknowledged"
                 raise DataError(f"{self.path}: sequence {sequence}: {lost}", "compute the context again")
         self._pages = found
 
     def kill(self) -> None:
-        """Ends the device at once, as a fault would; what it has acknowledged is in the file."""
+        """Kill the process, as a fault would; acknowledged data remains in the file."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._amid = False
+        self._in_command = False
         if self.end is not None:
             self.end.close()
             self.end = None
 
     def close(self) -> None:
-        """Ends the device once it has flushed its file; EnvironmentProblem if it did not end well."""
+        """Flush the file and end the process; EnvironmentProblem if that fails."""
         if self.end is None:
             return
         try:
-            if not self._amid:  # else it flushes as it sees that the host is gone
+            if not self._in_command:  # otherwise the device flushes when the pipe is closed
                 self.flush()
         finally:
             if self.end is not None:
@@ -140,19 +140,18 @@ class EmulatedCsd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the error that is under way says more than one that follows from it
+        else:  # the original error is more useful than one that follows from it
             with contextlib.suppress(EnvironmentProblem):
                 self.close()
 
     # Commands
 
     def _command(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Gives a command and returns its result."""
         self._send(command, **arguments)
         return self._ended(self._receive())
 
     def _change(self, command: str, **arguments: Any) -> None:
-        """Gives a command that writes. DataError: nothing was done, and pages are lost that had been acknowledged."""
+        """Send a command that writes. On DataError, nothing was written, and acknowledged pages are lost."""
         try:
             self._command(command, **arguments)
         except DataError:
@@ -161,7 +160,7 @@ class EmulatedCsd:
 
     @property
     def _pipe(self) -> Connection:
-        """What leads to the device; EnvironmentProblem if it does not run."""
+        """The pipe to the device; EnvironmentProblem if it is not running."""
         if self.end is None:
             raise EnvironmentProblem(f"{self.path}: the emulated device is not running", "call restart()")
         return self.end
@@ -169,19 +168,19 @@ class EmulatedCsd:
     def _send(self, command: str, **arguments: Any) -> None:
         self._recover()
         pipe = self._pipe
-        self._amid = True
+        self._in_command = True
         try:
             pipe.send((command, arguments))
         except (BrokenPipeError, ConnectionResetError):
             raise self._dead() from None
 
     def _recover(self) -> None:
-        if self._amid:
+        if self._in_command:
             self.restart()
 
     def _receive(self) -> Data | dict[str, Any]:
         pipe = self._pipe
-        self._amid = True
+        self._in_command = True
         try:
             if not pipe.poll(ANSWER_S):
                 raise self._dead(silent=True)
@@ -189,7 +188,7 @@ class EmulatedCsd:
         except EOFError:
             raise self._dead() from None
         if isinstance(found, Exception):
-            self._amid = False
+            self._in_command = False
             raise found
         return found
 
@@ -203,9 +202,8 @@ class EmulatedCsd:
         return EnvironmentProblem(f"{self.path}: the emulated device {how}", "call restart(): acknowledged data is intact")
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of a command that has ended, and adds its report."""
         assert not isinstance(found, Data), "what ends a command has no data"
-        self._amid = False
+        self._in_command = False
         self.last = found["report"]
         self.report.add(self.last)
         return found
@@ -225,11 +223,11 @@ class EmulatedCsd:
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Iterator[ScoreBlock]:
-        """Executes the program: starts to score the keys of a layer (of `pages`, if given), and returns blocks as they come.
+        """Start to score the keys of a layer (or of `pages`), and return an iterator over the score blocks.
 
-        `queries` [heads, head_dim] float32, a multiple of kv_heads. The blocks that come are of `block_tokens` tokens or
-        fewer; errors of the device are raised where they are iterated over. Only what is scored is read inside; pages that
-        follow each other cost 8 bytes of the link, however many they are.
+        `queries` [heads, head_dim] float32; heads is a multiple of kv_heads. Blocks have at most `block_tokens` tokens. The
+        iteration raises the errors of the device. The device reads only the pages that it scores; a run of adjacent pages
+        takes 8 bytes on the link.
         """
         if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [heads, {self.shape.head_dim}], not {queries.dtype} {queries.shape}")
@@ -246,7 +244,7 @@ class EmulatedCsd:
             while isinstance(found, Data):
                 yield self._block(found)
                 found = self._receive()
-        except GeneratorExit:  # what is still to come must not be taken for the next answer
+        except GeneratorExit:  # the remaining blocks must not be taken for the next reply
             with contextlib.suppress(LlmcacheError):
                 while isinstance(found := self._receive(), Data):
                     self._shared.consumed(found)
@@ -255,38 +253,37 @@ class EmulatedCsd:
         self._ended(found)
 
     def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
-        """Writes pages of keys and values to a layer, over the link; arguments and errors as `SpillFile.append`."""
+        """Write pages of keys and values to a layer over the link; arguments and errors as `SpillFile.append`."""
         for part in self._shares(keys.shape[1], self.shape.token_bytes):
             self._change("write", sequence=sequence, layer=layer, keys=keys[:, part], values=values[:, part])
-            self._note(sequence, layer, part.stop - part.start)
+            self._count_pages(sequence, layer, part.stop - part.start)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
-        """Writes the ids and positions of tokens; as `SpillFile.append_tokens`."""
+        """Write ids and positions of tokens over the link; as `SpillFile.append_tokens`."""
         for part in self._shares(len(ids), 16):
             self._change("write_tokens", sequence=sequence, ids=ids[part], positions=positions[part])
-            self._note(sequence, self.shape.layers, part.stop - part.start)
+            self._count_pages(sequence, self.shape.layers, part.stop - part.start)
 
     def _shares(self, tokens: int, token_bytes: int) -> list[slice]:
-        """Parts of whole pages, each for one command."""
         pages = max(1, WRITE_BYTES // (token_bytes * self.shape.page_tokens))
         step = pages * self.shape.page_tokens
         return [slice(first, min(tokens, first + step)) for first in range(0, tokens, step)]
 
-    def _note(self, sequence: int, layer: int, tokens: int) -> None:
+    def _count_pages(self, sequence: int, layer: int, tokens: int) -> None:
         pages = self._pages.setdefault(sequence, [0] * (self.shape.layers + 1))
         pages[layer] += self.shape.pages_of(tokens)
 
     def pages(self, sequence: int, layer: int) -> int:
-        """Returns how many pages of a layer the device has acknowledged."""
+        """Return the number of pages of a layer that the device has acknowledged."""
         self._recover()
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
     def read(self, sequence: int, layer: int, pages: Pages, sides: Sequence[int] = (KEYS, VALUES)) -> list[Rows]:
-        """Fetches whole pages of a layer over the link, keys and values or one of both; as `SpillFile.read`."""
+        """Read whole pages of a layer over the link, both sides or one; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
         self._send("read", sequence=sequence, layer=layer, pages=wanted, sides=sides)
         slots = [np.empty((len(wanted), self.shape.slot_sizes[side]), np.uint8) for side in sides]
-        # They come in turns, in parts.
+        # The sides alternate, in batches.
         left = [of_side.reshape(-1) for of_side in slots]
         turn = 0
         while isinstance(found := self._receive(), Data):
@@ -298,15 +295,15 @@ class EmulatedCsd:
         return [view_slots(self.shape, of_side, side) for of_side, side in zip(slots, sides, strict=True)]
 
     def gather(self, sequence: int, layer: int, positions: list[Int64s]) -> list[Rows]:
-        """Fetches single rows of a layer over the link; the pages that they lie in are read inside the device.
+        """Read single rows of a layer over the link; the device reads their pages.
 
-        `positions`: ascending token numbers of each key head. Returns keys and values [all, dim], those of one head after
-        the other. ValueError: there is no such token; DataError: a page is damaged.
+        `positions`: ascending token numbers of each key head. Returns keys and values [all, dim], ordered by head.
+        ValueError: a token does not exist; DataError: a page is damaged.
         """
         rows = [np.empty(*form) for form in self.shape.forms(sum(map(len, positions)))]
         if len(rows[0]):
-            asked = [of_head.astype(np.uint32) for of_head in positions]
-            self._send("gather", sequence=sequence, layer=layer, positions=asked)
+            token_numbers = [of_head.astype(np.uint32) for of_head in positions]
+            self._send("gather", sequence=sequence, layer=layer, positions=token_numbers)
             for _, parts in shares(self.shape, positions):
                 for side in rows:
                     self._take(side, parts)
@@ -314,7 +311,7 @@ class EmulatedCsd:
         return rows
 
     def _take(self, side: Rows, parts: list[slice]) -> None:
-        """Copies what comes next over the link to `parts` of the rows of a side."""
+        """Copy the next data from the link to `parts` of the rows of a side."""
         found = self._receive()
         assert isinstance(found, Data)
         data = self._shared.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
@@ -325,25 +322,25 @@ class EmulatedCsd:
         self._shared.consumed(found)
 
     def truncate(self, sequence: int, pages: int) -> None:
-        """Deallocates all pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
-        if sequence in self._pages:  # before the command: what is gone then has not been lost
-            self._pages[sequence] = [min(pages, there) for there in self._pages[sequence]]
+        """Remove the pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
+        if sequence in self._pages:  # before the command, so that removed pages do not count as lost
+            self._pages[sequence] = [min(pages, count) for count in self._pages[sequence]]
         self._change("deallocate", sequence=sequence, pages=pages)
 
     def flush(self) -> None:
-        """Returns when everything acknowledged is on the disk."""
+        """Write everything acknowledged to disk."""
         self._change("flush")
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:
-    """Returns `pages` as runs [n, 2]: the first page, and how many follow each other from there on."""
+    """Return `pages` as runs [n, 2]: the first page, and the number of consecutive pages."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     counts = np.diff(starts, append=len(pages))
     return np.stack([pages[starts], counts], axis=1).astype(np.uint32)
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the device: it must find this package wherever the program was started."""
+    """Return the environment of the device, in which it can import this package."""
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""Speeds of an emulated device, its modelled clock, and what it reports: bytes, modelled time, wall time."""
+"""Speeds of an *emulated* device, its modelled clock, and its reports: bytes, modelled time, wall time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class CsdProfile:
-    """Modelled speeds of an emulated device (bytes/s, ns, bytes). `throttle`: it really takes as long as modelled.
+    """Modelled speeds of an *emulated* device (bytes/s, ns, bytes). `throttle`: wait for the modelled time.
 
-    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` bounds how many are between flash and engine.
+    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` limits how many are between flash and engine.
     """
 
     name: str
@@ -39,16 +39,16 @@ PROFILES: dict[str, CsdProfile] = {
     # hillinfer.txt, section 4.2: "4 GB DDR4, and 4 TB NAND Flash, providing a peak bandwidth of approximately 4 GB/s".
     # Not in the paper: PCIe 3.0 x4 carries 3.5 GB/s of data; an engine as fast as its flash; 60 us a command.
     "smartssd": CsdProfile("smartssd", 4e9, 4e9, 3.5e9, 60_000, fdm_bytes=4_000_000_000),
-    # Nothing is modelled: what this machine does is all there is.
+    # No model: the speed of this machine.
     "none": CsdProfile("none", math.inf, math.inf, math.inf, 0),
 }
 
 
 @dataclass
 class Report:
-    """What commands to an *emulated* device took. Bytes are counted, `modelled_ns` is modelled, `wall_ns` is measured here.
+    """Totals of commands to an *emulated* device. Bytes are counted, `modelled_ns` is modelled, `wall_ns` is measured.
 
-    `link_*`: what crosses between host and device, with headers; `internal_*`: between flash and the device's memory.
+    `link_*`: between host and device, with headers; `internal_*`: between flash and the device's memory.
     """
 
     commands: int = 0
@@ -61,16 +61,16 @@ class Report:
     wall_ns: int = 0
 
     def add(self, other: Report) -> None:
-        """Adds another report to this one."""
+        """Add another report to this one."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class ModelledClock:
-    """Modelled time of one command: latency, then reading, computing and sending as a pipeline of buffers.
+    """Modelled time of one command: its latency, then a pipeline that reads, computes and sends buffers.
 
-    Each stage does one buffer at a time, and a buffer is read only once the FDM has room: all before it that are as many
-    as fit must have been computed. Time is in ns since the command was given.
+    A stage processes one buffer at a time. A buffer is read when the FDM has room, which may require that an earlier buffer
+    has been computed. Time is in ns since the start of the command.
     """
 
     def __init__(self, profile: CsdProfile) -> None:
@@ -80,27 +80,27 @@ class ModelledClock:
 
     @property
     def now_ns(self) -> int:
-        """When everything so far is done."""
+        """The end of all work that was added."""
         return round(max(self._read, self._computed, self._sent))
 
     def read(self, size_bytes: int) -> None:
-        """A buffer goes from flash to the FDM, or back."""
+        """Transfer a buffer from flash to the FDM, or back."""
         if len(self._in_memory) == self._in_memory.maxlen:
             self._read = max(self._read, self._in_memory[0])
         self._read += 1e9 * size_bytes / self.profile.internal_bytes_per_s
 
     def compute(self, size_bytes: int) -> None:
-        """The engine works through the buffer that was read last."""
+        """Process the last read buffer in the engine."""
         begin = max(self._computed, self._read)
         self._computed = begin + 1e9 * size_bytes / self.profile.compute_bytes_per_s
         self._in_memory.append(self._computed)
 
     def send(self, size_bytes: int, computed: bool = True) -> None:
-        """What was computed (or only read) last goes over the link."""
+        """Send the last computed (or only read) buffer over the link."""
         begin = max(self._sent, self._computed if computed else self._read)
         self._sent = begin + 1e9 * size_bytes / self.profile.link_bytes_per_s
 
     def receive(self, size_bytes: int) -> None:
-        """The host's data comes over the link, before anything else can be done with it."""
+        """Receive data of the host over the link, which delays everything after it."""
         self._sent += 1e9 * size_bytes / self.profile.link_bytes_per_s
         self._read = max(self._read, self._sent)

@@ -1,17 +1,17 @@
-"""Between host and *emulated* device: what lies in the memory that both see; messages go over a pipe of multiprocessing.
+"""The protocol between host and *emulated* device: shared memory for data, and a pipe of multiprocessing for messages.
 
-A command is its name and arguments; what comes back is `Data` in the ring, and in the end a dict or the error. Shared memory
-has no name (memfd), so nothing is left behind whoever dies. It holds two counters and a ring for what goes to the host. Only
-the device moves `produced` and only the host moves `consumed`, each by one aligned store of 8 bytes; what lies between them
-belongs to the host.
+A command is its name and arguments; the replies are `Data` in a ring, and finally a dict or an error. The shared memory has
+no name (memfd), so nothing remains after a crash. It contains two counters and the ring of data for the host. Only the
+device changes `produced`, and only the host changes `consumed`, each by an aligned store of 8 bytes; the host owns the bytes
+between them.
 
-Scores cross as blocks, the scores of up to n neighbouring tokens: 4n bytes and a header. Source: hillinfer.txt, section 3.2
-(<Token pos, Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Differs from the paper: a half
-cannot tell positions above 2048 apart, so a block carries 16-bit offsets and its header the position they count from.
-Scores beyond the range of halves become its ends.
+Scores are sent in blocks of up to n adjacent tokens, 4n bytes and a header. Source: hillinfer.txt, section 3.2 (<Token pos,
+Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Differs from the paper: fp16 cannot represent
+all positions above 2048, so a block contains 16-bit offsets from a position in its header. Scores outside the range of fp16
+are clamped.
 
-Where rows are gathered, these alone cross, not the pages that they lie in. Both ends divide a request in the same way, so
-that neither has to tell the other what comes when: in shares of pages that fit the ring, and within a share head after head.
+A gather sends only the requested rows. Both ends divide a request into the same batches of pages that fit the ring, with the
+rows of a batch in the order of heads, so that no further messages are needed.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from llmcache.kv.spill import KvShape
 
 RING_BYTES = 1 << 23
 WRITE_BYTES = 1 << 22
-"""Of keys and values, or of tokens, that one command writes."""
+"""Bytes of keys and values, or of tokens, that one command writes."""
 COMMAND_BYTES, COMPLETION_BYTES = 64, 16
-"""What NVMe puts on the link for any command and any completion."""
+"""Bytes of an NVMe command and of a completion on the link."""
 HEADER_BYTES = 16
-"""Of a score block, on the link: head (4), position of the first token (8), tokens (4)."""
+"""Bytes of the header of a score block on the link: head (4), position of the first token (8), tokens (4)."""
 BLOCK_TOKENS = 1024
 MOST_TOKENS = 1 << 16
-"""Tokens of a score block: what 16 bits can tell apart."""
+"""Largest score block in tokens: offsets have 16 bits."""
 
 _RING_AT = 4096
 _OFFSET, _SCORE = 0, 1
 
 
 class Data(NamedTuple):
-    """Data in the ring: `size_bytes` at `at` (ever increasing). `head` and `base`: of a score block."""
+    """Data in the ring: `size_bytes` at `at`, which only increases. `head` and `base` describe a score block."""
 
     at: int
     size_bytes: int
@@ -56,10 +56,10 @@ class Data(NamedTuple):
 
 
 def receive(pipe: Connection) -> Any:
-    """Returns what the other end has sent; EOFError if it has ended, before a message or amid one."""
+    """Return a message from the other end; EOFError if that has ended."""
     try:
         return pipe.recv()
-    except OSError as error:  # half a message, or a reset
+    except OSError as error:  # an incomplete message, or a reset
         raise EOFError(str(error)) from error
 
 
@@ -73,7 +73,7 @@ class ScoreBlock:
 
 
 class Shared:
-    """The memory that both ends see."""
+    """The memory that both ends map."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _RING_AT + RING_BYTES)
@@ -83,24 +83,24 @@ class Shared:
 
     @staticmethod
     def make() -> int:
-        """Returns a descriptor of fresh memory, for both ends."""
+        """Return a descriptor of new memory for both ends."""
         fd = os.memfd_create("llmcache-csd", os.MFD_CLOEXEC)
         os.ftruncate(fd, _RING_AT + RING_BYTES)
         return fd
 
     def bytes_of(self, data: Data) -> Bytes:
-        """Returns what `data` tells of; the host must copy it before it is `consumed`."""
+        """Return a view of the bytes of `data`; the host must copy them before it calls `consumed`."""
         return self.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
 
     def consumed(self, data: Data) -> None:
-        """Gives the room of `data` and all before it back."""
+        """Release the room of `data` and all data before it."""
         self.counters[1] = data.at + data.size_bytes
 
 
 def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, list[slice]]]:
-    """Yields a request for the rows at `positions` (one ascending array a head) in shares.
+    """Divide a request for the rows at `positions` (an ascending array for each head) into batches.
 
-    Each is pages, ascending, and which of all the rows that were asked for lie in them: a slice for each head.
+    Yields for each batch its pages, ascending, and a slice of the requested rows for each head.
     """
     size = shape.page_tokens
     pages = np.unique(np.concatenate(positions) // size)
@@ -114,13 +114,13 @@ def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, li
 
 
 def decode(head: int, base: int, data: NDArray[np.uint16]) -> ScoreBlock:
-    """Returns the block in `data` [tokens, 2], whose first token is at `base`."""
+    """Return the block in `data` [tokens, 2], whose first token is at `base`."""
     return ScoreBlock(head, base + data[:, _OFFSET].astype(np.int64), data[:, _SCORE].view(np.float16).astype(np.float32))
 
 
 @numba.njit(inline="always")
 def _narrowed(value):  # type: ignore[no-untyped-def]
-    """Bits of the half nearest to a float32, ties to even; the largest half in place of an infinity."""
+    """Return the bits of the fp16 number nearest to a float32, ties to even; infinities become the largest number."""
     bits = bits_of(value)
     sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
     size = bits & np.uint32(0x7FFFFFFF)
@@ -137,7 +137,7 @@ def _narrowed(value):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def encode(scores, out):  # type: ignore[no-untyped-def]
-    """Writes the scores of neighbouring tokens to `out` [tokens, 2] uint16: offsets, and scores rounded to halves."""
+    """Write the scores of adjacent tokens to `out` [tokens, 2] uint16: offsets, and scores rounded to fp16."""
     for i in range(scores.size):
         out[i, _OFFSET] = i
         out[i, _SCORE] = _narrowed(scores[i])

@@ -1,1 +1,1 @@
-"""Ways to find the keys that matter without reading all: the DCI-tree, page summaries, and who chooses among them."""
+"""Indexes that find important keys without reading all: the DCI-tree, page summaries, and scorers that use them."""

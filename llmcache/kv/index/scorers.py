@@ -1,9 +1,8 @@
-"""Scorers find the tokens of one layer and sequence whose keys matter most to queries, and keep what they need of the keys.
+"""Scorers find the tokens of one layer and sequence whose keys are most important for queries.
 
-`SCORERS` is what policies, the benchmark and the tests use; `PageIndexes` has the scorers of a store, or the means of its
-values (`ValueSums`). One thread at a time uses a scorer; those of different layers and sequences share nothing. With
-look-ahead that is the engine's worker: the keys of layer l are indexed there while the caller computes layer l + 1, since
-the loops that do it hold no GIL.
+`SCORERS` lists those for policies, the benchmark and tests; `PageIndexes` manages the scorers of a store, or the mean values
+(`ValueSums`). One thread at a time uses a scorer; scorers share no state. With lookahead, that thread is the engine's
+worker: it indexes the keys of layer l while the caller computes layer l + 1, because the loops release the GIL.
 """
 
 from __future__ import annotations
@@ -33,32 +32,34 @@ from llmcache.kv.spill.layout import KEYS, VALUES
 from llmcache.kv.tiers import KvStore, Selection
 
 MEAN_TOKENS = 512
-"""Of `PackedScorer`: so many that come together have a mean of their own; it takes less than a byte of each key."""
+"""`PackedScorer` computes a new mean when this many tokens are added together; it then takes under a byte per key."""
 STEPS = 127
-"""Of `RoundedScorer`: steps from nothing to the largest number of a key."""
+"""In `RoundedScorer`, steps from 0 to the largest number of a key."""
 ROUNDED = 1 << 17
-"""Numbers that are rounded at a time: as float32 they stay in the processor's cache."""
+"""Numbers rounded at a time, so that they fit in the CPU cache as float32."""
 QUERIES = 16
-"""Sets of queries that a trial asks."""
+"""Sets of queries in a trial."""
 WIDER = (1, 2, 4)
-"""How much wider than its knobs say a tree may look to find enough."""
+"""Factors by which a trial widens the search in a tree until it finds enough."""
 MARGIN = 1.1
-"""How much faster the tree has to be: times of a few queries are not exact."""
+"""Factor by which the tree has to be faster, because times of few queries are inexact."""
 FEED_PAGES = 512
-"""Pages that are read at a time from the store when many are missing; a prefill comes all at once."""
+"""Pages read from the store at a time when many are missing."""
 SUM_TOKENS = 1024
-"""Of `ValueSums`: so many have a sum, which takes a thousandth of their memory, and are added anew where some of them go."""
+"""Tokens per sum in `ValueSums`: sums take 1/1000 of the memory of values; a partly removed block is added again."""
 
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """`combine`: "max" or "sum" over the query heads of a key head (the tree: see `DciScorer`). `threads`: None for one a
-    processor. `whole_pages`: the tree gives the pages of the best keys (algorithm 3), not the best keys alone. `recall`:
-    what share of the best keys `auto` asks of the tree; `least`: from how many tokens on it considers it. `dci`: its knobs.
-    `chunk_pages`: of `ChunkScorer`.
+    """Settings of scorers.
 
-    Differs from the paper: best keys alone by default. There, a page of the tree is what is loaded; here rows are, for each
-    head apart, from a file in the order of tokens that all heads share, so that a page would only bring less wanted keys.
+    `combine`: "max" or "sum" over the query heads of a key head (for the tree, see `DciScorer`). `threads`: None for one per
+    CPU. `whole_pages`: the tree returns the pages of the best keys (algorithm 3) instead of the best keys. `recall`: share
+    of the best keys that `auto` requires of the tree; `least`: number of tokens from which `auto` tries it. `dci`: settings
+    of the tree. `chunk_pages`: of `ChunkScorer`.
+
+    Differs from the paper: the default is the best keys. In the paper, pages of the tree are loaded; here, rows of each head
+    are loaded from a file in the order of tokens, so that pages would only add less important keys.
     """
 
     combine: str = "max"
@@ -71,7 +72,7 @@ class ScorerSettings:
 
 
 class PageIndex(ABC):
-    """What is known of the keys, or values, of consecutive tokens of all heads, from number `first` on, in whole pages."""
+    """An index of the keys, or values, of consecutive tokens of all heads, from number `first` on, in whole pages."""
 
     side: ClassVar[int] = KEYS
 
@@ -79,21 +80,21 @@ class PageIndex(ABC):
         self.shape, self.first, self.end = shape, first, first
 
     def __len__(self) -> int:
-        """Tokens that it knows."""
+        """Return the number of indexed tokens."""
         return self.end - self.first
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Memory it takes."""
+        """Memory in bytes."""
 
     @property
     def step(self) -> int:
-        """How many tokens it forgets at a time."""
+        """The unit of removal in tokens."""
         return self.shape.page_tokens
 
     def add(self, rows: NDArray[Any]) -> None:
-        """Adds rows [kv_heads, tokens, dim] in the shape's numpy type, of the tokens that follow; whole pages."""
+        """Add rows [kv_heads, tokens, dim] of the next tokens, in the shape's numpy type; whole pages."""
         size, (form, dtype) = self.shape.page_tokens, self.shape.forms(self.shape.kv_heads)[self.side]
         if rows.ndim != 3 or rows.shape[::2] != form or rows.shape[1] % size or rows.dtype != dtype:
             wanted = f"{dtype} [{form[0]}, a multiple of {size}, {form[1]}]"
@@ -103,7 +104,7 @@ class PageIndex(ABC):
             self.end += rows.shape[1]
 
     def crop(self, tokens: int) -> None:
-        """Forgets all tokens from number `tokens` on, and what is not whole any more."""
+        """Remove the tokens from number `tokens` on, down to a multiple of `step`."""
         if tokens < self.end:
             end = max(self.first, tokens - (tokens - self.first) % self.step)
             self._crop(end)
@@ -117,13 +118,13 @@ class PageIndex(ABC):
 
 
 class ValueSums(PageIndex):
-    """The mean of the values of tokens, of each head."""
+    """The mean of the values of each head."""
 
     side = VALUES
 
     def __init__(self, shape: KvShape, first: int = 0) -> None:
         super().__init__(shape, first)
-        self._sums: list[NDArray[np.float64]] = []  # of each `step` tokens, [kv_heads, value_dim]
+        self._sums: list[NDArray[np.float64]] = []  # for each `step` tokens, [kv_heads, value_dim]
         self._all = np.zeros((shape.kv_heads, shape.value_dim))
         self._mean: Floats | None = None
 
@@ -134,12 +135,12 @@ class ValueSums(PageIndex):
 
     @property
     def step(self) -> int:
-        """How many tokens have a sum of their own."""
+        """The tokens per sum."""
         return SUM_TOKENS
 
     @property
     def mean(self) -> Floats:
-        """The mean [kv_heads, value_dim] of all values; zero where there are none."""
+        """The mean [kv_heads, value_dim] of all values; 0 without values."""
         if self._mean is None:
             self._mean = (self._all / max(1, len(self))).astype(np.float32)
         return self._mean
@@ -164,7 +165,7 @@ class ValueSums(PageIndex):
 
 
 class Scorer(PageIndex):
-    """Finds tokens by their keys."""
+    """An index that finds tokens by their keys."""
 
     name: ClassVar[str]
 
@@ -175,11 +176,14 @@ class Scorer(PageIndex):
 
     @property
     def why(self) -> str:
-        """Which way of scoring is in use, and why."""
+        """The scoring method in use, and the reason."""
         return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
-        """Returns tokens [kv_heads, k], ascending, that matter most to `queries` [heads, dim] float32; k at most all."""
+        """Return the tokens [kv_heads, k], ascending, that matter most for `queries` [heads, dim] float32.
+
+        K is at most all.
+        """
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [a multiple of {heads}, {dim}], not {queries.dtype} {queries.shape}")
@@ -196,7 +200,7 @@ class Scorer(PageIndex):
 
 
 class Grown:
-    """An array that grows along its first axis, by a sixteenth when it is full."""
+    """An array that grows along its first axis by a sixteenth when it is full."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
@@ -204,16 +208,16 @@ class Grown:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """What is in it."""
+        """The used part of the array."""
         return self._array[: self._used]
 
     @property
     def size_bytes(self) -> int:
-        """Memory, room for growth included."""
+        """Memory, including unused room."""
         return self._array.nbytes
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Adds rows at the end."""
+        """Append rows."""
         end = self._used + len(rows)
         if end > len(self._array):
             longer = np.empty((max(end, len(self._array) * 17 // 16), *self._array.shape[1:]), self._array.dtype)
@@ -223,12 +227,12 @@ class Grown:
         self._used = end
 
     def cut(self, rows: int) -> None:
-        """Keeps the first `rows`."""
+        """Keep the first `rows`."""
         self._used = rows
 
 
 class ExactScorer(Scorer):
-    """Keeps all keys as they are (their own size in memory) and scores them all; none is missed."""
+    """Keeps and scores all keys, so its result is exact; takes as much memory as the keys."""
 
     name = "exact"
 
@@ -236,53 +240,52 @@ class ExactScorer(Scorer):
         self._keep(self.shape.head_dim, self.shape.numpy_dtype)
 
     def _keep(self, dim: int, dtype: DTypeLike, *scales: DTypeLike) -> None:
-        """Makes room for rows of `dim` numbers, and for a scale of each if these have a type."""
         size = (self.shape.kv_heads, self.shape.page_tokens)
         self._kept = [Grown((*size, dim), dtype), *(Grown(size, kind) for kind in scales)]
 
     @property
     def size_bytes(self) -> int:
         """Memory of the keys."""
-        return sum(kept.size_bytes for kept in self._kept)
+        return sum(stored.size_bytes for stored in self._kept)
 
     @property
     def _pages(self) -> list[NDArray[Any]]:
-        """The keys, and their scales where they have them, as the kernels take both."""
-        return [kept.rows for kept in self._kept]
+        """The keys, and their scales if any, as arguments of the kernels."""
+        return [stored.rows for stored in self._kept]
 
     def _add(self, keys: NDArray[Any]) -> None:
         self._append(keys)
 
     def _append(self, *sides: NDArray[Any]) -> None:
-        for kept, rows in zip(self._kept, sides, strict=True):
-            kept.append(as_pages(rows, self.shape.page_tokens))
+        for stored, rows in zip(self._kept, sides, strict=True):
+            stored.append(as_pages(rows, self.shape.page_tokens))
 
     def _crop(self, end: int) -> None:
-        for kept in self._kept:
-            kept.cut((end - self.first) // self.shape.page_tokens)
+        for stored in self._kept:
+            stored.cut((end - self.first) // self.shape.page_tokens)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
         found: Int64s = top(self._combined(queries), k, self.settings.threads)
         return found + self.first
 
     def _combined(self, queries: Floats) -> Floats:
-        """The scores [kv_heads, tokens] of all keys, of the query heads of a key head together."""
+        """Return the scores [kv_heads, tokens] of all keys, combined over the query heads of a key head."""
         return score_pages(queries, *self._pages, combine=self.settings.combine, threads=self.settings.threads)
 
     def products(self, queries: Floats) -> Floats:
-        """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
+        """Return the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
         return products(queries, *self._pages, threads=self.settings.threads)
 
     def keys(self) -> NDArray[Any]:
-        """Returns all keys [kv_heads, tokens, dim], as they are kept."""
+        """Return all stored keys [kv_heads, tokens, dim]."""
         return _joined(self._kept[0].rows)
 
 
 class RoundedScorer(ExactScorer):
     """Keeps keys rounded to int8, with a scale for each key.
 
-    An error is at most half a step in each number, so keys may change places only where their scores are close: of 64
-    or 256 best among 32 Ki keys of 128 halves, normally distributed, 0.99 are found (measured).
+    The error of a number is at most half a step, so only keys with similar scores change places. Measured recall of the 64
+    or 256 best of 32 Ki normally distributed keys of 128 fp16 numbers: 0.99.
     """
 
     name = "rounded"
@@ -295,13 +298,13 @@ class RoundedScorer(ExactScorer):
 
 
 class PackedScorer(ExactScorer):
-    """Keeps two bits of each number of a key, less the mean of its neighbours and turned, and a scale for each key.
+    """Keeps two bits for each number of a key, after centering and rotation, and a scale for each key.
 
-    A random rotation makes the numbers of every key about normally distributed, so that four levels fit all of them. Of
-    the attention mass of the best 112 of 4,096 tokens of a text 0.975 is found with SmolLM2, in the mean (measured).
-    Source: Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels lie at equal distances, the mean is taken
-    off first (of at least `MEAN_TOKENS` tokens that come together, else that of those before), and the scale of a key is
-    the one of least error.
+    A random rotation makes the numbers of every key approximately normally distributed, so that four levels suit all.
+    Measured with SmolLM2: the chosen 112 of 4,096 tokens of a text have 0.975 of the attention of the best 112 on average.
+    Source: Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels are equidistant, the mean is subtracted
+    first (of at least `MEAN_TOKENS` tokens added together, else the previous mean), and the scale of a key minimizes its
+    error.
     """
 
     name = "packed"
@@ -317,7 +320,7 @@ class PackedScorer(ExactScorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the keys and means; the rotation is one for all."""
+        """Memory of the keys and means; all scorers share one rotation."""
         return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
 
     def _add(self, keys: NDArray[Any]) -> None:
@@ -337,7 +340,7 @@ class PackedScorer(ExactScorer):
         return combined
 
     def products(self, queries: Floats) -> Floats:
-        """Returns the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
+        """Return the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
         grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
         turned = np.ascontiguousarray(grouped @ self._turn)
         found = packed_products(turned, *self._pages, threads=self.settings.threads)
@@ -348,10 +351,11 @@ class PackedScorer(ExactScorer):
 
 
 class QuestScorer(Scorer):
-    """Keeps 2 of a page's 16 rows; gives the whole pages with the largest bounds, those tokens that fit of the last.
+    """Keeps the largest and smallest numbers of a page (2 of its 16 rows); returns the pages with the largest bounds.
 
-    The bound of query q is the product of [max(q, 0), min(q, 0)] with [largest, smallest]: one product with a row twice as
-    long, which the kernels of scoring compute.
+    It returns only as many tokens of the last page as fit `k`. The bound for query q is the product of [max(q, 0), min(q,
+    0)] and [largest, smallest], which the score kernels compute as one row of twice the length.
+
     Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, section 2.2.
     """
 
@@ -373,13 +377,13 @@ class QuestScorer(Scorer):
         self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
     def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
-        """Returns the bounds [kv_heads, n] of the scores of the keys in each of `boxes` (None: of all pages).
+        """Return the bounds [kv_heads, n] of the scores in each of `boxes` (None: all pages), combined like scores.
 
-        Combined as scores are. `boxes` [n, kv_heads, 2 * dim]: largest and smallest numbers.
+        `boxes` [n, kv_heads, 2 * dim]: largest and smallest numbers.
         """
-        asked = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
-        rows = (self._boxes.rows if boxes is None else boxes)[:, :, None]  # to the kernels, pages of one token
-        return score_pages(asked, rows, combine=self.settings.combine, threads=self.settings.threads)
+        split = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
+        rows = (self._boxes.rows if boxes is None else boxes)[:, :, None]  # pages of one token for the kernels
+        return score_pages(split, rows, combine=self.settings.combine, threads=self.settings.threads)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
         size = self.shape.page_tokens
@@ -387,7 +391,7 @@ class QuestScorer(Scorer):
         count, rest = -(-k // size), -k % size
         pages = top(bounds, count, self.settings.threads)
         tokens: Int64s = (pages[..., None] * size + np.arange(size)).reshape(len(pages), -1)
-        if rest:  # of the page with the least bound only the first tokens fit
+        if rest:  # only the first tokens of the page with the smallest bound fit
             least = np.take_along_axis(bounds, pages, 1).argmin(axis=1)
             kept = np.ones(tokens.shape, bool)
             for head, page in enumerate(least):
@@ -397,7 +401,7 @@ class QuestScorer(Scorer):
 
 
 class ChunkScorer(QuestScorer):
-    """Keeps boxes of chunks of `chunk_pages` pages as well, and looks only into chunks that matter.
+    """Also keeps the boxes of chunks of `chunk_pages` pages, and scores only pages of promising chunks.
 
     Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks).
     """
@@ -410,7 +414,7 @@ class ChunkScorer(QuestScorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the summaries of both."""
+        """Memory of the summaries of pages and chunks."""
         return self._boxes.size_bytes + self._chunks.size_bytes
 
     def _add(self, keys: NDArray[Any]) -> None:
@@ -423,7 +427,7 @@ class ChunkScorer(QuestScorer):
         self._join(len(self._boxes.rows))
 
     def _join(self, page: int) -> None:
-        """Makes the boxes of the chunk of `page` and of all behind it anew."""
+        """Recompute the boxes of the chunk of `page` and of all chunks after it."""
         size, dim = self.settings.chunk_pages, self.shape.head_dim
         self._chunks.cut(page // size)
         rows = self._boxes.rows[page // size * size :]
@@ -433,10 +437,10 @@ class ChunkScorer(QuestScorer):
             self._chunks.append(np.concatenate([largest, smallest], axis=-1))
 
     def best_pages(self, queries: Floats, pages: range, count: int) -> Int64s:
-        """Returns for each head the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
+        """Return for each head the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
 
-        Looks first into the chunks with the largest bounds of their own; then into all that could still have a better page
-        than the `count`-th so far. So it finds what the bounds of all pages would tell.
+        Scores the pages of the chunks with the largest bounds first, then of all chunks that could have a better page than
+        the `count`-th best of these. The result is the same as without chunks.
         """
         coarse = self.bounds(queries, self._chunks.rows)
         inside = np.arange(pages.start, pages.stop)
@@ -453,17 +457,16 @@ class ChunkScorer(QuestScorer):
 
 
 class DciScorer(Scorer):
-    """Keeps the keys as halves in a DCI-tree for each head (see `DciIndex` for their memory).
+    """Keeps the keys as fp16 in a DCI-tree for each head (see `DciIndex` for its memory); its results are approximate.
 
-    What it finds is not always the best. A job for each head runs on the threads of the kernels: the trees, `indexes`,
-    share nothing.
+    Each head is a job on the threads of the kernels, because the trees, `indexes`, share no state.
     """
 
     name = "dci"
 
     def _begin(self) -> None:
         knobs, heads = self.settings.dci, range(self.shape.kv_heads)
-        # Heads draw their levels apart, or a token would be promoted in all of them or in none.
+        # A separate seed for each head; otherwise, a token would be promoted in all heads or in none.
         seeds = [knobs.seed * self.shape.kv_heads + head for head in heads]
         self.indexes = [DciIndex(self.shape.head_dim, replace(knobs, seed=seed), self.first) for seed in seeds]
 
@@ -480,8 +483,8 @@ class DciScorer(Scorer):
         def crop(index: DciIndex) -> None:
             base = int(index.tree.state[BASE])
             place = max(0, end - base)
-            gone = place + np.flatnonzero(index.tree.where[place:] >= 0)
-            index.remove(gone[::-1] + base)
+            removed = place + np.flatnonzero(index.tree.where[place:] >= 0)
+            index.remove(removed[::-1] + base)
 
         run_all([partial(crop, index) for index in self.indexes], self.settings.threads)
 
@@ -489,15 +492,15 @@ class DciScorer(Scorer):
         return (self.pages if self.settings.whole_pages else self.best)(queries, k)
 
     def best(self, queries: Floats, k: int) -> Int64s:
-        """Returns the tokens [kv_heads, k], ascending, that come nearest to being some query's best; as `top`."""
+        """Return the tokens [kv_heads, k], ascending, whose scores are closest to the best of a query; as `top`."""
         return self._chosen(queries, k, lambda index, found: _ranked(found)[1][:k])
 
     def pages(self, queries: Floats, k: int) -> Int64s:
-        """Returns tokens [kv_heads, k], ascending, of the pages of the tree that hold the best keys; algorithm 3.
+        """Return the tokens [kv_heads, k], ascending, of the tree's pages with the best keys; algorithm 3.
 
-        Differs from the paper: of the union over the queries of a key head (section 4.3) only as many pages are taken as
-        hold `k` tokens, and of the last only the tokens that fit, so that all heads attend to as many; pages rank by how
-        little the score of their best key falls short of the best of the same query.
+        Differs from the paper: from the union over the queries of a key head (section 4.3), only as many pages are taken as
+        needed for `k` tokens, and of the last page only the tokens that fit, so that all heads have equally many. Pages are
+        ranked by the difference between the score of their best key and the best score for the same query.
         """
         return self._chosen(queries, k, lambda index, found: _best_pages(index, found, k))
 
@@ -514,7 +517,7 @@ class DciScorer(Scorer):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has found: *measured* medians of times in seconds and the mean share of the best keys found."""
+    """The result of a trial: *measured* medians of times in seconds and the mean recall."""
 
     tokens: int
     exact_s: float
@@ -524,17 +527,16 @@ class Trial:
 
     @property
     def chosen(self) -> str:
-        """The faster of those that find enough."""
+        """The faster scorer with enough recall."""
         return "dci" if self.enough and self.dci_s * MARGIN < self.exact_s else "exact"
 
 
 class AutoScorer(Scorer):
-    """Scores exactly while that is cheap, and by a tree where a trial has shown that it is faster and finds enough.
+    """Scores exactly while that is fast, and by a tree once a trial has shown that it is faster with enough recall.
 
-    A trial builds the tree and asks both the last queries. It takes place when `least` tokens are there, and whenever their
-    number has doubled since; building for trials costs at most twice what building the last tree does. What it finds
-    depends on measured times: two runs may choose differently, and so select differently. Keys or trees of them are kept,
-    never both but for the time of a trial.
+    A trial builds the tree and runs the last queries with both. The first takes place at `least` tokens, and another
+    whenever their number has doubled, so that the builds cost at most twice as much as the last one. The result depends on
+    measured times, so two runs may select differently. Except in a trial, either the keys or the trees are kept.
     """
 
     name = "auto"
@@ -542,21 +544,21 @@ class AutoScorer(Scorer):
     def _begin(self) -> None:
         self.used: ExactScorer | DciScorer = ExactScorer(self.shape, self.first, self.settings)
         self.trial: Trial | None = None
-        self._asked: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
+        self._queries: deque[tuple[Floats, int]] = deque(maxlen=QUERIES)
         self._next = self.settings.least
 
     @property
     def size_bytes(self) -> int:
-        """Memory of what is in use."""
+        """Memory of the scorer in use."""
         return self.used.size_bytes
 
     @property
     def why(self) -> str:
-        """Which scorer is in use, and by which figures."""
+        """The scorer in use, and the measurements that led to it."""
         if self.trial is None:
             return f"exact: {len(self)} keys of {self.shape.head_dim} numbers; a tree is tried from {self._next} keys on"
-        told = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
-        return f"{self.used.name}: {told} with recall {self.trial.recall:.2f}, measured at {self.trial.tokens} keys"
+        times = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
+        return f"{self.used.name}: {times} with recall {self.trial.recall:.2f}, measured at {self.trial.tokens} keys"
 
     def _add(self, keys: NDArray[Any]) -> None:
         self.used.add(keys)
@@ -565,13 +567,13 @@ class AutoScorer(Scorer):
         self.used.crop(end)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
-        self._asked.append((queries.copy(), k))
-        if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._asked) >= QUERIES:
+        self._queries.append((queries.copy(), k))
+        if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._queries) >= QUERIES:
             self._try(self.used)
         return self.used.top(queries, k)
 
     def _try(self, exact: ExactScorer) -> None:
-        """Builds trees and keeps them if they win. Once they do, they stay: a scan grows faster with the number of keys."""
+        """Build trees, and keep them if they are better. Then they stay, because the time of a scan grows faster."""
         tree = DciScorer(self.shape, self.first, self.settings)
         tree.add(exact.keys())
         knobs = self.settings.dci
@@ -589,7 +591,7 @@ class AutoScorer(Scorer):
     def _measured(self, exact: ExactScorer, tree: DciScorer) -> Trial:
         times: dict[str, list[float]] = {"exact": [], "dci": []}
         recalls = []
-        for queries, k in [self._asked[0], *self._asked]:  # the first once more: what was never used is slow
+        for queries, k in [self._queries[0], *self._queries]:  # the first one twice, as a warm-up
             found = []
             for scorer in (exact, tree):
                 begin = time.perf_counter()
@@ -597,8 +599,8 @@ class AutoScorer(Scorer):
                 times[scorer.name].append(time.perf_counter() - begin)
             recalls.append(recall_of(found[1], found[0]))
         recall = float(np.mean(recalls[1:]))
-        # As far as so few queries can tell.
-        enough = recall + float(np.std(recalls[1:])) / len(self._asked) ** 0.5 >= self.settings.recall
+        # One standard error of tolerance, because there are few queries.
+        enough = recall + float(np.std(recalls[1:])) / len(self._queries) ** 0.5 >= self.settings.recall
         exact_s, dci_s = (float(np.median(times[name][1:])) for name in ("exact", "dci"))
         return Trial(len(self), exact_s, dci_s, recall, enough)
 
@@ -612,9 +614,9 @@ Index = TypeVar("Index", bound=PageIndex)
 
 
 class PageIndexes(Generic[Index]):
-    """What is known of a store's middle, by layer and sequence; `make` returns an empty one, for tokens from a number on.
+    """The indexes of a store's middle, by layer and sequence; `make` returns an empty index from a token number on.
 
-    Sequences that were forked share one until one of them gets a page of its own.
+    Forked sequences share an index until one of them adds a page of its own.
     """
 
     def __init__(self, store: KvStore, make: Callable[[int], Index]) -> None:
@@ -623,12 +625,12 @@ class PageIndexes(Generic[Index]):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all of them."""
+        """Memory of all indexes."""
         found = {id(own): own.size_bytes for layer in self.found for own in layer if own is not None}
         return sum(found.values())
 
     def feed(self, layer: int, starts: Int64s) -> None:
-        """Adds what has left the window, as far as the layer was appended; `starts` [batch]: the first token of each."""
+        """Add the pages of a layer that have left the window; `starts` [batch]: the first token of each sequence."""
         size, config = self.store.shape.page_tokens, self.store.config
         stop = (self.store.layer_length(layer) // size - config.window_pages) * size
         for sequence, start in enumerate(starts):
@@ -640,7 +642,6 @@ class PageIndexes(Generic[Index]):
             self._feed_new(layer, stop)
 
     def _feed_old(self, own: Index, layer: int, sequence: int, stop: int) -> None:
-        """Reads the pages of tokens whose step is over."""
         size = self.store.shape.page_tokens
         end = min(stop, self.store.length // size * size) // size
         for page in range(own.end // size, end, FEED_PAGES):
@@ -648,7 +649,7 @@ class PageIndexes(Generic[Index]):
             own.add(_joined(self.store.read_side(layer, sequence, pages, own.side)))
 
     def _feed_new(self, layer: int, stop: int) -> None:
-        """Takes the rows of a step that is under way: a prefill that is indexed before its last layer is computed."""
+        """Add the rows of a step in progress, so that a prefill is indexed before its last layer."""
         waiting = [own for own in self.found[layer] if own is not None and own.end < stop]
         if not waiting:
             return
@@ -661,7 +662,7 @@ class PageIndexes(Generic[Index]):
         with_tail.release()
 
     def _own(self, layer: int, sequence: int, start: int) -> Index:
-        """The index of a sequence, which no other has: what is shared is copied before it is changed."""
+        """Return the index of a sequence, after a copy if other sequences share it."""
         row = self.found[layer]
         found = row[sequence]
         if found is None:
@@ -672,12 +673,12 @@ class PageIndexes(Generic[Index]):
         return found
 
     def forget(self, sequence: int) -> None:
-        """Forgets what is known of a sequence."""
+        """Remove the indexes of a sequence."""
         for row in self.found:
             row[sequence] = None
 
     def crop(self, tokens: int) -> None:
-        """Forgets all tokens from number `tokens` on, and what now lies in the window."""
+        """Remove the tokens from number `tokens` on, and those that are in the window now."""
         size = self.store.shape.page_tokens
         stop = (tokens // size - self.store.config.window_pages) * size
         for row in self.found:
@@ -685,26 +686,23 @@ class PageIndexes(Generic[Index]):
                 own.crop(stop)
 
     def reorder(self, index: Int64s) -> None:
-        """Gives sequence i what is known of what was sequence `index[i]`."""
+        """Replace the indexes of sequence i by those of sequence `index[i]`."""
         self.found = [[row[old] for old in index] for row in self.found]
 
 
 def as_pages(rows: NDArray[Any], page_tokens: int) -> NDArray[Any]:
-    """Returns [kv_heads, tokens, ...] as [pages, kv_heads, page_tokens, ...]."""
+    """Return [kv_heads, tokens, ...] as [pages, kv_heads, page_tokens, ...]."""
     pages: NDArray[Any] = rows.reshape(len(rows), -1, page_tokens, *rows.shape[2:]).swapaxes(0, 1)
     return pages
 
 
 def _joined(pages: NDArray[Any]) -> NDArray[Any]:
-    """[pages, kv_heads, page_tokens, ...] as [kv_heads, tokens, ...]."""
     rows = np.ascontiguousarray(pages.swapaxes(0, 1))
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
 def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.int8], Floats]:
-    """Returns finite keys [heads, tokens, dim] (float32, float16, bits of bfloat16) as int8, and their scales [heads,
-    tokens], above 0.
-    """
+    """Return finite keys [heads, tokens, dim] (float32, float16, bits of bfloat16) as int8, and scales above 0."""
     numbers, scales = np.empty(keys.shape, np.int8), np.empty(keys.shape[:2], np.float32)
     least = np.finfo(np.float32).tiny * STEPS
 
@@ -721,14 +719,14 @@ def rounded(keys: NDArray[Any], threads: int | None = None) -> tuple[NDArray[np.
 
 @functools.cache
 def rotation(dim: int) -> Floats:
-    """Returns a rotation [dim, dim] by chance, always the same."""
+    """Return a random rotation [dim, dim], always the same."""
     return np.linalg.qr(np.random.default_rng(0).standard_normal((dim, dim)))[0].astype(np.float32)
 
 
 def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
-    """Returns rows [..., dim] as `packed_products` takes them: levels [..., dim // 4] and scales [...].
+    """Return levels [..., dim // 4] and scales [...] of rows [..., dim], as `packed_products` takes them.
 
-    0.9957 deviations is the best distance of four levels for normally distributed numbers (Max, 1960).
+    For normally distributed numbers, the best distance of four levels is 0.9957 standard deviations (Max, 1960).
     """
     spread = np.sqrt(np.square(rows).mean(axis=-1, keepdims=True)) + np.finfo(np.float32).tiny
     levels = np.clip(np.floor(rows / (np.float32(0.9957) * spread) + 2), 0, 3)
@@ -740,17 +738,17 @@ def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
 
 
 def recall_of(found: Int64s, wanted: Int64s) -> float:
-    """Returns the share of `wanted` [kv_heads, k] that is in `found` [kv_heads, n]."""
+    """Return the share of `wanted` [kv_heads, k] that is in `found` [kv_heads, n]."""
     hits = sum(len(np.intersect1d(*pair)) for pair in zip(found, wanted, strict=True))
     return hits / max(1, wanted.size)
 
 
 def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
-    """Slots and tokens of all queries without repetition, best first by the shortfall from the best of a query."""
-    short = np.concatenate([one.scores - one.scores[0] for one in found])
+    """Return the distinct slots and tokens of all queries, ordered by the difference from the best score of their query."""
+    short = np.concatenate([nearest.scores - nearest.scores[0] for nearest in found])
     order = np.argsort(-short, kind="stable")
-    slots = np.concatenate([one.slots for one in found])[order]
-    tokens = np.concatenate([one.tokens for one in found])[order]
+    slots = np.concatenate([nearest.slots for nearest in found])[order]
+    tokens = np.concatenate([nearest.tokens for nearest in found])[order]
     if len(found) > 1:
         first = np.sort(np.unique(slots, return_index=True)[1])
         slots, tokens = slots[first], tokens[first]
@@ -758,14 +756,14 @@ def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
 
 
 def _best_pages(index: DciIndex, found: list[Nearest], k: int) -> Int64s:
-    """FIND-PAGE-INDEX: a slot tells its page. Tokens of whole pages, then of the last page those that were found first."""
+    """FIND-PAGE-INDEX: return the tokens of whole pages, then those of the last page, in the order of the results."""
     size = index.settings.page_slots
     slots, tokens = _ranked(found)
     of_slot = slots // size
     pages, first = np.unique(of_slot, return_index=True)
     pages = pages[np.argsort(first)]
-    held = np.cumsum(index.tree.pages[pages, COUNT])
-    whole = int(np.searchsorted(held, k, side="right"))
+    counts = np.cumsum(index.tree.pages[pages, COUNT])
+    whole = int(np.searchsorted(counts, k, side="right"))
     inside = np.arange(size) < index.tree.pages[pages[:whole], COUNT][:, None]
     chosen: Int64s = index.tree.tokens.reshape(-1, size)[pages[:whole]][inside].astype(np.int64)
     rest = k - len(chosen)

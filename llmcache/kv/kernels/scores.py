@@ -1,10 +1,10 @@
-"""Scores of tokens: queries times keys, for every head of every sequence, by as many threads as there are processors.
+"""Scores of tokens: products of queries and keys for each head, on as many threads as there are CPUs.
 
-Source: hillinfer.txt, section 3.2, "Hierarchical Importance Evaluation" and Algorithm 1, lines 5 and 10; the paper does
-not say how the query heads of one key head (GQA) are combined: the largest product counts, or their sum.
+Source: hillinfer.txt, section 3.2, "Hierarchical Importance Evaluation" and Algorithm 1, lines 5 and 10. The paper does not
+say how to combine the query heads of a key head (GQA): `combine` selects the largest product or the sum.
 
-All that the compiled loops contain is in this file: numba keeps them by its date alone. Types of numbers, as they see them:
-float32, uint16 for the bits of a half, int16 for those of a bfloat16, int8.
+numba's cache depends on the date of this file only, so everything that the loops inline is in it. The loops see keys as
+float32, uint16 for the bits of fp16, int16 for those of bfloat16, or int8.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from llmcache.kv.kernels.threads import Job, processors, run_all
 
 MAX, SUM = 0, 1
 QUERIES = (1, 2, 4)
-"""How many queries a loop takes at a time: a key is widened once for all of them."""
+"""Numbers of queries for which there are loops: a key is converted once for all queries of a loop."""
 COMBINE = {"max": MAX, "sum": SUM}
 JOB_BYTES = 1 << 19
-"""Keys that are worth a thread's while: below it, handing them over takes as long as scoring them."""
+"""Bytes of keys in a job: for fewer, the overhead of a thread exceeds the work."""
 FEW_BYTES = 4 * JOB_BYTES
-"""Keys that the caller scores itself."""
+"""Up to this many bytes of keys, the calling thread does all work."""
 FEW_WEIGHTS = 1 << 20
-"""Weights of all queries that the caller makes itself."""
+"""Up to this many weights over all queries, the calling thread does all work."""
 
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
-"""Where a loop finds keys, its first arguments: all of them, flat; where it starts; numbers from one page to the next, and
-from one head to the next; pages; heads; tokens of a page. It takes them as they lie there: all heads of a page together."""
+"""First arguments of a loop: all keys as a flat array; the first index; distances of pages and of heads; numbers of pages,
+of heads, and of tokens in a page. Keys are read in place, all heads of a page together."""
 Loop = Callable[..., None]
 _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.float32),
@@ -49,13 +49,13 @@ _CARRIERS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.int8): np.dtype(np.int8),
 }
 _SERIES = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for power in range(5, -1, -1))
-"""Of 2 to the power of x, from -1/2 to 1/2, behind the first factor."""
-# Sums in any order (several lanes), products contracted: infinities and NaN keep their meaning.
+"""Coefficients of 2^x for x from -1/2 to 1/2, without the first."""
+# Sums may be reordered (vectorized) and products contracted; infinities and NaN keep their meaning.
 _MATH = {"reassoc", "contract", "nsz"}
 
 
 def widens_halves() -> bool:
-    """True if the processor widens halves itself; else it is done by shifts, which any can."""
+    """Return True if the CPU has an instruction that converts fp16; else integer shifts are used."""
     return platform.machine() == "aarch64" or bool(llvm.get_host_cpu_features().get("f16c", False))
 
 
@@ -66,7 +66,7 @@ def _half(builder: Any, bits: Any) -> Any:
 
 
 def _half_by_shifts(builder: Any, bits: Any) -> Any:
-    """Exponent and mantissa moved to their places, the difference of the biases multiplied in (subnormals too)."""
+    """Convert fp16: shift exponent and mantissa, then multiply by the difference of the biases (correct for subnormals)."""
     word, single = ir.IntType(32), ir.FloatType()
     wide = builder.zext(bits, word)
     magnitude = builder.and_(wide, word(0x7FFF))
@@ -93,26 +93,26 @@ _WIDEN: dict[Any, Callable[[Any, Any], Any]] = {
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened(typing_context: Any, value: Any) -> Any:
-    """Is `value` as float32."""
+    """Return `value` as float32."""
     widen = _WIDEN[value]
     return types.float32(value), lambda context, builder, signature, values: widen(builder, values[0])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened_by_shifts(typing_context: Any, value: Any) -> Any:
-    """Is `value`, the bits of a half, as float32, on any processor."""
+    """Return the fp16 number with the bits `value` as float32, on any CPU."""
     return types.float32(value), lambda context, builder, signature, values: _half_by_shifts(builder, values[0])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typing_context: Any, value: Any) -> Any:
-    """Is the bits of a float32."""
+    """Return the bits of a float32."""
     return types.uint32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.IntType(32))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def single_of(typing_context: Any, value: Any) -> Any:
-    """Is the float32 that has the bits `value`, a uint32."""
+    """Return the float32 with the bits `value`, a uint32."""
     return types.float32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.FloatType())
 
 
@@ -124,19 +124,19 @@ def _compiled(loop: Any) -> Loop:
 
 @functools.cache
 def loop_for(dim: int, count: int) -> Loop:
-    """Returns the loop over keys of `dim` numbers and 1, 2 or 4 queries: constants in it, so that it unrolls, without what
-    more queries would need.
+    """Return the loop that scores keys of `dim` numbers for 1, 2 or 4 queries.
 
-    Its arguments: a `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to what is in `out`,
-    out [heads, pages, tokens] float32.
+    Both are constants in the compiled loop, so that it is unrolled and has no code for further queries. Its arguments: a
+    `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to `out`, out [heads, pages, tokens]
+    float32.
     """
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, queries, combine, again, out
+        keys, start, stride, head_stride, pages, heads, tokens, queries, combine, accumulate, out
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * dim)
+                at = np.uint64(start + page * stride + head * head_stride + token * dim)
                 a = b = c = d = np.float32(0)
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
@@ -150,7 +150,7 @@ def loop_for(dim: int, count: int) -> Loop:
                     a = max(a, b) if combine == MAX else a + b
                 if count > 2:
                     a = max(a, max(c, d)) if combine == MAX else a + (c + d)
-                if again:
+                if accumulate:
                     before = out[head, page, token]
                     a = max(a, before) if combine == MAX else a + before
                 out[head, page, token] = a
@@ -160,18 +160,18 @@ def loop_for(dim: int, count: int) -> Loop:
 
 @functools.cache
 def products_for(dim: int, count: int, scaled: bool) -> Loop:
-    """Returns the loop over keys of `dim` numbers and 1 to 4 queries that keeps their products apart; see `loop_for`.
+    """Return the loop that computes separate products of keys of `dim` numbers and 1 to 4 queries; see `loop_for`.
 
-    Its arguments: a `Place`, scales [pages, heads, tokens] float32 (looked at if `scaled`), queries [heads, count, dim]
-    float32, out [heads, count, all] float32, first: where in `out` they begin.
+    Its arguments: a `Place`, scales [pages, heads, tokens] float32 (used if `scaled`), queries [heads, count, dim] float32,
+    out [heads, count, all] float32, and the first index in `out`.
     """
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, scales, queries, out, first
+        keys, start, stride, head_stride, pages, heads, tokens, scales, queries, out, first
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * dim)
+                at = np.uint64(start + page * stride + head * head_stride + token * dim)
                 a = b = c = d = np.float32(0)
                 for j in range(dim):
                     key = widened(keys[at + np.uint64(j)])
@@ -197,19 +197,19 @@ def products_for(dim: int, count: int, scaled: bool) -> Loop:
 
 @functools.cache
 def packed_for(dim: int, count: int) -> Loop:
-    """Returns the loop of `packed_products` over keys of `dim` numbers and 1 to 4 queries.
+    """Return the loop of `packed_products` for keys of `dim` numbers and 1 to 4 queries.
 
-    Its arguments: as those of `products_for`, but keys of bytes, scales the bits of halves; `middles` [heads, count]: what
-    the products have in excess.
+    Its arguments are those of `products_for`, but keys are bytes and scales the bits of fp16; `middles` [heads, count] is
+    subtracted from the products.
     """
     quarter = dim // 4
 
     def loop(  # type: ignore[no-untyped-def]
-        keys, start, stride, apart, pages, heads, tokens, scales, queries, middles, out, first
+        keys, start, stride, head_stride, pages, heads, tokens, scales, queries, middles, out, first
     ):
         for page, head in np.ndindex(pages, heads):
             for token in range(tokens):
-                at = np.uint64(start + page * stride + head * apart + token * quarter)
+                at = np.uint64(start + page * stride + head * head_stride + token * quarter)
                 a = b = c = d = np.float32(0)
                 for j in range(quarter):
                     four = np.int32(keys[at + np.uint64(j)])
@@ -237,31 +237,30 @@ def packed_for(dim: int, count: int) -> Loop:
 def score(
     queries: Floats, keys: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
-    """Returns the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
+    """Return the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
 
-    `queries` [batch, heads, dim] float32; heads is a multiple of kv_heads (GQA), and those of one key head follow each
-    other. `keys`: float32, float16, uint16 (the bits of bfloat16), or int8 with `scales` [batch, kv_heads, tokens],
-    which are positive.
-    `combine`: "max" or "sum" over the queries of a key head. ValueError names the argument that does not fit.
+    `queries` [batch, heads, dim] float32; heads is a multiple of kv_heads (GQA), and the heads of a key head are adjacent.
+    `keys`: float32, float16, uint16 (the bits of bfloat16), or int8 with positive `scales` [batch, kv_heads, tokens].
+    `combine`: "max" or "sum" over the queries of a key head. ValueError names an invalid argument.
     """
     if keys.ndim != 4 or len(queries) != len(keys):
         raise ValueError(f"keys: must be [{len(queries)}, kv_heads, tokens, dim], not {keys.shape}")
     if scales is not None and scales.shape != keys.shape[:3]:
         raise ValueError(f"scales: must be {keys.shape[:3]}, not {scales.shape}")
-    # Tokens are pages of one token to the loops.
+    # The loops take tokens as pages of one token.
     by_token = keys.swapaxes(1, 2)[:, :, :, None]
     of_token = [None] * len(keys) if scales is None else scales.swapaxes(1, 2)[..., None]
     each = zip(queries, by_token, of_token, strict=True)
-    return np.stack([score_pages(asked, rows, own, combine=combine, threads=threads) for asked, rows, own in each])
+    return np.stack([score_pages(some, rows, own, combine=combine, threads=threads) for some, rows, own in each])
 
 
 def score_pages(
     queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
-    """Returns the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim].
+    """Return the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim].
 
-    As they come from a spill file: nothing is copied. `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens];
-    the rest as `score`. Rows of a partial page that hold no token score 0.
+    Pages of a spill file are scored in place. `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens]; the rest as
+    `score`. Padding of a partial page scores 0.
     """
     grouped = _grouped(queries, pages, scales)
     count, heads, tokens, _ = pages.shape
@@ -275,46 +274,47 @@ def score_pages(
 
 
 def products(queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, threads: int | None = None) -> Floats:
-    """Returns products [kv_heads, queries of each, pages * page_tokens] of queries and keys, as `score_pages` takes them."""
+    """Return the products [kv_heads, queries of each, pages * page_tokens]; arguments as `score_pages`."""
     grouped, (_, heads, tokens, dim) = _grouped(queries, pages, scales), pages.shape
     of_tokens = np.empty((0, heads, tokens), np.float32) if scales is None else scales
     return _products(lambda count: products_for(dim, count, scales is not None), pages, of_tokens, threads, grouped)
 
 
 def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *, threads: int | None = None) -> Floats:
-    """Returns the products [kv_heads, queries of each, pages * page_tokens] of queries and keys of two bits a number.
+    """Return the products [kv_heads, queries of each, pages * page_tokens] of queries and keys of two bits per number.
 
-    `queries` [kv_heads, queries of each, dim] float32. `keys` [pages, kv_heads, page_tokens, dim // 4]: byte j has the
-    levels 0 to 3, which stand for -1.5 to 1.5, of the numbers j, j + dim // 4, and so on, from its lowest bits up. `scales`
-    [pages, kv_heads, page_tokens]: what a key is multiplied by, the bits of halves.
+    `queries` [kv_heads, queries of each, dim] float32. `keys` [pages, kv_heads, page_tokens, dim // 4]: byte j contains,
+    from the lowest bits up, the levels 0 to 3 (for -1.5 to 1.5) of the numbers j, j + dim // 4, and so on. `scales` [pages,
+    kv_heads, page_tokens] are factors of keys, the bits of fp16.
     """
     middles = 1.5 * queries.sum(axis=2)
     return _products(partial(packed_for, queries.shape[2]), keys, scales, threads, queries, middles)
 
 
 def _products(
-    loop_of: Callable[[int], Loop], pages: NDArray[Any], scales: NDArray[Any], threads: int | None, *asked: Floats
+    loop_of: Callable[[int], Loop], pages: NDArray[Any], scales: NDArray[Any], threads: int | None, *per_query: Floats
 ) -> Floats:
-    """Products [kv_heads, queries of each, pages * page_tokens], of at most 4 queries a loop; `asked` [kv_heads, queries of
-    each, ..]: what the loops of `loop_of` take of each query.
+    """Run the loops of `loop_of` for up to 4 queries at a time; return products [kv_heads, queries of each, tokens].
+
+    `per_query` [kv_heads, queries of each, ...] are the arguments of the loops that depend on the query.
     """
-    tokens, (heads, group) = pages.shape[2], asked[0].shape[:2]
+    tokens, (heads, group) = pages.shape[2], per_query[0].shape[:2]
     out = np.empty((heads, group, len(pages) * tokens), np.float32)
     jobs: list[Job] = []
     for part, place in _places(pages, threads):
         for q in range(0, group, QUERIES[-1]):
-            *some, into = (side[:, q : q + QUERIES[-1]] for side in (*asked, out))
+            *some, into = (side[:, q : q + QUERIES[-1]] for side in (*per_query, out))
             jobs.append(partial(loop_of(into.shape[1]), *place, scales[part], *some, into, part.start * tokens))
     run_all(jobs, _threads(pages, threads))
     return out
 
 
 def weights(inside: Floats, around: Floats, scale: float, threads: int | None = None) -> tuple[Floats, Floats]:
-    """Returns the weights [kv_heads, n] of softmax over products, `inside` [kv_heads, queries of each, n] and `around`
-    [.., m] together, times `scale`, added up over the queries; those of `inside`, which becomes the weights of each query.
-    And of each query the logarithm of the sum of all exponentials [kv_heads, queries of each].
+    """Return the softmax weights [kv_heads, n] of `inside`, summed over queries, and each query's log-sum-exp.
 
-    Exponentials are those of `single_power`, to a relative error of 2e-7.
+    The softmax is over the products `inside` [kv_heads, queries of each, n] and `around` [..., m] together, times `scale`.
+    `inside` is overwritten by the weights of each query. Exponentials are those of `single_power`, with a relative error of
+    2e-7.
     """
     out, sums = np.empty((inside.shape[0], inside.shape[2]), np.float32), np.empty(inside.shape[:2], np.float32)
     factor = np.float32(scale / math.log(2))
@@ -324,8 +324,9 @@ def weights(inside: Floats, around: Floats, scale: float, threads: int | None = 
 
 
 def left_out(inside: Floats, chosen: Int64s, threads: int | None = None) -> Floats:
-    """Returns how much of the weights `inside` [kv_heads, queries of each, n] of each query is not of its head's `chosen`
-    [kv_heads, k], ascending, of which one that comes again counts once; [kv_heads, queries of each].
+    """Return the share [kv_heads, queries of each] of weights that is not on the chosen tokens.
+
+    `inside` [kv_heads, queries of each, n] are weights; `chosen` [kv_heads, k], ascending, where repeated ones count once.
     """
     out = np.empty(inside.shape[:2], np.float32)
     jobs = [partial(_leave_out, *head) for head in zip(inside, chosen, out, strict=True)]
@@ -347,7 +348,7 @@ def _leave_out(inside, chosen, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def single_power(x):  # type: ignore[no-untyped-def]
-    """Is 2 to the power of `x`, a float32 of at most 0: whole and rest, the rest by its series."""
+    """Return 2 to the power of `x`, a float32 of at most 0, by the integer part and a series for the rest."""
     x = max(x, np.float32(-126))
     whole = np.int32(math.floor(x + np.float32(0.5)))
     rest = x - np.float32(whole)
@@ -360,17 +361,17 @@ def single_power(x):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"}, error_model="numpy")
 def _add_weights(inside, around, into, sums, scale):  # type: ignore[no-untyped-def]
     for q in range(inside.shape[0]):
-        row, beside, most = inside[q], around[q], np.float32(-np.inf)
+        row, others, most = inside[q], around[q], np.float32(-np.inf)
         for i in range(row.size):
             most = max(most, row[i])
-        for i in range(beside.size):
-            most = max(most, beside[i])
+        for i in range(others.size):
+            most = max(most, others[i])
         total = np.float32(0)
         for i in range(row.size):
             row[i] = single_power((row[i] - most) * scale)
             total += row[i]
-        for i in range(beside.size):
-            total += single_power((beside[i] - most) * scale)
+        for i in range(others.size):
+            total += single_power((others[i] - most) * scale)
         sums[q] = most * scale * np.float32(math.log(2)) + math.log(total)
         share = np.float32(1) / total
         for i in range(row.size):
@@ -379,7 +380,7 @@ def _add_weights(inside, around, into, sums, scale):  # type: ignore[no-untyped-
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:
-    """Scores some pages: 4 queries of each head at a time while there are as many, then 2, then 1."""
+    """Score some pages: 4 queries of each head at a time, then 2, then 1."""
     done, group = 0, queries.shape[1]
     while done < group:
         count = max(size for size in QUERIES if size <= group - done)
@@ -391,7 +392,7 @@ def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales
 
 
 def _grouped(queries: Floats, pages: NDArray[Any], scales: Floats | None) -> Floats:
-    """`queries` [heads, dim] as [kv_heads, queries a key head, dim]; ValueError if something does not fit."""
+    """Return `queries` [heads, dim] as [kv_heads, queries of each, dim]; ValueError for invalid arguments."""
     if pages.ndim != 4:
         raise ValueError(f"pages: must be [pages, kv_heads, page_tokens, dim], not {pages.shape}")
     if pages.dtype not in _CARRIERS:
@@ -413,19 +414,18 @@ def _threads(pages: NDArray[Any], threads: int | None) -> int | None:
 
 
 def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[slice, Place]]:
-    """Pages of each job, and where a loop finds them."""
     count, heads, tokens, dim = pages.shape
     rows = _walkable(pages)
-    flat, stride, apart = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize
+    flat, stride, head_stride = _flat(rows), rows.strides[0] // rows.itemsize, rows.strides[1] // rows.itemsize
     parts = _threads(pages, threads) or processors()
     share = max(1, -(-count // parts), JOB_BYTES // max(1, heads * tokens * dim * pages.itemsize))
     for first in range(0, count, share):
         part = slice(first, min(count, first + share))
-        yield part, (flat, first * stride, stride, apart, part.stop - first, heads, tokens)
+        yield part, (flat, first * stride, stride, head_stride, part.stop - first, heads, tokens)
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
-    """`rows`, copied only if the loops cannot walk over them: tokens of a head side by side, all else forward."""
+    """Return `rows`, copied unless the tokens of a head are adjacent and all strides are positive."""
     size = rows.itemsize
     side_by_side = rows.strides[3] == size and (rows.shape[2] == 1 or rows.strides[2] == rows.shape[3] * size)
     forward = all(stride >= 0 and stride % size == 0 for stride in rows.strides)
@@ -433,7 +433,7 @@ def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _flat(rows: NDArray[Any]) -> NDArray[Any]:
-    """All numbers from the first of `rows` to its last, one after the other, as the compiled loops take them."""
+    """Return the memory from the first to the last of `rows` as a flat array."""
     if rows.flags.c_contiguous:
         flat = rows.reshape(-1)
     else:

@@ -1,4 +1,4 @@
-"""One pool of threads for all loops: they hold no GIL, so it is as good as a pool of processes and shares the arrays."""
+"""A pool of threads for compiled loops, which release the GIL: as fast as processes, and with shared arrays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 Job = Callable[[], None]
 SHARES = 4
-"""How many shares of the jobs each thread gets in the mean: few enough to be cheap, enough to end at about one time."""
+"""Average number of batches of jobs per thread: few enough for a low overhead, and enough to balance the load."""
 
 
 def processors() -> int:
-    """Returns how many processors this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -22,20 +22,20 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="llmcache-kernel")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of these threads, and would wait for them for ever
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has none of the threads, and would wait forever
 
 
 def run_all(jobs: Iterable[Job], threads: int | None = None) -> None:
-    """Runs `jobs` on `threads` threads (None: one a processor) and returns when all are done; raises what one raises."""
+    """Run `jobs` on `threads` threads (None: one per CPU), wait for all, and raise the first error."""
     jobs = list(jobs)
     threads = min(len(jobs), threads or processors())
     if threads <= 1:
         _run(jobs)
         return
-    # Handing a job over costs about as much as a small one takes, so many go together.
+    # Submit jobs in batches, because the overhead of a submission is about the time of a small job.
     share = -(-len(jobs) // (SHARES * threads))
     running = [_pool(threads).submit(_run, jobs[first : first + share]) for first in range(0, len(jobs), share)]
-    wait(running)  # all of them, even if one fails: none may write any more where the caller goes on
+    wait(running)  # even if one fails: no job may write after the return
     for done in running:
         done.result()
 

@@ -1,8 +1,7 @@
-"""The k best of many scores, without a sort: a bound from a sample, one pass that keeps what is above, then digits.
+"""The k largest of many scores, without a sort: a bound from a sample, one pass that filters by it, then a radix selection.
 
-Assigning an array to a slice of another, np.sort and np.searchsorted take seconds to compile, which is what a user's first
-token would wait for: `copy`, `sort` and `first_from` are there for all compiled loops. Those of this file call nothing
-outside it but `bits_of`.
+Slice assignment, np.sort and np.searchsorted take seconds to compile, which would delay the first token; compiled loops use
+`copy`, `sort` and `first_from` instead. The loops of this file call only `bits_of` outside it.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from llmcache.kv.kernels.threads import run_all
 
 SAMPLE = 1024
 FEW_SCORES = 1 << 16
-"""Scores of all rows that the caller goes through itself: handing them to threads takes as long."""
+"""Up to this many scores, the calling thread does all work."""
 MOST_SHARED = 2
-"""Times its even share a head may have of what several share, so that what must be made room for is known."""
+"""Limit of a head's tokens in `top_shared`, in multiples of k, so that the memory needed is known."""
 _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three parts of a key
 
 
 def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
-    """Returns the positions of the `k` largest of each row of `scores` [..., tokens], as [..., k], ascending.
+    """Return the positions of the `k` largest of each row of `scores` [..., tokens], as [..., k], ascending.
 
-    Of equal scores the earlier positions win; NaN is less than everything. `k` over the number of tokens: all of them.
+    Of equal scores, the earlier position wins; NaN is smallest. All positions are returned if `k` exceeds their number.
     """
     if scores.dtype != np.float32 or not scores.ndim:
         raise ValueError(f"scores: must be float32 with at least one axis, not {scores.dtype} with {scores.ndim}")
@@ -44,10 +43,10 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
 
 
 def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
-    """Returns the positions of the `k` times heads largest of all `scores` [heads, tokens], by head: [heads, n], ascending.
+    """Return the positions [heads, n], ascending, of the k * heads largest of all `scores` [heads, tokens].
 
-    Of each head 1 to `MOST_SHARED` times `k`. Heads of which there are fewer than others have their last position again and
-    again: see `Selection`.
+    Each head gets from 1 to `MOST_SHARED` * k positions. A head with fewer than others has its last one repeated: see
+    `Selection`.
     """
     positions = top(scores, min(scores.shape[1], MOST_SHARED * k), threads)
     _scratch.fit(positions.size)
@@ -56,11 +55,10 @@ def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
 
 
 class RunningTop:
-    """The `k` best of scores that arrive in blocks, in any order, merged while others are still on their way.
+    """The `k` largest of scores that arrive in blocks, in any order.
 
-    At most about three times as many are kept at any time. Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from
-    the paper: no sorted order is maintained, only a bound below which nothing can be among the best any more; a sort at the
-    end would cost more than all of the merging.
+    Keeps at most about 3 * k scores. Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from the paper: instead of
+    a sorted order, only a lower bound of the k largest is maintained, because a final sort would cost more than all merges.
     """
 
     def __init__(self, k: int) -> None:
@@ -73,10 +71,10 @@ class RunningTop:
         self._bound = np.float32(-np.inf)
 
     def add(self, positions: Int64s, scores: Floats) -> None:
-        """Takes a block of scores and the positions of their tokens."""
+        """Add a block of scores and the positions of their tokens."""
         if positions.shape != scores.shape:
             raise ValueError(f"positions: must have the shape of the scores, {scores.shape}, not {positions.shape}")
-        # What equals the bound may still win by its position; NaN only while nothing else is there.
+        # A score equal to the bound may still win by its position; NaN counts only while there is no bound.
         keep = ~(scores < self._bound) if self._bound == -np.inf else scores >= self._bound
         self._scores.append(scores[keep])
         self._positions.append(positions[keep])
@@ -85,30 +83,30 @@ class RunningTop:
             self._compact()
 
     def result(self) -> Int64s:
-        """Returns the positions of the `k` best so far, ascending: what `top` over all would choose."""
+        """Return the positions of the `k` largest scores added, ascending, as `top` over all would."""
         self._compact()
         return self._positions[0]
 
     def _compact(self) -> None:
         scores = np.concatenate([*self._scores, np.empty(0, np.float32)])
         positions = np.concatenate([*self._positions, np.empty(0, np.int64)])
-        order = np.argsort(positions)  # of equal scores the earlier position wins
+        order = np.argsort(positions)  # of equal scores, the earlier position wins
         scores, positions = scores[order], positions[order]
         if len(scores) > self.k:
             best = top(scores, self.k, threads=1)
             scores, positions = scores[best], positions[best]
             least = scores.min()
-            self._bound = least if least == least else self._bound  # NaN: fewer numbers than k so far
+            self._bound = least if least == least else self._bound  # NaN: there are fewer than k numbers
         self._scores, self._positions, self._held = [scores], [positions], len(scores)
 
 
 class _Scratch(threading.local):
-    """Room for one row, kept by each thread: fresh memory costs as much as choosing."""
+    """Buffers for one row, kept by each thread: a new allocation takes as long as the selection."""
 
     places = np.empty(0, np.int32)
 
     def fit(self, size: int) -> None:
-        """Makes it large enough for rows of `size`, if it is not."""
+        """Enlarge the buffers for rows of `size`."""
         if len(self.places) <= size:
             self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
             self.places = np.empty(size + 1, np.int32)
@@ -124,7 +122,7 @@ def _top_of(row: Floats, out: Int64s) -> None:
 
 @njit(inline="always")
 def _key(score):  # type: ignore[no-untyped-def]
-    """Bits in the order of the numbers: NaN lowest, -0 as 0. No branch on the sign: it would be guessed wrong."""
+    """Return bits with the order of the numbers: NaN smallest, -0 as 0. Without a branch, which would be mispredicted."""
     bits = bits_of(score + np.float32(0))
     flip = (np.uint32(0) - (bits >> np.uint32(31))) | np.uint32(0x80000000)
     return np.uint32(bits ^ flip) * np.uint32(score == score)
@@ -132,12 +130,12 @@ def _key(score):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
-    """Writes the positions of the `k` largest to `out`, ascending; for compiled loops that go on with them.
+    """Write the positions of the `k` largest to `out`, ascending; for compiled loops.
 
-    `keys` and `rest` uint32, `places` int32: room for one more than there are scores. `k` is at most their number.
+    `keys` and `rest` uint32, `places` int32: buffers for one more than the scores. `k` must not exceed their number.
     """
     count = _gather(scores, _bound(scores, k), keys, places)
-    if count < k:  # the sample was not like the rest
+    if count < k:  # the sample was not representative
         count = _gather(scores, np.uint32(0), keys, places)
     least, equal = _kth(keys, count, k, rest)
     done = 0
@@ -154,9 +152,9 @@ def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _share(scores, positions, count, keys, rest):  # type: ignore[no-untyped-def]
-    """Moves to the front of `positions` [heads, n] those with the `count` largest `scores` and the best of each head.
+    """Move to the front of `positions` [heads, n] those with the `count` largest `scores` and the best of each head.
 
-    Their last of a head stands behind them, up to the end. Returns how many the head with the most has.
+    The rest of a head is filled with its last one. Returns the largest number for a head.
     """
     heads, each = positions.shape
     for head in range(heads):
@@ -183,7 +181,7 @@ def _share(scores, positions, count, keys, rest):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)
 def _gather(scores, bound, keys, places):  # type: ignore[no-untyped-def]
-    """Keeps what is not below `bound`, with its place; returns how many. No branch: it would be guessed wrong."""
+    """Collect the keys not below `bound` and their positions; return their number. Without a branch, as in `_key`."""
     count = 0
     for i in range(scores.size):
         key = _key(scores[i])
@@ -195,7 +193,7 @@ def _gather(scores, bound, keys, places):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _bound(scores, k):  # type: ignore[no-untyped-def]
-    """A bound that about `k` scores pass, rather more: from every n-th score, five deviations on the safe side."""
+    """Return a bound that slightly more than `k` scores exceed, from a sample of every n-th score, plus five deviations."""
     if scores.size < 4 * SAMPLE:
         return np.uint32(0)
     step = scores.size // SAMPLE
@@ -214,7 +212,7 @@ def _bound(scores, k):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
-    """Returns the `k`-th largest of the first `count` keys, and how many equal to it belong to the `k`: digit by digit."""
+    """Return the `k`-th largest of the first `count` keys, and how many keys equal to it are among the `k` largest."""
     copy(keys[:count], rest)
     left, found = k, np.uint32(0)
     for shift, values in _DIGITS:
@@ -237,14 +235,14 @@ def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def copy(row, to):  # type: ignore[no-untyped-def]
-    """Copies `row` [n] to the first places of `to`, for compiled loops."""
+    """Copy `row` [n] to the first n elements of `to`."""
     for i in range(row.size):
         to[i] = row[i]
 
 
 @njit(nogil=True, cache=True)
 def sort(numbers):  # type: ignore[no-untyped-def]
-    """Sorts `numbers` [n] in place, for compiled loops that have some hundreds: np.sort takes seconds to compile.
+    """Sort `numbers` [n], up to some hundreds, in place: np.sort takes seconds to compile.
 
     Source: D. L. Shell, A high-speed sorting procedure, CACM 2(7), 1959; gaps of D. E. Knuth, TAOCP 3, section 5.2.1.
     """
@@ -263,7 +261,7 @@ def sort(numbers):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def first_from(numbers, least):  # type: ignore[no-untyped-def]
-    """Returns the place of the first of the ascending `numbers` [n] that is not below `least`; n if all are."""
+    """Return the index of the first of the ascending `numbers` [n] that is not below `least`; n if there is none."""
     low, high = 0, numbers.size
     while low < high:
         middle = (low + high) // 2

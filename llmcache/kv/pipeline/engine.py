@@ -1,16 +1,14 @@
-"""KvEngine: the decode steps of a policy over a store, with the next layer chosen and fetched while this one computes.
+"""KvEngine: decode steps of a policy over a store; the next layer is evaluated and fetched while the current one computes.
 
 Source: hillinfer.txt, section 3.3, "Adaptive Prefetch-based Pipeline": "overlaps importance evaluation and KV prefetching
 for layer i+1 while the GPU computes layer i".
 
-Concurrency. Without look-ahead (`app` False) there is no thread but the caller's. With it there is one worker, and it
-alone evaluates, fetches and updates, in the order in which it was asked to: the store's device takes one command at a
-time, and a policy's tables and the pools change only there. What the caller's thread does with the store meanwhile is
-what a store allows beside (see `KvStore`): to add tokens to a layer that the worker has left, and to complete staged rows
-of such a layer with sink, window and tail. `finish_step` waits for the worker, so that every step finds tables and pools
-as the one before has left them: what is chosen does not depend on how fast which thread is.
+Concurrency: with lookahead (`app`), a single worker thread evaluates, fetches and updates, in the order of submission, so
+only it uses the store's device and changes the pools and the policy's tables. Concurrently, the caller's thread appends
+tokens to layers that the worker has finished, and completes their staged rows, which `KvStore` permits. `finish_step` waits
+for the worker, so that choices do not depend on the speed of the threads. Without lookahead, there is no worker.
 
-Errors of an evaluation or a fetch are raised by the `step` of their layer, those of an update by `finish_step`.
+`step` raises the errors of its layer's evaluation and fetch; `finish_step` raises those of updates.
 """
 
 from __future__ import annotations
@@ -36,7 +34,10 @@ Result = TypeVar("Result")
 
 
 class Choice(NamedTuple):
-    """What was chosen for a layer, and its rows. `corrected`: after looking ahead, which has missed the rows `more`."""
+    """The selection for a layer, and its rows.
+
+    `corrected`: the selection was evaluated again after lookahead; `more` are the rows that lookahead had not fetched.
+    """
 
     selection: Selection
     staged: Staged
@@ -47,9 +48,8 @@ class Choice(NamedTuple):
 class KvEngine:
     """Runs `policy` over `store`, layer by layer; a context manager, which leaves the store open.
 
-    `app`: the next layer is evaluated and fetched ahead, on `ahead`. `exact`: a layer that was is evaluated again with
-    its true queries, and only what is missing is fetched then. `fast`: steps take what they attend to from there, without
-    look-ahead. Spans go to `timeline`.
+    `app`: enable lookahead by `ahead`. `exact`: evaluate such a layer again with its true queries, and fetch only the
+    missing rows. `fast`: a tier from which steps gather rows, without lookahead. Spans are added to `timeline`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KvEngine:
         self.store, self.policy, self.app, self.exact = store, policy, app, exact
         self.timeline, self._fast = timeline, fast
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llmcache-kv-ahead") if app else None
-        self._jobs: list[Future[Any]] = []  # not done, when the last of them was begun
+        self._jobs: list[Future[Any]] = []  # jobs that were not done at the last submission
         self.looked_ahead: dict[int, Future[Choice]] = {}  # by layer, until its step
         self._updates: list[Future[None]] = []
         self._chosen: dict[int, Selection] = {}
@@ -73,35 +73,36 @@ class KvEngine:
     # Prefill
 
     def prefill(self, layer: int, queries: Floats | None, keys: Rows, values: Rows) -> None:
-        """Takes the tokens of a prompt, or of a part of it, for one layer; `finish_step` follows after the last layer.
+        """Append tokens of a prompt, or of a part of it, to a layer; call `finish_step` after the last layer.
 
-        `queries` [batch, heads, rows, dim] float32 of the last `rows` of the tokens, None if the policy needs none;
-        `keys` and `values` [batch, kv_heads, tokens, dim]. The policy takes note while the caller computes the next layer.
+        `queries` [batch, heads, rows, dim] float32 of the last `rows` tokens, or None if the policy needs none; `keys` and
+        `values` [batch, kv_heads, tokens, dim]. With lookahead, the policy is updated while the caller computes the next
+        layer.
         """
         start = self.store.length + keys.shape[2]
         self.store.append(layer, keys, values)
         if queries is not None:
-            asked = queries
-            self._later(lambda: self.policy.prefilled(layer, asked, start - asked.shape[2]))
+            last_queries = queries
+            self._later(lambda: self.policy.prefilled(layer, last_queries, start - last_queries.shape[2]))
 
     # A decode step
 
     def ahead(self, layer: int, queries: Floats) -> None:
-        """Starts to evaluate and fetch for `layer` by an estimate of its queries [batch, heads, dim]; returns at once.
+        """Start the evaluation and fetch for `layer` with estimated queries [batch, heads, dim]; return at once.
 
-        Nothing happens without look-ahead. The estimate is the caller's: from the input of the layer before, through the
-        query projection of this one.
+        No effect without lookahead. The caller estimates the queries by the query projection of `layer`, from the input of
+        the layer before it.
         """
         if self._worker is not None:
             step = self.store.step
             self.looked_ahead[layer] = self._submit(self._worker, lambda: self._evaluate(layer, queries, step))
 
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
-        """Adds the newest token to `layer` and returns what its queries attend to, the token itself included.
+        """Append the newest token to `layer`, and return the rows that its queries attend to, including the token itself.
 
-        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. What was looked ahead for is
-        taken, else it is evaluated and fetched now. After any error it may be called again: a token that the store has
-        already taken (it was the spilling that failed) is not added twice. Of a fast tier the rows are what it gives.
+        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. Evaluates and fetches now
+        unless `ahead` has done so. Can be called again after an error: a token that the store has already (if only its
+        spilling failed) is not appended twice. With a fast tier, the rows are those of `FastTier.rows`.
         """
         step = self.store.step
         chosen = self._choose(layer, queries) if self._fast is None else None
@@ -130,7 +131,7 @@ class KvEngine:
     def _select(self, layer: int, queries: Floats, step: int) -> Selection:
         begin_ns = self.timeline.now_ns()
         selection = self.policy.select(layer, queries)
-        if not self.timeline.has(EVALUATE, layer, step, begin_ns):  # a policy of several resources records its own
+        if not self.timeline.has(EVALUATE, layer, step, begin_ns):  # a policy with several resources records its own spans
             self.timeline.add(Span(CPU, EVALUATE, layer, step, begin_ns, self.timeline.now_ns()))
         return selection
 
@@ -139,18 +140,18 @@ class KvEngine:
             return self.store.stage(layer, selection)
 
     def _corrected(self, layer: int, queries: Floats, step: int, early: Choice) -> Choice:
-        """Returns the choice by the true queries, with what `early` has fetched of it."""
+        """Return the choice for the true queries, which reuses the rows that `early` has fetched."""
         selection = self._select(layer, queries, step)
-        lacking = missing(selection.positions, early.staged.positions)
-        more = self._stage(layer, Selection(lacking), step) if lacking.shape[2] else None
+        not_fetched = missing(selection.positions, early.staged.positions)
+        more = self._stage(layer, Selection(not_fetched), step) if not_fetched.shape[2] else None
         return Choice(selection, early.staged, True, more)
 
     def _completed(self, chosen: Choice, early: Gathered) -> Gathered:
-        """Returns the rows of a corrected choice, from those that were fetched early and those that were missing."""
+        """Return the rows of a corrected choice, from those fetched early and the missing ones."""
         lead = chosen.staged.middle.start * self.store.shape.page_tokens
-        behind = lead + chosen.staged.positions.shape[2]
-        around = early.positions[..., :lead], chosen.selection.positions, early.positions[..., behind:]
-        wanted = np.concatenate(around, axis=2)
+        end = lead + chosen.staged.positions.shape[2]
+        positions = early.positions[..., :lead], chosen.selection.positions, early.positions[..., end:]
+        wanted = np.concatenate(positions, axis=2)
         parts = [early] if chosen.more is None else [early, self.store.complete(chosen.more)]
         keys, values = merged(wanted, parts)
         for part in parts:
@@ -158,16 +159,16 @@ class KvEngine:
         return Gathered(keys, values, wanted)
 
     def unseen(self, layer: int, queries: Floats, keys: Rows) -> tuple[Floats, Floats] | None:
-        """Returns what stands for what `step` of these `queries` and `keys` left out of `layer`, until it has `attended`.
+        """Return the replacement for the tokens that `step` did not choose in `layer`; valid until `attended`.
 
         See `KvPolicy.unseen`.
         """
         return self.policy.unseen(layer, self._chosen[layer], queries, keys)
 
     def attended(self, layer: int, weights: Floats | None = None) -> None:
-        """Tells the policy that `layer` has attended, so that it updates tables and pools; not waited for.
+        """Update the policy's tables and the pools after the attention of `layer`; with lookahead, return before it is done.
 
-        `weights` [batch, heads, tokens]: of all that `step` returned, for policies that need them.
+        `weights` [batch, heads, tokens] of all rows that `step` returned, for policies that need them.
         """
         selection, step = self._chosen.pop(layer), self.store.step
         self._later(lambda: self._update(layer, selection, weights, step))
@@ -177,19 +178,19 @@ class KvEngine:
             self.policy.attended(layer, selection, weights)
 
     def finish_step(self, ids: Int64s, positions: Int64s) -> None:
-        """Waits for all updates and ends the step, or the prefill; `ids` and `positions` [batch, tokens] of its tokens."""
+        """Wait for all updates, and commit the ids and positions [batch, tokens] of the step or the prefill."""
         self._wait_for_updates()
         self.store.commit(ids, positions)
 
     # The worker
 
     def _submit(self, worker: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:
-        begun = worker.submit(job)
-        self._jobs = [*(one for one in self._jobs if not one.done()), begun]
-        return begun
+        submitted = worker.submit(job)
+        self._jobs = [*(future for future in self._jobs if not future.done()), submitted]
+        return submitted
 
     def _now(self, job: Callable[[], Result]) -> Result:
-        """Runs what only the worker may do, after all that it was asked for before, and returns its result."""
+        """Run a job of the worker after all jobs submitted before, and return its result."""
         return job() if self._worker is None else self._submit(self._worker, job).result()
 
     def _later(self, job: Callable[[], None]) -> None:
@@ -205,19 +206,19 @@ class KvEngine:
             update.result()
 
     def rest(self) -> None:
-        """Returns when the worker does nothing, and forgets what it looked ahead for: before the store is cropped or so."""
+        """Wait until the worker is idle, and discard lookahead results; call it before the store is cropped or reordered."""
         started, self.looked_ahead = list(self.looked_ahead.values()), {}
-        for one in started:
-            if not one.cancel():
-                one.exception()
+        for future in started:
+            if not future.cancel():
+                future.exception()
         self._wait_for_updates()
 
     def close(self) -> None:
-        """Ends the worker after the job that it is at; what was not begun is dropped, and so are errors not raised yet."""
+        """Stop the worker after its current job; drop queued jobs, and errors that were not raised yet."""
         if self._worker is not None:
-            # Not joined: a cache may be collected amid the start of another thread, which holds a lock that a join needs.
+            # No join: it needs a lock that a starting thread has, and a garbage collection in that thread may call this.
             self._worker.shutdown(wait=False)
-            wait([one for one in self._jobs if not one.cancel()])
+            wait([future for future in self._jobs if not future.cancel()])
         self.looked_ahead.clear()
         self._updates.clear()
         self._chosen.clear()
@@ -229,13 +230,13 @@ class KvEngine:
         self.close()
 
 
-# Rows of several gatherings, put together as one selection wants them: what was looked ahead for is not read twice
+# Merging rows of several gathers, so that rows fetched ahead are not read twice
 
 
 def missing(wanted: Int64s, have: Int64s) -> Int64s:
-    """Returns what of `wanted` [batch, kv_heads, k] is not in `have` [.., m], int64 [batch, kv_heads, n], ascending.
+    """Return the positions of `wanted` [batch, kv_heads, k] that are not in `have` [..., m], as int64 [batch, kv_heads, n].
 
-    n is the most that one head misses; a head that misses fewer gets others of `wanted`, or its last again and again.
+    n is the largest number for a head; heads with fewer get other positions of `wanted`, or their last one repeated.
     """
     batch, heads, _ = wanted.shape
     found = [[np.setdiff1d(wanted[b, h], have[b, h]) for h in range(heads)] for b in range(batch)]
@@ -250,9 +251,9 @@ def missing(wanted: Int64s, have: Int64s) -> Int64s:
 
 
 def merged(wanted: Int64s, parts: Sequence[Gathered]) -> tuple[Rows, Rows]:
-    """Returns keys and values [batch, kv_heads, k, dim] of the positions `wanted` [batch, kv_heads, k] from `parts`.
+    """Return keys and values [batch, kv_heads, k, dim] of the positions `wanted` [batch, kv_heads, k] from `parts`.
 
-    Each position must be in one of the parts at least.
+    Each position must be in at least one part.
     """
     positions = np.concatenate([part.positions for part in parts], axis=2)
     order = np.argsort(positions, axis=2, kind="stable")
@@ -268,11 +269,11 @@ def merged(wanted: Int64s, parts: Sequence[Gathered]) -> tuple[Rows, Rows]:
     return keys, values
 
 
-# The reference for what selections lose
+# Attention in numpy: the reference for the error of selections
 
 
 def widened(rows: Rows) -> Floats:
-    """Returns keys or values as float32; uint16 are the bits of bfloat16."""
+    """Return keys or values as float32; uint16 are the bits of bfloat16."""
     if rows.dtype == np.uint16:
         wide: Floats = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide
@@ -280,16 +281,15 @@ def widened(rows: Rows) -> Floats:
 
 
 def attention(queries: Floats, keys: Rows, values: Rows, hidden: Flags | None = None) -> tuple[Floats, Floats]:
-    """Attention of one decode step: the outputs [batch, heads, value_dim], the weights [batch, heads, tokens], of sum 1.
+    """Return the outputs [batch, heads, value_dim] and weights [batch, heads, tokens] of attention in a decode step.
 
-    Rows that are `hidden` [batch, kv_heads, tokens] are not attended to: weights of 0.
-
-    `queries` [batch, heads, dim] float32; `keys` [batch, kv_heads, tokens, dim] and `values` likewise, float32, float16
-    or the bits of bfloat16; heads is a multiple of kv_heads (GQA). The same rows in the same order give the same bits.
+    `queries` [batch, heads, dim] float32; `keys` and `values` [batch, kv_heads, tokens, dim], float32, float16 or the bits
+    of bfloat16; heads is a multiple of kv_heads (GQA). Rows that are `hidden` [batch, kv_heads, tokens] have a weight of 0.
+    The same rows in the same order give identical bits.
     """
     batch, heads, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))
-    # Not by matrix products: these few rows are no work for the threads of a BLAS, which wait by spinning.
+    # Not by matrix products: for a few rows, the threads of a BLAS cost more, because they spin while they wait.
     logits: Floats = np.einsum("bhgd,bhtd->bhgt", grouped, widened(keys))
     if hidden is not None:
         np.copyto(logits, -np.inf, where=hidden[:, :, None])

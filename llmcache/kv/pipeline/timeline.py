@@ -1,7 +1,6 @@
-"""Timeline: which resource did what when, as spans on one clock; how long it was busy.
+"""Timeline: spans in which resources were busy, on one clock.
 
-Several threads record into one timeline: a span is complete when it is appended, and appending to a list is one step of
-the interpreter. What reads the spans does so when the threads that record are at rest.
+Several threads may record: a complete span is appended to a list, which is atomic. Spans are read while no thread records.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 COMPUTE, CPU, DEVICE, LINK = RESOURCES = ("compute", "cpu", "device", "link")
-"""What can be busy: the accelerator, the host's processor, the computational SSD, what moves KV data (link or disk)."""
+"""The accelerator, the host's CPU, the computational SSD, and the path of KV data (link or disk)."""
 
 EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")
-"""What a step of a layer consists of."""
+"""The stages of a layer in a step."""
 
 
 class Span(NamedTuple):
@@ -30,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans, in ns of its clock, `now_ns`. `emulated`: resources that stand for one that is not there."""
+    """Records spans, in ns of its clock, `now_ns`. `emulated`: resources that stand for a device that does not exist."""
 
     def __init__(self, emulated: Iterable[str] = ()) -> None:
         self.emulated = frozenset(emulated)
@@ -40,12 +39,12 @@ class Timeline:
         self._paused_ns = 0
 
     def now_ns(self) -> int:
-        """Returns the time by its clock: that of the machine, without what was paused."""
+        """Return the time of the machine's clock, without pauses."""
         return time.perf_counter_ns() - self._paused_ns
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock, for what is not part of what is measured; nothing may be recorded meanwhile."""
+        """Stop the clock within a context, for work that is not measured; no spans may be recorded in it."""
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -54,7 +53,7 @@ class Timeline:
 
     @contextmanager
     def span(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
-        """A with block that is recorded as a span, also when it ends by an exception."""
+        """Record a with block as a span, even if it raises."""
         begin_ns = self.now_ns()
         try:
             yield
@@ -62,7 +61,7 @@ class Timeline:
             self.add(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
 
     def add(self, span: Span) -> None:
-        """Records a span that was timed elsewhere, on the same clock. ValueError: there is no such resource or stage."""
+        """Record a span that was timed on the same clock. ValueError: unknown resource or stage."""
         if span.resource not in RESOURCES:
             raise ValueError(f"resource: must be one of {', '.join(RESOURCES)}, not '{span.resource}'")
         if span.stage not in STAGES:
@@ -72,9 +71,9 @@ class Timeline:
         self._spans.append(span)
 
     def has(self, stage: str, layer: int, step: int, since_ns: int) -> bool:
-        """Returns whether a span of `stage` of `layer` in `step` was recorded that began at `since_ns` or after."""
+        """Return whether a span of `stage` of `layer` in `step` that began at `since_ns` or later was recorded."""
         for span in reversed(self._spans):
-            if span.end_ns < since_ns:  # spans are appended when they end: none before this one is later
+            if span.end_ns < since_ns:  # spans are appended when they end, so all earlier ones end before
                 break
             if (span.stage, span.layer, span.step) == (stage, layer, step) and span.begin_ns >= since_ns:
                 return True
@@ -82,7 +81,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans, by their begin."""
+        """All spans, ordered by their begin."""
         return sorted(self._spans, key=lambda span: (span.begin_ns, span.end_ns))
 
     @property
@@ -91,17 +90,17 @@ class Timeline:
         return sorted({span.step for span in self._spans})
 
     def last_step(self) -> Timeline:
-        """Returns a timeline of the spans of the last step alone."""
+        """Return a timeline with the spans of the last step."""
         made = Timeline(self.emulated)
         made._spans = [span for span in self._spans if span.step == self.steps[-1]]
         return made
 
     def clear(self) -> None:
-        """Forgets all spans, to begin anew after a warm-up."""
+        """Remove all spans, for instance after a warm-up."""
         self._spans.clear()
 
     def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:
-        """Returns how long `resource` (None: any) was busy with `stage` (None: any); spans that overlap count once."""
+        """Return how long `resource` (None: any) was busy with `stage` (None: any); overlapping spans count once."""
         return covered(
             span
             for span in self._spans
@@ -109,23 +108,23 @@ class Timeline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, times in ns from the first begin on."""
+        """Return the timeline as a dict, with times in ns since the first begin."""
         spans = self.spans
         zero = spans[0].begin_ns if spans else 0
         rows = [span._replace(begin_ns=span.begin_ns - zero, end_ns=span.end_ns - zero)._asdict() for span in spans]
         return {"emulated": sorted(self.emulated), "spans": rows}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Timeline:
-        """Returns the timeline that `to_json` has told of. KeyError, TypeError, ValueError: it is not one."""
-        made = cls(told["emulated"])
-        for row in told["spans"]:
+    def from_json(cls, data: dict[str, Any]) -> Timeline:
+        """Return the timeline of a dict from `to_json`. KeyError, TypeError, ValueError: invalid data."""
+        made = cls(data["emulated"])
+        for row in data["spans"]:
             made.add(Span(**row))
         return made
 
 
 class _NoTimeline(Timeline):
-    """Records nothing: what everything takes that can record, unless it is given a timeline."""
+    """Records nothing: the default wherever a timeline is accepted."""
 
     def add(self, span: Span) -> None:
         return
@@ -135,7 +134,7 @@ NO_TIMELINE: Timeline = _NoTimeline()
 
 
 def covered(spans: Iterable[Span]) -> int:
-    """Returns the time (ns) that `spans` cover together; what several cover counts once."""
+    """Return the time (ns) that `spans` cover; overlaps count once."""
     total, until = 0, 0
     for begin_ns, end_ns in sorted((span.begin_ns, span.end_ns) for span in spans):
         total += max(0, end_ns - max(begin_ns, until))

@@ -1,4 +1,4 @@
-"""Policies of KV eviction: one file each, and `baselines`; the table below is what command line, engine and tests use."""
+"""Policies of KV eviction. Each has a file, except those in `baselines`; the table below lists all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmcache.errors import UsageError
 if TYPE_CHECKING:
     from llmcache.kv.policies.base import KvPolicy
 
-# name: module:class, imported when it is asked for (compiled loops take a while to load).
+# name: module:class, imported on first use, because compiled loops take a while to load.
 POLICIES: dict[str, str] = {
     "full": "baselines:Full",
     "window": "baselines:Window",
@@ -27,7 +27,7 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[KvPolicy]:
-    """Returns the class of the policy called `name`; UsageError for a name that is not in `POLICIES`."""
+    """Return the class of the policy called `name`; UsageError for a name that is not in `POLICIES`."""
     if name not in POLICIES:
         raise UsageError(f"policy: there is no policy {name!r}", f"one of: {', '.join(POLICIES)}")
     module, _, attribute = POLICIES[name].partition(":")

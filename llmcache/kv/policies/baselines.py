@@ -1,6 +1,6 @@
-"""What other policies are compared with: everything, the last tokens, the best that can be; and the baselines of HillInfer.
+"""Baselines: full attention, the last tokens, the oracle, and the baselines of HillInfer.
 
-Full is baseline (1) of hillinfer.txt, section 4.2, H2O, which has a file of its own, (2), Prefetch (3) and LeoAM (4).
+In hillinfer.txt, section 4.2, Full is baseline (1), H2O (in its own file) is (2), Prefetch is (3) and LeoAM is (4).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from llmcache.kv.policies.evaluation import HierarchicalEvaluation
 from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
 PROMISING = 2
-"""LeoAM: tokens that are scored exactly, as a multiple of those chosen."""
+"""LeoAM: number of tokens to score exactly, as a multiple of those to choose."""
 
 
 class Full(KvPolicy):
-    """The full cache: every token is fetched and attended to, in every step, whatever the budget says.
+    """The full cache: every step fetches and attends to all tokens, regardless of the budget.
 
     Source: hillinfer.txt, section 4.2, baseline (1): "retains the entire KV cache without performing any token importance
-    evaluation". What its results are is what those of all others are compared with.
+    evaluation". Its results are the reference for all other policies.
     """
 
     name = "full"
@@ -34,45 +34,47 @@ class Full(KvPolicy):
 
     @property
     def tokens(self) -> int:
-        """All tokens of the middle."""
+        """The number of tokens of the middle."""
         return len(self.store.middle) * self.page_tokens
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """See `KvPolicy.choose`; not called, as there is no choice."""
+        """Return all tokens; never called, because there is no choice."""
         return self.store.everything
 
 
 class Window(KvPolicy):
-    """StreamingLLM-like: the first tokens and the last, however many the budget has room for; nothing is evaluated.
+    """StreamingLLM-like: attends to the first and the last tokens that fit the budget, without an evaluation.
 
-    Source: Xiao et al., Efficient streaming language models with attention sinks, ICLR 2024, section 3.2. Differs from
-    it: positions are the tokens' own, not those in the cache; and what is not attended to is kept, so a page that leaves
-    the window is not lost (it is just never looked at again).
+    Source: Xiao et al., Efficient streaming language models with attention sinks, ICLR 2024, section 3.2. Differs from it:
+    positions are those of the tokens, not those in the cache; and pages that leave the window are kept, although they are
+    never used again.
     """
 
     name = "window"
     title = "Window"
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the last tokens of the middle: with the store's own window they make one window of the budget."""
+        """Return the last tokens of the middle, which extend the store's window to the budget."""
         stop = self.inside.stop
         return Selection.of_all(range(stop - tokens, stop), len(queries), self.kv_heads, 1)
 
 
 @dataclass(frozen=True)
 class OracleSettings(PolicySettings):
-    """`by`: "mass", the weights of softmax added up over the query heads of a key head, "layer", the same, of all heads of a
-    layer together; "product", the largest product.
+    """Settings of Oracle.
+
+    `by`: "mass", softmax weights summed over the query heads of a key head; "layer", the same, with a budget for all heads
+    of a layer; "product", the largest product.
     """
 
     by: str = one_of("mass", ("mass", "layer", "product"))
 
 
 class Oracle(KvPolicy):
-    """What others are compared with: reads every key at every step, so nothing is saved but in attention itself.
+    """The best possible choice, for comparison: it reads all keys in each step.
 
-        select: products of queries and all keys, exactly; their softmax over all tokens, added up by key head
-                the middle tokens with the largest sums, or by the largest product of the group
+        select: exact products of queries and all keys, and their softmax over all tokens, summed by key head
+                the tokens of the middle with the largest sums, or with the largest product of the group
 
     Source: icecache.txt, section 5, and hillinfer.txt, Algorithm 1, choose by the largest product; Yuan et al., Native
     Sparse Attention, 2025, section 3.3.2, equation 10, by the sum of weights.
@@ -86,7 +88,7 @@ class Oracle(KvPolicy):
     settings: OracleSettings
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the best of the middle; see `OracleSettings`."""
+        """Return the best tokens of the middle; see `OracleSettings`."""
         logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
         scores: Floats = logits.max(axis=2) if self.settings.by == "product" else softmax(logits).sum(axis=2)
@@ -97,7 +99,7 @@ class Oracle(KvPolicy):
 
 
 def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> Floats:
-    """Returns the products [batch, kv_heads, group, tokens] of `queries` [batch, heads, dim] and all keys, times `scale`."""
+    """Return the products [batch, kv_heads, group, tokens] of `queries` [batch, heads, dim] and all keys, times `scale`."""
     everything = store.gather(layer, store.everything)
     keys = widened(everything.keys)
     grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]) * np.float32(scale)
@@ -107,21 +109,21 @@ def all_products(store: KvStore, layer: int, queries: Floats, scale: float) -> F
 
 
 def softmax(logits: Floats) -> Floats:
-    """Returns the weights that sum to 1 along the last axis."""
+    """Return the weights that sum to 1 along the last axis."""
     weights: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights
 
 
 class Prefetch(KvPolicy):
-    """InfiniGen-like: the host scores the keys of the next layer by an estimate of its queries, and fetches the best.
+    """InfiniGen-like: the host scores the keys of the next layer with estimated queries, and fetches the best.
 
-    Looking ahead is the engine's (`app`). Keys that are only on the ssd come over the link to be scored: host and ssd
-    take turns, as there is nothing near the data.
+    The engine's lookahead (`app`) provides the estimate. Keys on the ssd tier are read over the link to be scored, and host
+    and ssd alternate, because no device computes near the data.
 
     Source: hillinfer.txt, section 4.2, baseline (3); Lee et al., InfiniGen, OSDI 2024, sections 4.2 and 4.3. Differs from
-    InfiniGen: weights are not skewed offline, so that few channels do not stand for all, and all of them are scored; the
-    number of chosen tokens is the budget, not what lies within a margin of the best score.
+    InfiniGen: weights are not skewed offline, so that all channels are scored instead of a few; and the number of chosen
+    tokens is the budget, not those within a margin of the best score.
     """
 
     name = "prefetch"
@@ -133,22 +135,22 @@ class Prefetch(KvPolicy):
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the tokens whose keys fit the queries best."""
+        """Return the tokens whose keys have the best scores."""
         return Selection(self._evaluation.important(layer, queries, tokens))
 
 
 class LeoAM(KvPolicy):
-    """LeoAM-like: chunks by the bounds of their abstracts, then their pages, then the tokens of these by their scores.
+    """LeoAM-like: selects chunks by the bounds of their abstracts, then pages, then tokens by their scores.
 
-        select:   bounds of all chunks; of chunks that can matter, bounds of their pages; of the best pages, scores
+        select:   bounds of all chunks; bounds of the pages in promising chunks; scores of the tokens in the best pages
         attended: abstracts of the pages that have left the window
 
-    Abstracts, 2 of a page's 16 rows of keys, stay in the host's memory; keys that are only on the ssd come over the link
-    if their page is promising for one head at least.
+    Abstracts (2 of a page's 16 rows of keys) are in host memory; keys on the ssd tier are read over the link if their page
+    is promising for at least one head.
 
-    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: there are two levels
-    of chunks, of one size in all layers (there sizes adapt to how skewed a layer's attention is); of a promising page only
-    the best tokens are attended to; nothing is compressed on its way.
+    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: there are two levels of
+    chunks, of one size in all layers (there, sizes adapt to the skew of a layer's attention); only the best tokens of a
+    promising page are attended to; nothing is compressed for transfers.
     """
 
     name = "leoam"
@@ -163,24 +165,24 @@ class LeoAM(KvPolicy):
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the best tokens of the pages that can have them."""
+        """Return the best tokens of the promising pages."""
         self._index(layer)
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
-            pages = [self._pages(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)]
+            pages = [self._pages(layer, sequence, of_sequence, tokens) for sequence, of_sequence in enumerate(queries)]
         return Selection(self._evaluation.important(layer, queries, tokens, pages))
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Makes the abstracts of pages that have come to the middle; `selection` and `weights` are not looked at."""
+        """Compute the abstracts of pages that are now in the middle."""
         self._index(layer)
 
     def _index(self, layer: int) -> None:
         self.indexes.feed(layer, np.full(self.store.batch, self.store.config.sink_pages * self.page_tokens))
 
     def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
-        """Pages of the middle, ascending, that are promising for one of the heads."""
+        """Return the pages of the middle, ascending, that are promising for at least one head."""
         middle = self.store.middle
         wanted = min(len(middle), -(-PROMISING * tokens // self.page_tokens))
-        begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # what is before it is padding
+        begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # skip padding
         scorer = self.indexes.found[layer][sequence]
         assert scorer is not None
         found = scorer.best_pages(queries, range(max(0, begin - middle.start), len(middle)), wanted)

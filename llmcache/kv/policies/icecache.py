@@ -1,4 +1,4 @@
-"""IceCache: a tree of keys for each head tells which tokens matter, without a look at all of them."""
+"""IceCache: a tree of keys for each head finds the important tokens without a scan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("llmcache.kv")
 class IceCacheSettings(IndexedSettings):
     """Settings of IceCache.
 
-    `scorer`: "dci", "exact", "rounded" (keys of a byte a number), "quest", or "auto", which measures whether the tree is
-    worth it, and scans exactly where it is not (`policy.whys` tells).
-    `whole_pages`: whole pages of the tree, as in the paper, rather than the best keys alone. `dci`: the knobs of the tree.
+    `scorer`: "dci", "exact", "rounded" (keys of one byte per number), "quest", or "auto", which measures whether the tree is
+    faster, and otherwise scans (see `policy.whys`). `whole_pages`: choose whole pages of the tree, as in the paper, instead
+    of the best keys. `dci`: settings of the tree.
     """
 
     scorer: str = one_of("auto", SCORERS)
@@ -33,17 +33,17 @@ class IceCacheSettings(IndexedSettings):
 
 
 class IceCache(IndexedPolicy):
-    """IceCache: keys are clustered in DCI-trees, which grow as pages leave the window; queries walk down the trees.
+    """IceCache: keys are clustered in DCI-trees, which grow as pages leave the window; queries descend the trees.
 
-        prefilled: a tree for each head of keys is built while the next layer computes
-        select:    the tokens that the trees find (algorithms 3 and 4), of the union over the queries of a key head
+        prefilled: a tree is built for each key head while the next layer computes
+        select:    the tokens that the trees find (algorithms 3 and 4), from the union over the queries of a key head
         attended:  the page that leaves the window is inserted (algorithm 1, lines 27 to 37)
 
-    Trees stay in the host's memory (see `DciIndex` for how much); keys and values are in the store's tiers.
+    Trees are in host memory (see `DciIndex` for their size); keys and values are in the store's tiers.
 
     Source: icecache.txt, section 4, appendix A and B, algorithms 1 to 4. Differs from the paper: pages of the tree are not
-    pages of the store, whose file only grows and serves all heads, so what is chosen is fetched row by row, in one bulk
-    gather; all layers keep to the budget unless `full_layers` says otherwise (the paper: 2); the union is cut to the budget.
+    pages of the store, whose file only grows and serves all heads, so that the chosen rows are fetched individually in one
+    gather; all layers keep to the budget by default (the paper: `full_layers` 2); and the union is cut to the budget.
     """
 
     name = "icecache"
@@ -53,20 +53,20 @@ class IceCache(IndexedPolicy):
 
     def begin(self) -> None:
         """See `KvPolicy.begin`."""
-        asked, made = self.settings, SCORERS[self.settings.scorer]
-        self.knobs = ScorerSettings(asked.combine, self.store.config.threads, asked.whole_pages, dci=asked.dci)
+        settings, made = self.settings, SCORERS[self.settings.scorer]
+        self.knobs = ScorerSettings(settings.combine, self.store.config.threads, settings.whole_pages, dci=settings.dci)
         self._use(lambda first: made(self.store.shape, first, self.knobs))
 
     @property
     def whys(self) -> list[str]:
-        """Which scorer each layer uses for its first sequence, and why; empty for a layer without one."""
+        """For each layer, the scorer of its first sequence and the reason; empty for a layer without one."""
         firsts = [row[0] for row in self.indexes.found]
         return ["" if scorer is None else scorer.why for scorer in firsts]
 
-    # Beside the spill file
+    # Saving trees next to the spill file
 
     def saved(self) -> None:
-        """Writes the trees beside the spill file, in place of older ones; EnvironmentProblem if it cannot."""
+        """Replace the trees next to the spill file; EnvironmentProblem if that fails."""
         if self.store.config.path is None:
             return
         found: dict[tuple[int, int, int], Any] = {}
@@ -78,9 +78,10 @@ class IceCache(IndexedPolicy):
         save_indexes(path_of(self.store.config.path), found, self._identity())
 
     def restored(self) -> None:
-        """Takes the trees that were saved, where trees are asked for; a layer without them builds its own.
+        """Restore saved trees, unless the scorer needs none; a layer without a tree builds its own.
 
-        Trees that are damaged, or of another state of the spill file, are left alone and logged: they can be built again.
+        Trees that are damaged, or of another state of the spill file, are ignored with a log message, because they can be
+        rebuilt.
         """
         path = self.store.config.path
         if path is None or self.settings.scorer not in ("dci", "auto") or not path_of(path).exists():
@@ -95,10 +96,10 @@ class IceCache(IndexedPolicy):
             tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
             tree.end = tree.first + len(tree.indexes[0])
             self.indexes.found[layer][sequence] = tree
-        self.indexes.crop(self.store.length)  # the window may be larger than it was
+        self.indexes.crop(self.store.length)  # the window may be larger than before
 
     def _identity(self) -> dict[str, Any]:
-        """What an index must have in common with a store: its shape, how many tokens of which ids, padding, and sink."""
+        """Return the properties that an index and a store must share: shape, number and ids of tokens, padding, and sink."""
         store = self.store
         ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
         identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}

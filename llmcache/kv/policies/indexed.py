@@ -1,4 +1,4 @@
-"""IndexedPolicy: what policies have in common that keep an index of keys: feeding it, padding, layers that do without."""
+"""IndexedPolicy: the base class of policies with an index of keys: updates, padding, and layers without an index."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from llmcache.kv.tiers import Selection, side_by_side
 
 @dataclass(frozen=True)
 class IndexedSettings(PolicySettings):
-    """`full_layers`: how many of the first layers attend to everything (the papers: 2), whatever the budget.
+    """Settings of policies with an index.
 
-    `anchor_every`: every so many layers one chooses, and those behind it take its choice (IceCache's `reuse`: 3).
+    `full_layers`: number of first layers with full attention (2 in the papers). `anchor_every`: one of this many layers
+    chooses, and the layers after it reuse its choice (IceCache's `reuse`: 3).
     """
 
     full_layers: int = setting(0, lambda layers: layers >= 0, "use 0 or more layers")
@@ -26,7 +27,7 @@ class IndexedSettings(PolicySettings):
 
 
 class IndexedPolicy(KvPolicy):
-    """Feeds scorers with the keys that leave the window, and asks them; see `PageIndexes` and the file of the policy."""
+    """Adds the keys that leave the window to scorers, and queries these; see `PageIndexes` and the subclasses."""
 
     ahead = True
     interleaved = True
@@ -35,29 +36,29 @@ class IndexedPolicy(KvPolicy):
     indexes: PageIndexes[Scorer]
 
     def _use(self, make: Callable[[int], Scorer]) -> None:
-        """Takes the scorers that `make` returns, for tokens from a given number on."""
+        """Use the scorers that `make` returns for tokens from a given number on."""
         self.indexes = PageIndexes(self.store, make)
         self._fed: list[PageIndexes[Any]] = []
         self._feeds(self.indexes)
-        self._choices: dict[int, tuple[int, Int64s]] = {}  # at which step an anchor chose what
+        self._choices: dict[int, tuple[int, Int64s]] = {}  # step and positions of the last choice of each anchor
         self._starts = self._first_indexed()
 
     def _feeds(self, indexes: PageIndexes[Any]) -> None:
-        """Has `indexes` know what is behind the sink and has left the window, of layers that choose."""
+        """Feed `indexes` with the tokens between sink and window, in layers that choose."""
         self._fed.append(indexes)
         self.remembered.append(indexes)
 
     def anchor_of(self, layer: int) -> int:
-        """Returns the layer whose choice `layer` takes; itself if it chooses."""
-        behind = layer - self.settings.full_layers
-        return layer if behind < 0 else layer - behind % self.settings.anchor_every
+        """Return the layer whose choice `layer` uses; `layer` itself if it chooses."""
+        offset = layer - self.settings.full_layers
+        return layer if offset < 0 else layer - offset % self.settings.anchor_every
 
     def _first_indexed(self) -> Int64s:
-        """First token [batch] of the first page of each sequence that is indexed: behind the sink, and all of it real."""
+        """Return the first indexed token [batch] of each sequence: that of the first page after the sink without padding."""
         return self.page_tokens * np.maximum(self.store.config.sink_pages, -(-self.first // self.page_tokens))
 
     def pad(self, first: Int64s) -> None:
-        """Says which tokens are padding: an index of tokens that now are is forgotten."""
+        """Set the padding; indexes that contain padding now are removed."""
         before = self._starts
         super().pad(first)
         self._starts = self._first_indexed()
@@ -66,11 +67,11 @@ class IndexedPolicy(KvPolicy):
                 each.forget(int(sequence))
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
-        """Indexes what of a prefill will be in the middle, while the next layer computes; `queries` are not looked at."""
+        """Index the part of a prefill that will be in the middle, while the next layer computes."""
         self._feed(layer)
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Indexes the page that leaves the window, if one does; `selection` and `weights` are not looked at."""
+        """Index the page that leaves the window, if any."""
         self._feed(layer)
 
     def _feed(self, layer: int) -> None:
@@ -79,25 +80,25 @@ class IndexedPolicy(KvPolicy):
                 each.feed(layer, self._starts)
 
     def select(self, layer: int, queries: Floats) -> Selection:
-        """Returns the tokens to attend to; all of the middle in the first `full_layers` layers."""
+        """Return the tokens to attend to; the whole middle in the first `full_layers` layers."""
         return self.store.everything if layer < self.settings.full_layers else super().select(layer, queries)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns what the layer's scorers find, or what its anchor chose at this step."""
+        """Return the tokens that the layer's scorers find, or the choice of its anchor in this step."""
         anchor = self.anchor_of(layer)
         step, chosen = self._choices.get(anchor, (-1, None))
         if anchor != layer and chosen is not None and step == self.store.step:
             return Selection(chosen)
         self._feed(layer)
-        found = side_by_side([self._of_sequence(layer, sequence, asked, tokens) for sequence, asked in enumerate(queries)])
+        found = side_by_side([self._of_sequence(layer, sequence, rows, tokens) for sequence, rows in enumerate(queries)])
         self._choices[layer] = self.store.step, found
         return Selection(found)
 
     def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
-        """`tokens` tokens of the middle [kv_heads, tokens], ascending, or more where heads share.
+        """Return `tokens` tokens of the middle [kv_heads, tokens], ascending, or more for some heads that share a budget.
 
-        The first tokens behind padding are as a sink: of the page that they share with it all are taken. Padding itself is
-        taken only where there is nothing else, the last of it first.
+        The first tokens after padding act as a sink: those in a page with padding are all chosen. Padding is chosen only if
+        there are no other tokens, its last tokens first.
         """
         size, lead, stop = self.page_tokens, self.inside.start, self.inside.stop
         start, first = (min(int(of[sequence]), stop) for of in (self._starts, self.first))  # the middle may be all padding
@@ -114,18 +115,19 @@ class IndexedPolicy(KvPolicy):
         return np.concatenate([*sides, best], axis=1)
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Returns `count` tokens [kv_heads, count] that `scorer` knows of a sequence, ascending; as many in the mean where
-        heads share.
+        """Return `count` tokens [kv_heads, count], ascending, that `scorer` finds for a sequence.
+
+        Heads that share a budget may have more or fewer.
         """
         return scorer.top(queries, count)
 
     def cropped(self, tokens: int) -> None:
-        """Follows the store; choices are forgotten."""
+        """Follow the store, and discard choices."""
         super().cropped(tokens)
         self._choices.clear()
 
     def reordered(self, index: Int64s) -> None:
-        """Follows the store; choices are forgotten."""
+        """Follow the store, and discard choices."""
         super().reordered(index)
         self._starts = self._starts[index]
         self._choices.clear()

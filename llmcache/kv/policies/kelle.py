@@ -1,4 +1,4 @@
-"""Kelle: each key head keeps the tokens that have drawn the most attention; what it drops once, it never sees again."""
+"""Kelle: each key head keeps the tokens with the most attention; a dropped token is never used again."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from llmcache.kv.tiers import Selection
 class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
-    `evicted`: "lost" as in the paper, or "spilled": dropped tokens stay candidates, on the ssd if there is one, and come
-    back when tokens that rank lower than they did are all there is beside. That is seldom: nobody attends to what is
-    dropped, so its sum stays as it is while others grow. Policies that ask the query call more back.
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one, and
+    return if only tokens of lower rank are left. That is rare, because the sum of a dropped token stays constant while
+    others grow; policies that use the query recall more tokens.
     """
 
     evicted: str = one_of("lost", ("lost", "spilled"))
 
 
 class Recorder(Protocol):
-    """What a policy shows its rows to, once a step; `edram.refresh.RunRecorder` is one."""
+    """Receives the rows that a policy keeps, once per step; for instance `edram.refresh.RunRecorder`."""
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Takes the rows of one layer of a sequence: what tells them apart (-1: free), and which are high-score tokens."""
+        """Receive the rows of a layer of a sequence: their ids (-1: free), and which of them are high-score tokens."""
 
     def end_step(self, duration_ns: float | None = None) -> None:
-        """The step that was observed is over."""
+        """End the observed step."""
 
 
 class Kelle(H2O):
-    """Attention-based eviction (AEP of Kelle), per key head and for good.
+    """Attention-based eviction (AEP of Kelle), permanent and separate for each key head.
 
-        prefilled: sums[token] += attention of every query of the prompt to it
-        select:    of the tokens not dropped before, those of the middle with the largest sums; of equal ones the newer
-        attended:  the rest is dropped; sums[token] += attention of this step's queries to it
+        prefilled: sums[token] += attention of every query of the prompt
+        select:    the tokens of the middle with the largest sums that were not dropped; of equal sums, the newer
+        attended:  the rest is dropped; sums[token] += attention of this step's queries
 
-    Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages; dropped tokens still lie in
-    the store's file, and a later prompt, which is attended as a whole, sees them. Not here is recomputation (section
-    4.1.2): a store gets keys and values of a model, never the x that they are computed from; `edram.aerp` has it. Nor are
-    lost bits: `edram.accuracy` has them. With pages of one token it drops what `edram.aerp.Slots` drops.
+    Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages; dropped tokens remain in the
+    store's file, and a later prompt, which has full attention, uses them. Recomputation (section 4.1.2) is in `edram.aerp`
+    only, because a store gets keys and values, not the x from which they are computed; lost bits are in `edram.accuracy`
+    only. With pages of one token, it drops the same tokens as `edram.aerp.Slots`.
 
-    `record` shows what is kept to whoever accounts for it: `edram.kelle`, for `llmcache edram report`.
+    `record` passes the kept rows to a recorder: `edram.kelle`, for `llmcache edram report`.
     """
 
     name = "kelle"
@@ -67,18 +67,18 @@ class Kelle(H2O):
             self.store.victims = self.victims
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the tokens to keep, whatever the queries are; dropped ones only if nothing else is left (after a crop)."""
+        """Return the tokens to keep, regardless of the queries; dropped ones only if no others are left (after a crop)."""
         start, stop = self.inside.start, self.inside.stop
         newest_first = []
         for sequence in range(len(queries)):
             sums = self.sums.rows(layer, sequence, stop)[start:]
             dropped = self._dropped.rows(layer, sequence, stop)[start:]
             newest_first.append(np.where(dropped, -np.inf, sums)[::-1].T.astype(np.float32))
-        # Of equal sums `top` takes the first, which is the newest here.
+        # Of equal sums, `top` takes the first, which is the newest in this order.
         return Selection(stop - 1 - top(np.stack(newest_first), tokens)[:, :, ::-1])
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Drops what was not attended to, and adds up the attention of a step."""
+        """Drop the tokens that were not attended to, and add the attention of a step."""
         super().attended(layer, selection, weights)
         if self.settings.evicted == "lost":
             for sequence, by_head in enumerate(selection.positions):
@@ -87,41 +87,41 @@ class Kelle(H2O):
                 for head, own in enumerate(by_head):
                     dropped[own, head] = False
         if self._recorder is not None:
-            self._show(layer, self.store.attended_positions(layer, selection))
+            self._record_rows(layer, self.store.attended_positions(layer, selection))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Returns which `count` of `pages` leave the host's pool: of which the fewest tokens are kept, the first first.
+        """Return the `count` of `pages` to drop from the host's pool: those with the fewest kept tokens, earlier first.
 
-        The signature is the store's `Victims`.
+        Has the signature of the store's `Victims`.
         """
         tokens = self._dropped.rows(layer, sequence, (int(pages[-1]) + 1) * self.page_tokens)
         kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
         return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
 
-    # What is kept, step by step
+    # Recording the kept rows of each step
 
     def record(self, recorder: Recorder, step_ns: float | None = None) -> None:
-        """Shows `recorder` from now on which keys and values are kept, by score group, until `end_record`.
+        """Pass the kept keys and values of each step to `recorder`, by score group, until `end_record`.
 
-        `step_ns`: how long a step takes on the *modelled* accelerator (None: whoever reads the record says).
+        `step_ns`: duration of a step on the *modelled* accelerator; None if the reader of the record sets it.
         """
         self._recorder, self._recorded_step, self._places, self._step_ns = recorder, -1, 0, step_ns
 
     def end_record(self) -> None:
-        """Ends the last step that is shown. ValueError if there was none since `record`."""
+        """End the last recorded step. ValueError if there was none since `record`."""
         if self._recorder is None or self._recorded_step < 0:
             raise ValueError("end_record: nothing was recorded, call record() before the steps")
         recorder, self._recorder = self._recorder, None
         recorder.end_step(self._step_ns)
 
-    def _show(self, layer: int, positions: Int64s) -> None:
-        """Shows the recorder what `layer` attended to, the new token included; a row's place is its token."""
+    def _record_rows(self, layer: int, positions: Int64s) -> None:
+        """Pass the tokens that `layer` attended to, including the new one, to the recorder; a row's place is its token."""
         assert self._recorder is not None
         if self._recorded_step not in (-1, self.store.step):
             self._recorder.end_step(self._step_ns)
         self._recorded_step = self.store.step
         length, middle = self.store.layer_length(layer), self.inside
-        self._places = max(self._places, length)  # places do not vanish where a store is cropped
+        self._places = max(self._places, length)  # a crop does not remove places
         for sequence, by_head in enumerate(positions):
             tokens = by_head.T
             own = np.take_along_axis(self.sums.rows(layer, sequence, length), tokens, axis=0)

@@ -1,4 +1,4 @@
-"""Mass: the tokens on which the most attention falls, over the query heads of a key head together."""
+"""Mass: chooses the tokens with the most attention, summed over the query heads of a key head."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from llmcache.kv.tiers import Selection
 
 @dataclass(frozen=True)
 class MassSettings(IndexedSettings):
-    """`scorer`: which keys are looked at: "rounded" to a byte a number, "packed" in two bits, or "exact".
+    """Settings of Mass.
 
-    `allocation` of a budget: one for the heads of a "layer", or one for each "head". `mean_share` [0, 1]: how much of the
-    attention that falls on tokens which are not chosen goes to the mean of all values; the rest of it to what is chosen.
+    `scorer`: the stored form of keys: "rounded" to one byte per number, "packed" in two bits, or "exact". `allocation`: a
+    budget for the heads of a "layer" together, or for each "head". `mean_share` [0, 1]: share of the attention on tokens
+    that are not chosen that goes to the mean of all values; the rest goes to the chosen tokens.
     """
 
     scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
@@ -31,29 +32,29 @@ class MassSettings(IndexedSettings):
 
 
 class Mass(IndexedPolicy):
-    """Attention mass: the tokens with the largest weights of softmax, added up over the query heads of a key head.
+    """Attention mass: the tokens with the largest softmax weights, summed over the query heads of a key head.
 
-        select:   products of each query head with all keys of the index, and with those that are attended in any case
-                  softmax over both; the sums by key head; the best tokens of the middle, of all heads of a layer together
+        select:   products of each query head with all keys of the index, and of sink, window and tail
+                  softmax over both; sums by key head; the best tokens of the middle, for all heads of a layer together
         attended: the page that leaves the window is indexed
 
-    A head that looks at few tokens gets them, as its weights are large there, and one that looks at everything alike
-    gives way: by the largest product (IceCache, HillInfer) the head with the longest queries chooses for all. Key heads
-    share the layer's budget alike: one that looks at few tokens leaves its own to those that look at many. Where a choice
-    serves more than one layer, each has its own. Neither sink nor window is kept for its own sake: what matters
-    of them is chosen (see `sink_tokens`, `window_tokens`).
+    A query head with concentrated attention gets its tokens, because its weights are large there; a head with uniform
+    attention has small weights everywhere. With the largest product (IceCache, HillInfer), the head with the longest queries
+    would decide for all. Key heads share the layer's budget, so one with concentrated attention leaves a part of it to
+    others. If a choice serves several layers, each key head has its own budget. Sink and window are not reserved, because
+    their important tokens are chosen like any others.
 
-    What is not chosen is not left out: softmax over what is chosen alone would give all of its weight to that. Half of the
-    weight goes to the mean of the values instead, of what the newest token leaves them: one that looks at itself needs no
-    others. With all of it a model loses more than with nothing: what has weight but is not chosen is not like the mean of
-    everything either.
+    A softmax over the chosen tokens alone would give them the weight of all tokens. Instead, half of the weight of the other
+    tokens goes to the mean of the values. This weight is what remains after the newest token: one that attends to itself
+    needs no others. If all of it went to the mean, a model's loss would be larger than without, because important tokens
+    that are not chosen differ from the mean.
 
-    Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over
-    a group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget. Differs
-    from the first: single tokens are chosen, by their own keys, not blocks by compressed ones. Differs from the second: what
-    is not chosen is not lost, each step chooses anew, and a head has twice its even share at most. Softmax is without the
-    newest token, which comes after the choice, and without a cap on logits, where a model has one. The mean of the values:
-    Ribar et al., SparQ Attention, 2024, section 3, algorithm 1. Differs from it: half of what falls elsewhere, not all.
+    Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over a
+    group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget; Ribar et
+    al., SparQ Attention, 2024, section 3, algorithm 1: the mean of the values. Differs from the first: single tokens are
+    chosen by their own keys, not blocks by compressed ones. Differs from the second: tokens are not lost, each step chooses
+    again, and a head gets at most twice its even part. Differs from the third: the mean gets half of the other weight, not
+    all. The softmax excludes the newest token, which is appended after the choice, and a model's cap of logits.
     """
 
     name = "mass"
@@ -73,31 +74,31 @@ class Mass(IndexedPolicy):
             self._feeds(self.values)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Returns the tokens with the largest mass, or what the anchor chose."""
+        """Return the tokens with the largest mass, or the choice of the anchor."""
         keys, positions = self.store.pinned_keys(layer)
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
         if self.first.any():
             np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
-        # Of each query head, as `Selection.missed` has it; 0 of a sequence of which all tokens were chosen.
+        # By query head, see `Selection.missed`; 0 for a sequence of which all tokens are chosen.
         self._missed, self._sums = np.zeros((2, *queries.shape[:2]), np.float32)
         found = super().choose(layer, queries, tokens)
         return Selection(found.positions, (self._missed, self._sums)) if self._missed.any() else found
 
     def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
-        """Returns what the mean of the values has of attention; see `KvPolicy.unseen`."""
+        """Return the share of attention of the mean value, and that mean; see `KvPolicy.unseen`."""
         if selection.missed is None:
             return None
         missed, sums = selection.missed
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         newest = np.matmul(grouped, widened(keys).swapaxes(2, 3)).reshape(queries.shape[:2])
-        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - sums))  # by the newest
+        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - sums))  # without the newest token's share
         none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
         means = np.stack([none if known is None else known.mean for known in self.values.found[layer]])
         return np.float32(self.settings.mean_share) * left * missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Returns `count` tokens [kv_heads, count] of `scorer`, ascending."""
+        """Return `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         inside = scorer.products(queries)
         threads = self.store.config.threads

@@ -1,4 +1,4 @@
-"""Spill files: the keys and values of a context on disk, restored after a restart, never served torn or wrong."""
+"""Spill files: keys and values of a context on disk, which survive a restart and are verified by checksums."""
 
 from llmcache.kv.spill.file import SpillFile
 from llmcache.kv.spill.layout import KvShape

@@ -1,11 +1,10 @@
-"""SpillFile: a spill file that is written, by one process at a time (it holds a lock on the file).
+"""SpillFile: a spill file open for writing, by one process at a time (it locks the file).
 
-Within that process one lock orders what changes the file. Reading needs none: a page that has been handed out is never
-moved, and an append only adds.
+A lock orders the changes within the process. Reads need no lock: a page never moves, and appends only add pages.
 
-A sync that fails leaves all in doubt that was written since the last one: the system may have dropped it, calls it clean,
-and the next sync would say nothing. So before that, pages are read back, compared with their checksums and written once
-more, and so are the tables, which memory has. A page that cannot be read back whole is lost, with those behind it.
+After a failed sync, the data written since the previous sync is in doubt: the kernel may have dropped it, and the next sync
+would report success. So before the next sync, these pages are read back, verified and written again, and so are the
+tables, from memory. A page that fails verification is lost, and so are the pages after it.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from llmcache.kv.spill.reader import SIDES, Scan, SpillReader
 from llmcache.units import BLOCK_BYTES
 
 Fill = Callable[[slice], tuple[Bytes, Bytes]]
-"""Returns the slots of keys and values [pages, slot bytes] of some of the tokens that are appended."""
+"""Returns the slots of keys and values [pages, slot bytes] for a slice of the appended tokens."""
 
 
 class SpillFile(SpillReader):
-    """An open spill file; make one with `create` or `open`, and close it (it is a context manager).
+    """A spill file open for writing, from `create` or `open`; a context manager.
 
-    What `append` has written survives the end of the process, after `flush` also that of the machine. A page counts
-    after a restart once all layers and the tokens have it. Whatever changes the file raises DataError once if pages have
-    been lost to a sync that failed: it is whole without them, and nothing else has been done; `pages` tells what is left.
+    Appended pages survive the end of the process, and after `flush` a crash of the machine. After a restart, only pages that
+    all layers and the tokens have are kept. If a failed sync has lost pages, the next call that changes the file raises
+    DataError once, without any other effect; the file is consistent, and `pages` returns what remains.
     """
 
     _flags = os.O_RDWR
@@ -64,15 +63,15 @@ class SpillFile(SpillReader):
     def __init__(self, raw: RawFile, layout: Layout, found: Scan) -> None:
         super().__init__(raw, layout, found)
         self._lock = threading.Lock()
-        self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables, of pages that are no more
-        self._undone: PageChain | None = None  # may have extents to give back
-        self._cutting = False  # what was cut may still be on the disk, where pages to come will lie
+        self._unwiped: list[tuple[int, int]] = []  # (offset, bytes) in tables of the entries of removed pages
+        self._undone: PageChain | None = None  # its surplus extents have to be released
+        self._cutting = False  # the entries of removed pages may still be on disk
         self._doubtful = False  # a sync has failed
-        self._synced = found.commit.epoch  # pages up to this epoch are on the disk
+        self._synced = found.commit.epoch  # pages up to this epoch are on disk
         latest = max((chain.epochs[-1] for chain in found.chains.values() if chain.pages), default=0)
-        # Of pages, and of the next commit: not before any page, and in the place of the older commit.
+        # Epoch of new pages and the next commit: at least that of any page; its parity selects the older commit.
         self._epoch = found.commit.epoch + 1 + max(0, latest - found.commit.epoch) // 2 * 2
-        self._lost = 0  # pages, not told yet
+        self._lost = 0  # lost pages that were not reported yet
         self.written_bytes = 0
 
     @classmethod
@@ -85,10 +84,10 @@ class SpillFile(SpillReader):
         interleaved: bool = False,
         direct: bool | None = None,
     ) -> SpillFile:
-        """Makes an empty file, under a temporary name that ends like its own (--spill globs), and opens it.
+        """Create an empty file and open it. Its temporary name ends with the final one, as `--spill` patterns expect.
 
-        `extent_pages` pages of a layer lie side by side (0: 1024 tokens). `interleaved`: for who reads rows, and never keys
-        alone. UsageError if the file is there, or its directory is not.
+        `extent_pages`: pages of a layer in an extent (0: 1024 tokens). `interleaved`: for readers of rows that never read
+        keys alone. UsageError: the file exists, or its directory does not.
         """
         path = Path(path)
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
@@ -117,10 +116,10 @@ class SpillFile(SpillReader):
         return cls(raw, layout, Scan(raw, layout, Commit(0, 0)))
 
     def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
-        """Adds pages of keys and values [kv_heads, tokens, dim] to a layer; returns the bytes written.
+        """Append pages of keys and values [kv_heads, tokens, dim] to a layer; return the bytes written.
 
-        The last page may be partial: nothing can follow it until `truncate` has taken it away. EnvironmentProblem (no
-        space, an error of the disk): all is as it was before the call.
+        The last page may be partial; `truncate` must remove it before the next append. EnvironmentProblem: the disk is full
+        or failed, and the file is unchanged.
         """
         check_rows(self.shape, keys, values)
 
@@ -130,7 +129,10 @@ class SpillFile(SpillReader):
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
-        """Adds the ids and positions of tokens, in pages as those of the layers; returns the bytes written."""
+        """Append the ids and positions of tokens, in pages of `page_tokens` tokens.
+
+        Return the bytes written.
+        """
         if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
             raise ValueError(
                 f"ids, positions: must have one axis of the same length, not shapes {ids.shape} and {positions.shape}"
@@ -146,13 +148,12 @@ class SpillFile(SpillReader):
         return self._append(sequence, self.shape.layers, len(ids), fill)
 
     def _append(self, sequence: int, layer: int, tokens: int, fill: Fill) -> int:
-        """Appends `tokens` to a chain, an extent at a time."""
         if not 0 <= sequence < 1 << 32:
             raise ValueError(f"sequence: must be from 0 to {(1 << 32) - 1}, not {sequence}")
         page_tokens, before, done = self.shape.page_tokens, self.written_bytes, 0
         with self._lock:
-            self._make_whole()
-            self._tell_lost()
+            self._finish_removals()
+            self._raise_lost()
             plan = self._layout.plan(layer)
             chain = self._chains.setdefault((sequence, layer), PageChain(sequence, layer, plan))
             if chain.pages and chain.last_tokens < page_tokens:
@@ -170,7 +171,7 @@ class SpillFile(SpillReader):
             return self.written_bytes - before
 
     def _append_run(self, chain: PageChain, tokens: int, sides: tuple[Bytes, Bytes]) -> None:
-        """Writes pages that lie side by side: first what is in them, then their entries."""
+        """Write adjacent pages: first the contents, then the entries."""
         ordinal, slot = divmod(chain.pages, chain.plan.slots)
         if ordinal == len(chain.extents):
             self._claim(chain)
@@ -186,7 +187,7 @@ class SpillFile(SpillReader):
             chain.add(entry)
 
     def _undo(self, chain: PageChain, pages: int) -> None:
-        """Takes back what an append has done before an error: entries, from the end, and then the extents it claimed."""
+        """Roll back a failed append: remove its entries, from the end, and then its extents."""
         chain.cut(pages, self.shape.page_tokens)
         ordinal, slot = divmod(pages, chain.plan.slots)
         for index in range(ordinal, len(chain.extents)):
@@ -194,13 +195,13 @@ class SpillFile(SpillReader):
             offset = self._layout.at(chain.extents[index]) + chain.plan.entry_at(first)
             self._unwiped.append((offset, (chain.plan.slots - first) * chain.plan.entry_bytes))
         self._undone = chain
-        self._make_whole()
+        self._finish_removals()
 
-    def _make_whole(self) -> None:
-        """Takes away in the file what is no more in memory; before every change, as an error may have been in the way.
+    def _finish_removals(self) -> None:
+        """Complete removals that an error interrupted. Called before every change.
 
-        An entry left behind would come alive with a later page before it. From the end, so that what a crash leaves is a
-        beginning.
+        A leftover entry would become valid again when an append writes the page before it. Entries are removed from the
+        end, so that a crash leaves a valid prefix.
         """
         while self._unwiped:
             offset, size = self._unwiped[-1]
@@ -208,7 +209,7 @@ class SpillFile(SpillReader):
             self._unwiped.pop()
         if self._undone is not None:
             while len(self._undone.extents) > -(-self._undone.pages // self._undone.plan.slots):
-                self._give_back(self._undone)
+                self._release_extent(self._undone)
             self._undone = None
         if self._cutting:
             self._sync()
@@ -225,7 +226,7 @@ class SpillFile(SpillReader):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
     def _claim(self, chain: PageChain) -> None:
-        """Gives `chain` one more extent: a free one (its table is empty), or a new one at the end of the file."""
+        """Add an extent to `chain`: a free one, whose table is empty, or a new one at the end of the file."""
         owner = pack(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
         if self._free:
             self._write(owner, self._layout.at(self._free[-1]))
@@ -241,8 +242,8 @@ class SpillFile(SpillReader):
         chain.extents.append(self._extents)
         self._extents += 1
 
-    def _give_back(self, chain: PageChain) -> None:
-        """Takes the last extent of `chain` back; its table is empty."""
+    def _release_extent(self, chain: PageChain) -> None:
+        """Release the last extent of `chain`, whose table is empty."""
         extent = chain.extents[-1]
         if extent == self._extents - 1:
             self.raw.cut(self._layout.at(extent))
@@ -253,17 +254,20 @@ class SpillFile(SpillReader):
         chain.extents.pop()
 
     def truncate(self, sequence: int, pages: int) -> None:
-        """Takes away all pages of `sequence` from number `pages` on, in all layers; on the disk when it returns."""
+        """Remove the pages of `sequence` from number `pages` on in all layers, durably."""
         if pages < 0:
             raise ValueError(f"pages: must be at least 0, not {pages}")
         with self._lock:
-            self._make_whole()
+            self._finish_removals()
             self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
 
     def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
-        """Cuts chains in the file. The commit comes first: were it last, a crash before it would look like damage."""
+        """Cut chains in the file.
+
+        The commit is written first: with the old commit, a crash during the removal would look like damage.
+        """
         self._sync()
-        self._tell_lost()
+        self._raise_lost()
         self._write_commit(sum(chain.pages - pages for chain, pages in cuts))
         self._cutting = True
         self._unwiped += wipe
@@ -272,30 +276,33 @@ class SpillFile(SpillReader):
                 offset = self._layout.at(run.extent) + chain.plan.entry_at(run.slot)
                 self._unwiped.append((offset, run.pages * chain.plan.entry_bytes))
             chain.cut(pages, self.shape.page_tokens)
-        self._make_whole()
+        self._finish_removals()
 
     def flush(self) -> None:
-        """Returns when everything appended is on the disk and will be there after a crash of the machine.
+        """Write everything to disk, so that it survives a crash of the machine.
 
-        EnvironmentProblem: it could not be written back; a later flush does so, or raises DataError for what is lost.
+        EnvironmentProblem: the write-back failed; a later flush repeats it, or raises DataError for lost pages.
         """
         with self._lock:
-            self._make_whole()
+            self._finish_removals()
             self._sync()
-            self._tell_lost()
+            self._raise_lost()
             self._write_commit()
 
-    def _write_commit(self, gone: int = 0) -> None:
-        """Commits what is synced, less `gone` pages. It may be on the disk even where it fails: its epoch is used up."""
-        commit = Commit(self._epoch, sum(chain.pages for chain in self._chains.values()) - gone)
-        # Two on: the next one must take the place of this, and not of the last good one.
+    def _write_commit(self, removed: int = 0) -> None:
+        """Commit the synced pages except `removed` ones.
+
+        A failed commit may be on disk, so its epoch is never used again.
+        """
+        commit = Commit(self._epoch, sum(chain.pages for chain in self._chains.values()) - removed)
+        # Skip an epoch, in case the commit fails: the next one must overwrite this one, and not the last good one.
         self._synced, self._epoch = commit.epoch, commit.epoch + 2
         self._write(pack(commit), COMMITS_AT[commit.epoch % 2])
         self._sync()
         self._epoch = commit.epoch + 1
 
     def _sync(self) -> None:
-        """Returns when all that was written is on the disk; what a sync that failed has left in doubt is written again."""
+        """Sync the file, but first write again the data that a failed sync left in doubt."""
         if self._doubtful:
             self._write_again()
         self._doubtful = True
@@ -303,27 +310,27 @@ class SpillFile(SpillReader):
         self._doubtful = False
 
     def _write_again(self) -> None:
-        """Writes all pages that are not known to be on the disk, and all tables. What cannot be read back is cut off."""
+        """Write all unsynced pages and all tables again. Pages that cannot be read back are cut off."""
         with contextlib.suppress(EnvironmentProblem):
-            self.raw.sync()  # what is dirty cannot be forgotten
+            self.raw.sync()  # the kernel drops only clean pages from its cache
         for chain in self._chains.values():
             first, slots = bisect_right(chain.epochs, self._synced), chain.plan.slots
             for ordinal, extent in enumerate(chain.extents):
                 pages = range(max(first, ordinal * slots), min(chain.pages, (ordinal + 1) * slots))
-                sides = self._whole(chain, list(pages))
+                sides = self._verified_prefix(chain, list(pages))
                 if len(sides[0]) < len(pages):
                     chain.lost = chain.pages
                     chain.cut(pages.start + len(sides[0]), self.shape.page_tokens)
                     self._lost += chain.lost - chain.pages
-                self._forget(extent)
+                self._drop_cached(extent)
                 self._write_pages(chain.plan, self._layout.at(extent), pages.start - ordinal * slots, sides)
                 self._write_table(chain, ordinal)
         for extent in self._free:
-            self._forget(extent)
+            self._drop_cached(extent)
             self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
 
-    def _whole(self, chain: PageChain, pages: list[int]) -> list[Bytes]:
-        """Keys and values of `pages` [pages, slot bytes], those before the first that cannot be read whole."""
+    def _verified_prefix(self, chain: PageChain, pages: list[int]) -> list[Bytes]:
+        """Return keys and values [pages, slot bytes] of `pages`, up to the first that cannot be verified."""
         try:
             return self._read_sides(chain, pages, SIDES)
         except DataError:
@@ -334,8 +341,8 @@ class SpillFile(SpillReader):
                     return self._read_sides(chain, pages[:index], SIDES)
             raise
 
-    def _forget(self, extent: int) -> None:
-        """Has the file system map an extent anew: ext4 forgets, if writing back failed, that a block was never written."""
+    def _drop_cached(self, extent: int) -> None:
+        """Drop an extent from the page cache: after a failed write-back, ext4 must look up its unwritten blocks again."""
         self.raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
     def _write_table(self, chain: PageChain, ordinal: int) -> None:
@@ -345,18 +352,18 @@ class SpillFile(SpillReader):
         table = owner + _table(chain.plan, [chain.entry(page, self.shape.page_tokens) for page in pages])
         self._write(table.ljust(chain.plan.table_bytes, b"\0"), self._layout.at(extent))
 
-    def _tell_lost(self) -> None:
+    def _raise_lost(self) -> None:
         lost, self._lost = self._lost, 0
         if lost:
-            told = f"{self.path}: {lost} pages are lost, because the kernel could not write them to the disk"
-            raise DataError(told, "append them again, or compute the context again")
+            message = f"{self.path}: {lost} pages are lost, because the kernel could not write them to the disk"
+            raise DataError(message, "append them again, or compute the context again")
 
     def _write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
         self.raw.write(data, offset, direct)
         self.written_bytes += len(data)
 
     def close(self) -> None:
-        """Flushes and closes the file."""
+        """Flush and close the file."""
         if self.raw.fd < 0:
             return
         try:

@@ -1,15 +1,15 @@
-"""What a spill file holds and where it lies: shapes, records, each with a checksum of its own, and chains.
+"""The format of spill files: shapes, records with checksums, extents, and chains of pages.
 
     0     header: magic, version, length, CRC, then the identity as JSON
-    4096  two commit records, written in turns: the epoch and how many pages were on the disk at its end
-    8192  extents, all of one size. Each belongs to one layer of one sequence (or to its tokens) and holds
-          a table of entries (the first is the extent's own), the keys of its pages, the values of its pages
+    4096  two commit records, written alternately: the epoch, and how many pages were on disk at its end
+    8192  extents of equal size. Each belongs to a layer of a sequence (or to its tokens) and contains
+          a table of entries (the first describes the extent), the keys of its pages, the values of its pages
 
-A page has a checksum for each of its parts, whole blocks of keys or of values, so that a few rows are read without the
-rest of their page. Keys and values lie apart, so that scoring reads nothing but keys, in long runs; or, in a file that is
-interleaved, each part of the keys of a page before the same part of its values, so that a row takes one read, not two.
-Entries of pages have as many bytes as their checksums take: they never cross a sector of 512 bytes, as a disk writes each
-whole or not at all.
+A page has a checksum for each part, which consists of whole blocks of keys or of values, so that single rows can be
+read without the rest of the page. Keys and values are separate, so that scoring reads only keys, in long runs. In an
+interleaved file, each part of a page's keys is followed by the same part of its values, so that a row takes one read
+instead of two. The size of a page's entry depends on the number of checksums. An entry never crosses a sector of 512
+bytes, which a disk writes atomically.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
 VERSION = 3
-"""Files of before are read and written as they are. Of version 1: one part to a page, entries of 64 bytes; of 2: apart."""
+"""Older files keep their format. Version 1: one part per page, entries of 64 bytes. Version 2: not interleaved."""
 RECORD_BYTES = 64
 ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)
-"""What an entry of a page may take."""
+"""Possible sizes of a page's entry."""
 MOST_PARTS = 60
-"""Of keys or of values: the largest entry holds the checksums of twice as many."""
+"""Parts of the keys, or of the values, of a page: the largest entry fits the checksums of both."""
 KEYS, VALUES = 0, 1
 """Sides of a page, and of an extent."""
 COMMITS_AT = (4096, 6144)
 EXTENTS_AT = 8192
 EXTENT_TOKENS = 1024
-"""What an extent of a layer holds unless told otherwise: 2 MiB of keys for 8 heads of 128 halves."""
+"""Default size of an extent of a layer: 2 MiB of keys for 8 heads of 128 fp16 numbers."""
 LARGEST_EXTENT = 1 << 40
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),  # numpy has none: the bits
+    "bfloat16": np.dtype(np.uint16),  # the bits: numpy has no such type
 }
 """Names of the types of keys and values, and the numpy type that carries them."""
 _HEADER = struct.Struct("<8sIII")
 
 
 def whole_blocks(size_bytes: int) -> int:
-    """Returns `size_bytes` rounded up to whole blocks."""
+    """Return `size_bytes` rounded up to whole blocks."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """Identity of a spill file: a file is opened only by what has the same `model`, shape and type.
+    """The identity of a spill file: only a reader with the same `model`, shape and type may open it.
 
     `value_dim` 0 stands for `head_dim`.
     """
@@ -91,53 +91,53 @@ class KvShape:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The numpy type that carries keys and values."""
+        """The numpy type of keys and values."""
         return DTYPES[self.dtype]
 
     @property
     def slot_sizes(self) -> tuple[int, int]:
-        """Bytes of the keys and of the values of one page in the file, each in whole blocks."""
+        """Bytes of the keys and of the values of a page in the file, in whole blocks."""
         per_dim = self.kv_heads * self.page_tokens * self.numpy_dtype.itemsize
         return whole_blocks(per_dim * self.head_dim), whole_blocks(per_dim * self.value_dim)
 
     @property
     def key_slot_bytes(self) -> int:
-        """Bytes of the keys of one page in the file, in whole blocks."""
+        """Bytes of the keys of a page in the file, in whole blocks."""
         return self.slot_sizes[KEYS]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in one layer, without padding."""
+        """Bytes of the keys and values of a token in one layer, without padding."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize
 
     def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Returns shapes and types of keys and values, [*lead, dim]."""
+        """Return the shapes [*lead, dim] and types of keys and values."""
         return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
     def pages_of(self, tokens: int) -> int:
-        """Returns how many pages hold `tokens`."""
+        """Return the number of pages for `tokens`."""
         return -(-tokens // self.page_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
 def aligned(size_bytes: int) -> Bytes:
-    """Returns a buffer of `size_bytes` whose address O_DIRECT accepts; its contents are undefined."""
+    """Return an uninitialized buffer of `size_bytes` that is aligned for O_DIRECT."""
     raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
     skip = -raw.ctypes.data % BLOCK_BYTES
     return raw[skip : skip + size_bytes]
 
 
 def view_slots(shape: KvShape, slots: Bytes, side: int) -> NDArray[Any]:
-    """Returns the keys (`side` 0) or values (1) [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes]."""
+    """Return the keys (`side` 0) or values (1) [pages, kv_heads, page_tokens, dim] in `slots` [pages, slot bytes]."""
     form, dtype = shape.forms(len(slots), shape.kv_heads, shape.page_tokens)[side]
     return slots[:, : math.prod(form[1:]) * dtype.itemsize].view(dtype).reshape(form)
 
 
 def slots_of(shape: KvShape, rows: NDArray[Any], side: int) -> Bytes:
-    """Returns `rows` [kv_heads, tokens, dim] laid out in slots [pages, slot bytes]; what they do not fill is zero."""
+    """Return `rows` [kv_heads, tokens, dim] as slots [pages, slot bytes], padded with zeros."""
     heads, tokens, dim = rows.shape
     full, rest = divmod(tokens, shape.page_tokens)
     slots = aligned(shape.pages_of(tokens) * shape.slot_sizes[side]).reshape(-1, shape.slot_sizes[side])
@@ -150,7 +150,7 @@ def slots_of(shape: KvShape, rows: NDArray[Any], side: int) -> Bytes:
 
 
 def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: int) -> None:
-    """ValueError if these are not keys and values [*lead, kv_heads, tokens, dim]."""
+    """Raise ValueError if the arrays are not keys and values [*lead, kv_heads, tokens, dim]."""
     tokens = keys.shape[-2] if keys.ndim > 1 else 0
     forms = shape.forms(*lead, shape.kv_heads, tokens)
     for name, found, (form, dtype) in zip(("keys", "values"), (keys, values), forms, strict=True):
@@ -159,7 +159,7 @@ def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: 
 
 
 class PageEntry(NamedTuple):
-    """One page: entry `page` of its chain, with `tokens` filled, appended in `epoch`; checksums of its parts, keys first."""
+    """A page: number `page` of its chain, with `tokens` tokens, appended in `epoch`; checksums of its parts, keys first."""
 
     sequence: int
     layer: int
@@ -170,7 +170,7 @@ class PageEntry(NamedTuple):
 
 
 class ExtentEntry(NamedTuple):
-    """Whose an extent is: the `ordinal`-th of `layer` of `sequence`."""
+    """The owner of an extent, which is the `ordinal`-th of `layer` of `sequence`."""
 
     sequence: int
     layer: int
@@ -178,7 +178,7 @@ class ExtentEntry(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """After `epoch`, `pages` entries of this or earlier epochs were on the disk."""
+    """At the end of `epoch`, `pages` entries of this and earlier epochs were on disk."""
 
     epoch: int
     pages: int
@@ -189,10 +189,10 @@ _KINDS: dict[type[Any], bytes] = {PageEntry: b"PAGE", ExtentEntry: b"EXTN", Comm
 
 
 def pack(record: PageEntry | ExtentEntry | Commit, size: int = RECORD_BYTES) -> bytes:
-    """Returns the `size` bytes of a record."""
+    """Return a record as `size` bytes."""
     words: Sequence[int]
     if isinstance(record, Commit):
-        words = (record.epoch, record.pages & 0xFFFFFFFF, record.pages >> 32)  # more than 32 bits hold
+        words = (record.epoch, record.pages & 0xFFFFFFFF, record.pages >> 32)  # 64 bits
     elif isinstance(record, PageEntry):
         words = (*record[:-1], *record.crcs)
     else:
@@ -202,7 +202,10 @@ def pack(record: PageEntry | ExtentEntry | Commit, size: int = RECORD_BYTES) -> 
 
 
 def unpack(kind: type[Record], data: bytes, crcs: int = 0) -> Record | None:
-    """Returns the record of `kind` that `data` is; None if it was never written, torn or damaged. `crcs`: of a page."""
+    """Return the record of `kind` in `data`, or None if it is missing, torn or damaged.
+
+    `crcs`: checksums in a page's entry.
+    """
     own = len(kind._fields) - 1 if kind is PageEntry else 3
     if data[:4] != _KINDS[kind] or len(data) < 8 + 4 * (own + crcs) or data[-4:] != struct.pack("<I", zlib.crc32(data[:-4])):
         return None
@@ -214,10 +217,10 @@ def unpack(kind: type[Record], data: bytes, crcs: int = 0) -> Record | None:
 
 @dataclass(frozen=True)
 class ExtentPlan:
-    """How an extent of one kind is divided: `slots` pages, of which `sizes` are the bytes of keys and of values.
+    """The layout of an extent with `slots` pages; `sizes` are the bytes of the keys and of the values of a page.
 
-    `parts`: in how many parts of one size those are, each with a checksum. `direct`: these are whole blocks.
-    `interleaved`: each part of keys lies before that of values, of which there are as many.
+    `parts`: the number of equal parts of each side, which have one checksum each. `direct`: parts are whole blocks.
+    `interleaved`: each part of keys is followed by the part of values; both sides then have equally many parts.
     """
 
     slots: int
@@ -228,53 +231,53 @@ class ExtentPlan:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of the entry of a page: as few as hold its checksums beside its kind, five numbers and its own checksum."""
+        """Bytes of a page's entry: the smallest size that fits its kind, five numbers, the page's checksums and its own."""
         return next(size for size in ENTRY_BYTES if 28 + 4 * sum(self.parts) <= size)
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table, before the pages."""
+        """Bytes of the table, which precedes the pages."""
         return whole_blocks(self.entry_at(self.slots))
 
     def entry_at(self, slot: int) -> int:
-        """Returns where the entry of `slot` begins in the extent; the extent's own is slot -1."""
+        """Return the offset of the entry of `slot` in the extent; slot -1 is the entry of the extent."""
         return (slot + 1) * self.entry_bytes
 
     def part_bytes(self, side: int) -> int:
-        """Returns the bytes of a part of keys (`side` 0) or of values (1)."""
+        """Return the bytes of a part of keys (`side` 0) or of values (1)."""
         return self.sizes[side] // self.parts[side]
 
     def step_bytes(self, side: int) -> int:
-        """Returns the bytes from the beginning of a part to that of the next of the same side."""
+        """Return the distance from a part to the next of the same side, in bytes."""
         return (sum(self.sizes) if self.interleaved else self.sizes[side]) // self.parts[side]
 
     def slot_at(self, side: int, slot: int) -> int:
-        """Returns where the keys (`side` 0) or values (1) of `slot` begin in the extent."""
+        """Return the offset of the keys (`side` 0) or values (1) of `slot` in the extent."""
         before = self.part_bytes(KEYS) if side and self.interleaved else side * self.slots * self.sizes[KEYS]
         return self.table_bytes + before + slot * self.parts[side] * self.step_bytes(side)
 
     @functools.cached_property
     def geometry(self) -> Int64s:
-        """Of keys and of values [2, 4]: parts of a page, bytes of one, where the first begins in an extent, and the next."""
+        """int64 [2, 4] of keys and values: parts of a page, bytes of a part, offset of the first in an extent, distance."""
         sides = (KEYS, VALUES)
-        told = [(self.parts[side], self.part_bytes(side), self.slot_at(side, 0), self.step_bytes(side)) for side in sides]
-        return np.array(told, np.int64)
+        rows = [(self.parts[side], self.part_bytes(side), self.slot_at(side, 0), self.step_bytes(side)) for side in sides]
+        return np.array(rows, np.int64)
 
     def end_at(self, slot: int) -> int:
-        """Returns where all of `slot` has ended in the extent."""
+        """Return the offset of the end of `slot` in the extent."""
         return self.slot_at(VALUES, slot) + (self.parts[VALUES] - 1) * self.step_bytes(VALUES) + self.part_bytes(VALUES)
 
 
 def parts_of(slot_bytes: int) -> int:
-    """Returns in how many parts the keys or the values of a page are: blocks, or as few together as an entry can tell of."""
+    """Return the number of parts of the keys or values of a page: one per block, or fewer if an entry is too small."""
     blocks = slot_bytes // BLOCK_BYTES
     return next(blocks // size for size in range(1, blocks + 1) if blocks % size == 0 and blocks // size <= MOST_PARTS)
 
 
 class Layout:
-    """The places in a file of `shape` whose extents hold `extent_pages` pages of a layer. `parts`: None as `parts_of`.
+    """The layout of a file of `shape` with `extent_pages` pages of a layer in an extent.
 
-    `interleaved`: as far as keys and values have equally many parts.
+    `parts` of each side: None for `parts_of`. `interleaved` has no effect unless both sides have equally many parts.
     """
 
     def __init__(
@@ -294,7 +297,7 @@ class Layout:
         self.of_layer = ExtentPlan(
             extent_pages, sizes, (of_keys, of_values), True, bool(interleaved) and of_keys == of_values
         )
-        # Token ids and positions are 8 bytes each: far more pages of them fit, but at least one must.
+        # Ids and positions take 8 bytes a token, so an extent fits more pages of them, but it must fit one.
         slot = 8 * shape.page_tokens
         least = whole_blocks(2 * RECORD_BYTES) + 2 * slot
         self.extent_bytes = whole_blocks(max(self.of_layer.end_at(extent_pages - 1), least))
@@ -307,19 +310,19 @@ class Layout:
         self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
     def plan(self, layer: int) -> ExtentPlan:
-        """Returns how the extents of `layer` are divided; layer number `shape.layers` stands for the tokens."""
+        """Return the plan of the extents of `layer`; layer `shape.layers` stands for the tokens."""
         return self.of_tokens if layer == self.shape.layers else self.of_layer
 
     def at(self, extent: int) -> int:
-        """Returns where extent number `extent` begins in the file."""
+        """Return the offset of extent number `extent` in the file."""
         return EXTENTS_AT + extent * self.extent_bytes
 
     def header(self) -> bytes:
-        """Returns the first block of the file."""
+        """Return the first block of the file."""
         plan = self.of_layer
-        told = {"extent_pages": self.extent_pages, "parts": plan.parts, "interleaved": plan.interleaved}
-        told |= self.shape.to_json()
-        identity = json.dumps(told, sort_keys=True).encode()
+        fields_ = {"extent_pages": self.extent_pages, "parts": plan.parts, "interleaved": plan.interleaved}
+        fields_ |= self.shape.to_json()
+        identity = json.dumps(fields_, sort_keys=True).encode()
         if _HEADER.size + len(identity) > BLOCK_BYTES:
             raise ValueError(f"model: a name of {len(self.shape.model)} characters is too long for the header")
         crc = zlib.crc32(identity, zlib.crc32(struct.pack("<II", VERSION, len(identity))))
@@ -327,7 +330,7 @@ class Layout:
 
 
 def read_header(block: bytes, path: Path) -> Layout:
-    """Returns the layout that the first block of a file tells of; DataError if it is none of ours, newer, or damaged."""
+    """Return the layout in the first block of a file; DataError if it is no spill file, of a newer version, or damaged."""
     if len(block) < _HEADER.size or block[:8] != MAGIC:
         raise DataError(f"{path}: magic: not a spill file of llmcache", "name a file that llmcache has written")
     _, version, length, crc = _HEADER.unpack_from(block)
@@ -347,7 +350,7 @@ def read_header(block: bytes, path: Path) -> Layout:
 
 
 def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
-    """DataError that names every field in which a file's identity differs from what is wanted."""
+    """Raise DataError with each field in which a file's identity differs from the expected one."""
     mine, theirs = wanted.to_json(), found.to_json()
     differ = [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
     if differ:
@@ -357,7 +360,7 @@ def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
 
 
 class PageRun(NamedTuple):
-    """`pages` pages from `first` on, which lie side by side from `slot` of `extent` on."""
+    """`pages` adjacent pages; the first is page `first` of its chain, at `slot` of `extent`."""
 
     first: int
     pages: int
@@ -367,30 +370,30 @@ class PageRun(NamedTuple):
 
 @dataclass
 class PageChain:
-    """Pages 0 .. of one layer (or of the tokens) of one sequence. 4 bytes a page and 4 for each of its parts."""
+    """The pages of one layer (or the tokens) of one sequence. Takes 4 bytes per page and 4 bytes per part."""
 
     sequence: int
     layer: int
     plan: ExtentPlan
     extents: array[int] = field(default_factory=lambda: array("q"))
     crcs: tuple[array[int], array[int]] = field(default_factory=lambda: (array("I"), array("I")))
-    """Checksums of the parts of keys and of values, page after page."""
+    """Checksums of the parts of keys and of values, in the order of pages."""
     epochs: array[int] = field(default_factory=lambda: array("I"))
     last_tokens: int = 0
     lost: int = 0
-    """Pages it had when the disk lost some: those that are no more."""
+    """Number of pages before a failed sync lost some; 0 if none were lost."""
 
     @property
     def pages(self) -> int:
-        """How many pages it has."""
+        """The number of pages."""
         return len(self.epochs)
 
     def tokens_of(self, page: int, page_tokens: int) -> int:
-        """Returns how many tokens of `page` are filled: all, except in the last."""
+        """Return the number of tokens in `page`; only the last page may be partial."""
         return self.last_tokens if page == self.pages - 1 else page_tokens
 
     def add(self, entry: PageEntry) -> None:
-        """Notes a page at the end."""
+        """Add a page at the end."""
         of_keys = self.plan.parts[KEYS]
         self.crcs[KEYS].extend(entry.crcs[:of_keys])
         self.crcs[VALUES].extend(entry.crcs[of_keys:])
@@ -398,13 +401,13 @@ class PageChain:
         self.last_tokens = entry.tokens
 
     def entry(self, page: int, page_tokens: int) -> PageEntry:
-        """Returns the entry of a page, as it was written."""
+        """Return the entry of a page, as written to the file."""
         of_sides = zip(self.crcs, self.plan.parts, strict=True)
         crcs = tuple(crc for of_side, parts in of_sides for crc in of_side[page * parts : (page + 1) * parts])
         return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], crcs)
 
     def cut(self, pages: int, page_tokens: int) -> None:
-        """Forgets all pages from number `pages` on."""
+        """Remove the pages from number `pages` on."""
         if pages < self.pages:
             for of_side, parts in zip(self.crcs, self.plan.parts, strict=True):
                 del of_side[pages * parts :]
@@ -412,7 +415,7 @@ class PageChain:
             self.last_tokens = page_tokens if pages else 0
 
     def runs(self, pages: list[int], longest: int = 1 << 30) -> Iterator[PageRun]:
-        """Yields `pages`, in their order, joined where they lie side by side in the file, at most `longest` at a time."""
+        """Yield `pages`, in the given order, as runs of at most `longest` pages that are adjacent in the file."""
         start = 0
         while start < len(pages):
             ordinal, slot = divmod(pages[start], self.plan.slots)

@@ -1,7 +1,7 @@
-"""A file that is read and written at offsets: whole, or with an error that says what happened.
+"""RawFile: complete reads and writes at offsets of a file, with errors that name the cause.
 
-Pages go around the page cache (O_DIRECT) where the file system can do that: the kernel would keep what is read rarely
-and in no order. Tables do not: their records are smaller than a block. Linux keeps both ways coherent.
+Pages bypass the page cache (O_DIRECT) if the file system supports it, because they are read rarely and in no order.
+Tables use the page cache, because their records are smaller than a block. Linux keeps both coherent.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from llmcache.units import BLOCK_BYTES
 
 HUGE_PAGE_BYTES = 1 << 21
 DEPTH = 256
-"""Reads of a queue that are under way together."""
+"""Maximum number of concurrent reads of a queue."""
 AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
-"""Of io_setup, io_submit and io_getevents, which glibc has no functions for."""
+"""System call numbers of io_setup, io_submit and io_getevents, for which glibc has no functions."""
 _PREADV = 7
 """IOCB_CMD_PREADV."""
 _MOST_SEGMENTS = 1024
 """IOV_MAX."""
 LARGEST_READ = 1 << 20
-"""Beyond it a disk gets no faster, and threads have less to share."""
+"""Maximum bytes of a read: larger reads are no faster, and leave less work to share between threads."""
 _BLOCK_WORDS, _EVENT_WORDS = 8, 4
-"""Of struct iocb and struct io_event, linux/aio_abi.h."""
+"""Sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes."""
 _MOST_FAILURES = 1000
-"""Of waits for reads: a signal ends one."""
+"""Failed waits for reads, for instance because of signals, before an error."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
-    """Returns the error to raise for what the system answered when `doing` something with `path`."""
+    """Return the exception for an OSError that occurred while `doing` something with `path`."""
     if error.errno in _FULL:
         hint = "free some space, or spill to another disk; all data spilled before is intact"
         return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
@@ -57,7 +57,7 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
 
 @contextlib.contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """A with block that does something with `path`: its OSErrors become what `problem` says."""
+    """Convert OSErrors in a with block, which is `doing` something with `path`, to the errors of `problem`."""
     try:
         yield
     except OSError as error:
@@ -65,14 +65,14 @@ def explained(path: Path, doing: str) -> Iterator[None]:
 
 
 def there_already(path: Path) -> UsageError:
-    """Returns the error to raise where a file would take the place of another unasked."""
+    """Return the error for a file that exists and must not be replaced."""
     return UsageError(f"{path}: the file exists", "restore it to continue with it, or remove it first")
 
 
 class RawFile:
-    """`path`, open; `direct` asks for O_DIRECT: None where possible, True or an EnvironmentProblem, False never.
+    """An open file. `direct`: use O_DIRECT if possible (None), always (True, else EnvironmentProblem) or never (False).
 
-    `directory`: a descriptor of the directory that the file is in; `path` is for messages then, except its last component.
+    `directory`: a descriptor of the file's directory; `path` is then used for messages, except its last component.
     """
 
     def __init__(self, path: Path, flags: int, direct: bool | None = None, directory: int | None = None) -> None:
@@ -87,14 +87,14 @@ class RawFile:
 
     @property
     def direct(self) -> bool:
-        """True if pages go around the page cache."""
+        """True if pages bypass the page cache."""
         return self._direct_fd is not None
 
     def _fd_for(self, direct: bool) -> int:
         return self._direct_fd if direct and self._direct_fd is not None else self.fd
 
     def lock(self) -> None:
-        """Makes this the only writer of the file; EnvironmentProblem if there is one. Ends with the process."""
+        """Lock the file for writing until the process ends; EnvironmentProblem if another process has locked it."""
         with explained(self.path, "locking"):
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,12 +103,12 @@ class RawFile:
                 raise EnvironmentProblem(f"{self.path}: another process is writing this file", hint) from None
 
     def open_direct(self) -> None:
-        """Opens the second way to the pages; needs a first block to try it with."""
+        """Open the file with O_DIRECT as well; needs a first block for a test read."""
         if self._wants_direct is False:
             return
         fd = None
         try:
-            # Through the descriptor: the name may be another file by now.
+            # Through the descriptor, because the name may refer to another file by now.
             fd = os.open(f"/proc/self/fd/{self.fd}", self._flags | os.O_DIRECT | os.O_CLOEXEC)
             os.preadv(fd, [aligned(BLOCK_BYTES).data], 0)
             self._direct_fd = fd
@@ -119,18 +119,18 @@ class RawFile:
                 raise problem(self.path, "opening with O_DIRECT", error) from None
 
     def refresh(self) -> None:
-        """Makes what is read what is on the disk: a write-back that failed leaves pages in memory that never get there."""
+        """Drop the file from the page cache: after a failed write-back, the cache may have pages that are not on disk."""
         with contextlib.suppress(EnvironmentProblem):
-            self.sync()  # what is dirty cannot be forgotten
+            self.sync()  # the kernel drops only clean pages
         self.forget(0, 0)
 
     def forget(self, offset: int, size: int) -> None:
-        """Has the system forget what it keeps in memory of `size` bytes at `offset` (0: all behind) and need not write."""
-        with contextlib.suppress(OSError):  # a file system without such memory
+        """Drop clean pages of `size` bytes at `offset` (0: up to the end) from the page cache."""
+        with contextlib.suppress(OSError):  # a file system without a page cache
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
-        """Fills `buffer` from `offset` on. DataError if the file ends before."""
+        """Fill `buffer` from `offset` on; DataError if the file ends before."""
         fd, view, done = self._fd_for(direct), buffer.data, 0
         while done < len(view):
             with explained(self.path, f"reading at {offset + done}"):
@@ -144,10 +144,10 @@ class RawFile:
             done += count
 
     def read_runs(self, wanted: Int64s, direct: bool = False, queue: ReadQueue | None = None) -> None:
-        """Does reads `wanted` [n, 3]: an offset in the file, an address in memory, bytes. Errors as `read_into`.
+        """Perform the reads `wanted` [n, 3]: offset in the file, address in memory, bytes. Errors as `read_into`.
 
-        Those that follow each other in the file are read in one go, wherever they go to. One after the other, or all at a
-        time by a `queue` that the memory is of.
+        Adjacent ranges of the file are read together, even if their addresses are not adjacent. Reads are sequential, or
+        concurrent with a `queue` that owns the memory.
         """
         fd = self._fd_for(direct)
         segments, firsts, starts = _joined(wanted, wanted[:, 0].argsort(kind="stable"))
@@ -156,7 +156,7 @@ class RawFile:
         else:
             with explained(self.path, "reading"):
                 left = queue.read(fd, segments, firsts, starts)
-        # What failed is tried once more, which tells why, or goes on where it was short.
+        # Repeat a failed read to raise its error, or to complete a short one.
         for run in left.tolist():
             offset = int(starts[run])
             for address, size in segments[firsts[run] : firsts[run + 1]].tolist():
@@ -164,7 +164,7 @@ class RawFile:
                 offset += size
 
     def read(self, size: int, offset: int) -> bytes:
-        """Returns up to `size` bytes at `offset`: fewer only where the file ends."""
+        """Return `size` bytes at `offset`, or fewer at the end of the file."""
         parts, done = [], 0
         while done < size:
             with explained(self.path, f"reading at {offset + done}"):
@@ -176,7 +176,7 @@ class RawFile:
         return b"".join(parts)
 
     def write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
-        """Writes all of `data` at `offset`."""
+        """Write all of `data` at `offset`."""
         fd, done = self._fd_for(direct), 0
         view = memoryview(data) if isinstance(data, bytes) else data.data
         with explained(self.path, "spilling"):
@@ -184,7 +184,7 @@ class RawFile:
                 done += os.pwrite(fd, view[done:], offset + done)
 
     def grow(self, start: int, end: int) -> None:
-        """Claims space from `start`, where the file ends, to `end`; if there is too little, the file stays as it is."""
+        """Allocate space from `start`, the end of the file, to `end`; on an error, the file keeps its size."""
         try:
             os.posix_fallocate(self.fd, start, end - start)
         except OSError as error:
@@ -192,12 +192,12 @@ class RawFile:
             raise problem(self.path, "allocating space", error) from None
 
     def cut(self, end: int) -> None:
-        """Makes the file end at `end`."""
+        """Truncate the file at `end`."""
         with explained(self.path, "cutting"):
             os.ftruncate(self.fd, end)
 
     def rename(self, path: Path) -> None:
-        """Gives the file the name `path`, on the disk when it returns; UsageError if that is another's."""
+        """Rename the file to `path`, durably; UsageError if that exists."""
         with explained(path, "naming"):
             try:
                 files.rename(self.path, path, replace=False)
@@ -206,46 +206,46 @@ class RawFile:
         self.path = path
 
     def sync(self) -> None:
-        """Returns when everything written is on the disk."""
+        """Write all data to disk."""
         with explained(self.path, "writing back"):
             os.fdatasync(self.fd)
 
     def data_from(self, offset: int) -> int | None:
-        """Returns where the next byte at or behind `offset` is that was ever written; None if there are holes alone."""
+        """Return the offset of the first data at or after `offset`; None if only a hole follows."""
         try:
             return os.lseek(self.fd, offset, os.SEEK_DATA)
         except OSError as error:
             return None if error.errno == errno.ENXIO else offset
 
     def size(self) -> int:
-        """Returns the length of the file in bytes."""
+        """Return the length of the file in bytes."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Closes both ways to the file, also where one of them fails: EnvironmentProblem then."""
+        """Close both descriptors, even if one fails; EnvironmentProblem in that case."""
         fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
         failed: OSError | None = None
         for fd in fds:
             try:
                 if fd is not None and fd >= 0:
                     os.close(fd)
-            except OSError as error:  # writes of network file systems, and all of a dead mount, fail only here
+            except OSError as error:  # network file systems and dead mounts report write errors here
                 failed = failed or error
         if failed is not None:
             raise problem(self.path, "closing", failed)
 
 
-# ssize_t preadv(int, const struct iovec *, int, off_t): all of 64 bits but two, on the machines that this runs on.
+# ssize_t preadv(int, const struct iovec *, int, off_t). On the supported machines, only the two ints have 32 bits.
 _preadv = types.ExternalFunction("preadv", types.int64(types.int32, types.uintp, types.int32, types.int64))
-# long syscall(long, ...): what it takes are numbers, which come in the same registers whether or not they are variable.
+# long syscall(long, ...). Fixed and variable arguments are passed in the same registers.
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 6))
 
 
 @numba.njit(nogil=True, cache=True)
 def _joined(wanted, order):  # type: ignore[no-untyped-def]
-    """As few reads as `wanted` (see `read_runs`) takes, in the `order` of their offsets.
+    """Combine `wanted` (see `read_runs`) into as few reads as possible, in the `order` of their offsets.
 
-    Returns their segments (address, bytes), int64 [m, 2]; the first segment of each read, and of one more; their offsets.
+    Return the segments (address, bytes) int64 [m, 2], the first segment of each read and the end, and the reads' offsets.
     """
     segments, firsts = np.empty((len(wanted), 2), np.int64), np.empty(len(wanted) + 1, np.int64)
     starts = np.empty(len(wanted), np.int64)
@@ -270,9 +270,9 @@ def _joined(wanted, order):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
-    """Many reads without the interpreter in between, which all threads share and wait for.
+    """Perform the reads that `_joined` returned, without the GIL.
 
-    Takes what `_joined` returns. Ends at the first that fails or is short; returns its number, or how many there are.
+    Return the first that fails or is short, or their number.
     """
     for i in range(starts.size):
         some = segments[firsts[i] : firsts[i + 1]]
@@ -283,46 +283,46 @@ def _read_all(fd, segments, firsts, starts):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _read_together(calls, fd, segments, firsts, starts, blocks, pointers, events):  # type: ignore[no-untyped-def]
-    """As `_read_all`, with as many under way as there are `blocks`, and all tried.
+    """Like `_read_all`, but concurrently, up to the number of `blocks`, and without stopping at errors.
 
-    `calls`: an AIO context, the numbers of io_submit and io_getevents. Returns which were read
-    whole, and whether the kernel has told of all.
+    `calls`: the AIO context and the numbers of io_submit and io_getevents. Returns which reads were complete, and whether
+    the kernel reported the end of all.
     """
     context, submit, get_events = calls
     whole, depth = np.zeros(starts.size, np.bool_), len(blocks)
     for first in range(0, starts.size, depth):
         count = min(depth, starts.size - first)
         for i in range(count):
-            one = firsts[first + i]
+            segment = firsts[first + i]
             blocks[i, 0], blocks[i, 2] = first + i, _PREADV | fd << 32
-            blocks[i, 3] = segments[one:].ctypes.data
-            blocks[i, 4], blocks[i, 5] = firsts[first + i + 1] - one, starts[first + i]
-        taken = done = failures = 0
-        while taken < count:
-            more = _syscall(submit, context, count - taken, pointers[taken:].ctypes.data, 0, 0)
-            if more <= 0:
+            blocks[i, 3] = segments[segment:].ctypes.data
+            blocks[i, 4], blocks[i, 5] = firsts[first + i + 1] - segment, starts[first + i]
+        submitted = done = failures = 0
+        while submitted < count:
+            result = _syscall(submit, context, count - submitted, pointers[submitted:].ctypes.data, 0, 0)
+            if result <= 0:
                 break
-            taken += more
-        while done < taken:
-            more = _syscall(get_events, context, taken - done, taken - done, events[done:].ctypes.data, 0)
-            failures += more < 0
+            submitted += result
+        while done < submitted:
+            result = _syscall(get_events, context, submitted - done, submitted - done, events[done:].ctypes.data, 0)
+            failures += result < 0
             if failures == _MOST_FAILURES:
                 return whole, False
-            done += max(0, more)
-        for i in range(taken):
+            done += max(0, result)
+        for i in range(submitted):
             run = events[i, 0]
             whole[run] = events[i, 2] == segments[firsts[run] : firsts[run + 1], 1].sum()
     return whole, True
 
 
 def huge_memory(size_bytes: int) -> Bytes:
-    """Returns fresh memory in one huge page, where the kernel has some, not in small ones as the allocator's may be.
+    """Return new memory backed by huge pages if the kernel has any.
 
-    The disk is then told of one place in memory for each read, not of one for each 4 KiB.
+    A read then needs one physical address range, not one for each 4 KiB.
     """
     size = max(size_bytes, HUGE_PAGE_BYTES)
     fresh = mmap.mmap(-1, size + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         fresh.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(fresh, np.uint8)
     skip = -memory.ctypes.data % HUGE_PAGE_BYTES
@@ -330,9 +330,9 @@ def huge_memory(size_bytes: int) -> Bytes:
 
 
 class ReadQueue:
-    """Reads that are under way together, without a thread for each: Linux's own asynchronous I/O, into memory of its own.
+    """Concurrent reads by Linux's asynchronous I/O, without a thread for each, into memory of the queue.
 
-    `read_queue` hands them out. One at a time reads after the other where the kernel, or a container, has none for us.
+    Obtained from `read_queue`. Reads are sequential if the kernel or the container does not permit asynchronous I/O.
     """
 
     def __init__(self) -> None:
@@ -345,26 +345,26 @@ class ReadQueue:
         self._memory = np.empty(0, np.uint8)
 
     def memory(self, size_bytes: int) -> Bytes:
-        """Returns memory to read into, valid until the queue is given back."""
+        """Return memory to read into, valid until the queue is released."""
         if self._memory.size < size_bytes:
             self._memory = huge_memory(size_bytes)
         return self._memory[:size_bytes]
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
-        """Reads what `_joined` has put together; returns the numbers of the reads that were not whole."""
+        """Perform the reads that `_joined` returned; return the numbers of those that are incomplete."""
         if self._calls is None:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
-        whole, told = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
-        if not told:
+        whole, done = _read_together(self._calls, fd, segments, firsts, starts, self._blocks, self._pointers, self._events)
+        if not done:
             raise OSError(errno.EIO, "the kernel did not report the end of asynchronous reads")
         return np.flatnonzero(~whole)
 
 
 @contextlib.contextmanager
 def read_queue() -> Iterator[ReadQueue]:
-    """Yields a queue that nobody else uses meanwhile.
+    """Yield a queue for exclusive use.
 
-    One that was left in the middle of its reads is not used again, nor is its memory given back.
+    A queue whose reads were interrupted is never used again, and its memory is not freed.
     """
     try:
         queue = free_queues.pop()
@@ -372,7 +372,7 @@ def read_queue() -> Iterator[ReadQueue]:
         queue = ReadQueue()
     try:
         yield queue
-    except LlmcacheError:  # raised after its reads
+    except LlmcacheError:  # raised after all reads have ended
         free_queues.append(queue)
         raise
     except BaseException:
@@ -382,6 +382,6 @@ def read_queue() -> Iterator[ReadQueue]:
 
 
 free_queues: list[ReadQueue] = []
-"""That nobody uses."""
+"""Queues that are not in use."""
 _abandoned: list[ReadQueue] = []
-os.register_at_fork(after_in_child=free_queues.clear)  # a child has no such context
+os.register_at_fork(after_in_child=free_queues.clear)  # AIO contexts are not inherited

@@ -1,11 +1,9 @@
-"""SpillReader: what a spill file holds, read in any order and by any number of processes.
+"""SpillReader: a spill file open for reading, in any order and by any number of processes.
 
-A page exists once its entry does, and its entry is written after it. What was written since the last commit may have
-reached the disk in any order, so its checksums are compared when the file is opened; the pages before are compared when
-they are read. A chain ends before its first page that is not whole. What a crash left behind is never served. Pages lost
-behind a commit are damage, not a crash: DataError.
-
-Pages that lie side by side are read in one go.
+A page exists if its entry does; the entry is written after the page. Data written after the last commit may have reached
+the disk in any order, so its checksums are verified when the file is opened; those of older pages are verified when they
+are read. A chain ends before its first invalid page, so leftovers of a crash are never returned. Missing committed pages
+are damage: DataError. Adjacent pages are read together.
 """
 
 from __future__ import annotations
@@ -52,29 +50,29 @@ from llmcache.units import BLOCK_BYTES
 SIDES = (KEYS, VALUES)
 Pages = Int64s | Sequence[int]
 TakeRows = Callable[[int, int, NDArray[Any]], None]
-"""Gets keys (0) or values (1), where in the pages asked for they begin, and rows [n, kv_heads, page_tokens, dim].
+"""Called with the side (keys 0, values 1), the index of the first page, and rows [n, kv_heads, page_tokens, dim].
 
-They are valid until it returns. It is called by several threads at a time.
+The rows are valid until it returns. Several threads call it concurrently.
 """
 JOB_BYTES = 1 << 19
-"""What one thread reads before it compares the checksums of it all: still in the processor's cache by then."""
+"""Bytes that a thread reads before it verifies their checksums: few enough to be still in the CPU cache."""
 TAKEN_BYTES = 1 << 21
-"""What one thread reads before it hands it over: fewer and longer jobs, as each has more to do."""
+"""Bytes that a thread reads before it passes them on: more than `JOB_BYTES`, because each job costs more."""
 SCATTERED_ROWS = 2048
-"""Rows of which parts are read at a time."""
+"""Rows whose parts are read together."""
 ATTEMPTS = 5
 LAST_EPOCH = (1 << 32) - 2
-"""A record has 32 bits for an epoch, and pages are those of the next."""
+"""Largest epoch of a commit: epochs have 32 bits, and new pages have the next one."""
 MOST_AHEAD = 1 << 31
-"""No page is of a later epoch than this, unless commits are: each that fails uses up two."""
+"""The largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two."""
 Self = TypeVar("Self", bound="SpillReader")
 _of_thread = threading.local()
 
 
 class Scan:
-    """The contents of a file as of `commit`: chains cut to whole pages, free extents, and entries to be wiped.
+    """The contents of a file as of `commit`: chains of valid pages, free extents, and table ranges to wipe before a write.
 
-    These are wiped before the file is written. DataError if pages are missing that were committed. The file is not changed.
+    Does not change the file. DataError: committed pages are missing.
     """
 
     def __init__(self, raw: RawFile, layout: Layout, commit: Commit) -> None:
@@ -90,15 +88,12 @@ class Scan:
             committed += self._read(chain)
         if committed < commit.pages:
             hint = "the file was damaged or truncated after it was written: spill the context again"
-            told = f"{commit.pages - committed} of {commit.pages} committed pages are missing"
-            raise DataError(f"{raw.path}: table: {told}", hint)
+            missing = f"{commit.pages - committed} of {commit.pages} committed pages are missing"
+            raise DataError(f"{raw.path}: table: {missing}", hint)
 
     @classmethod
     def latest(cls, raw: RawFile, layout: Layout) -> Scan:
-        """Returns what the file holds.
-
-        Somebody may be writing it: where pages were taken away between the commit and their entries, it is read again.
-        """
+        """Return the contents of a file, scanned again if a writer removed pages in the meantime."""
         for _ in range(ATTEMPTS - 1):
             commit = commit_of(raw)
             try:
@@ -109,7 +104,7 @@ class Scan:
         return cls(raw, layout, commit_of(raw))
 
     def _owners(self) -> dict[tuple[int, int], list[int]]:
-        """Extents of each chain in their order; those that belong to none, or lie behind a gap, become free."""
+        """Return the extents of each chain in order; extents without an owner or after a gap become free."""
         owners: dict[tuple[int, int], dict[int, int]] = {}
         for extent in self._written():
             self.extents = extent + 1
@@ -122,12 +117,12 @@ class Scan:
         for key, extents in owners.items():
             gap = next(ordinal for ordinal in range(len(extents) + 1) if ordinal not in extents)
             chains[key] = [extents.pop(ordinal) for ordinal in range(gap)]
-            for extent in extents.values():  # the extent before it is missing, so what it holds can be of no use
+            for extent in extents.values():  # unusable, because the extent before it is missing
                 self._release(extent)
         return chains
 
     def _written(self) -> Iterator[int]:
-        """Yields the extents whose tables were ever written: a file of holes takes no longer than what is there of it."""
+        """Yield the extents whose tables were ever written; holes in the file are skipped."""
         extent, layout = 0, self._layout
         while layout.at(extent) < self._size:
             data = self.raw.data_from(layout.at(extent))
@@ -140,14 +135,14 @@ class Scan:
                 extent = max(extent + 1, (data - layout.at(0)) // layout.extent_bytes)
 
     def _release(self, extent: int) -> None:
-        """Notes an extent that may be used again, without what is in its table: it must not come alive under a new owner."""
+        """Add an extent to the free ones, and have its table wiped: old entries must not become valid under a new owner."""
         self.free.append(extent)
         table = self.raw.read(self._layout.table_bytes, self._layout.at(extent))
         if any(table):
             self.wipe.append((self._layout.at(extent), len(table)))
 
     def _read(self, chain: PageChain) -> int:
-        """Adds the whole pages to `chain`; returns how many of them are committed."""
+        """Add the valid pages to `chain`; return how many of them are committed."""
         committed, ended, plan, page_tokens = 0, False, chain.plan, self._layout.shape.page_tokens
         for extent in chain.extents:
             slot, at = 0, self._layout.at(extent)
@@ -162,7 +157,7 @@ class Scan:
                     committed += entry.epoch <= self.commit.epoch
                     slot += 1
                     ended = entry.tokens < page_tokens
-            # Entries behind the last whole page would come alive again once the pages before them are rewritten.
+            # Entries after the last valid page would become valid again when the pages before them are rewritten.
             rest = table[plan.entry_at(slot) :]
             if any(rest):
                 self.wipe.append((at + plan.entry_at(slot), len(rest)))
@@ -187,9 +182,9 @@ class Scan:
 
 
 def commit_of(raw: RawFile) -> Commit:
-    """Returns the newest commit of a file; DataError if both records are damaged, or it is the last there can be."""
+    """Return the newest commit of a file; DataError if both records are damaged, or its epoch is the largest possible."""
     records = [unpack(Commit, raw.read(RECORD_BYTES, at)) for at in COMMITS_AT]
-    # One in the other's place would be overwritten by the next, instead of the older one.
+    # Ignore a record in the wrong place: the next commit would overwrite it instead of the older one.
     whole = [record for turn, record in enumerate(records) if record is not None and record.epoch % 2 == turn]
     if not whole:
         raise DataError(f"{raw.path}: commit: both commit records are damaged", "spill the context again")
@@ -200,9 +195,9 @@ def commit_of(raw: RawFile) -> Commit:
 
 
 class SpillReader:
-    """A spill file, open for reading (a context manager). Safe to use from many threads at a time.
+    """A spill file open for reading; a context manager. Any number of threads may use it.
 
-    `torn`: it held torn or half-written entries, as a crash leaves them.
+    `torn`: the file had torn or incomplete entries, as a crash leaves them.
     """
 
     _flags = os.O_RDONLY
@@ -224,11 +219,10 @@ class SpillReader:
         direct: bool | None = None,
         keep_unfinished: bool = False,
     ) -> Self:
-        """Opens a file with all that it held whole; the rest is dropped.
+        """Open a file. Pages that not all layers have are dropped unless `keep_unfinished`, to resume an interrupted step.
 
-        `shape`: refuse the file of another model. `direct`: as `RawFile`. DataError: not a spill file, another model's, a
-        newer version's, damaged. `keep_unfinished`: also pages that not all layers have, for who goes on where it ended in
-        the middle of a step. EnvironmentProblem: not there; or it is to be written, and another process does that.
+        `shape`: accept only a file of this model. `direct`: as `RawFile`. DataError: not a spill file, of another model, of
+        a newer version, or damaged. EnvironmentProblem: the file does not exist, or another process has it open for writing.
         """
         raw = RawFile(Path(path), cls._flags, direct)
         try:
@@ -251,23 +245,23 @@ class SpillReader:
         return file
 
     def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
-        """Cuts chains to so many pages; whoever writes the file wipes the entries behind them, and those of `wipe`."""
+        """Cut chains to the given numbers of pages; a writer wipes the removed entries, and the ranges `wipe`."""
         for chain, pages in cuts:
             chain.cut(pages, self.shape.page_tokens)
 
     @property
     def path(self) -> Path:
-        """Where the file is."""
+        """The path of the file."""
         return self.raw.path
 
     @property
     def shape(self) -> KvShape:
-        """Whose keys and values it holds."""
+        """The shape of the keys and values."""
         return self._layout.shape
 
     @property
     def direct(self) -> bool:
-        """True if pages go around the page cache (O_DIRECT)."""
+        """True if pages bypass the page cache (O_DIRECT)."""
         return self.raw.direct
 
     @property
@@ -277,18 +271,18 @@ class SpillReader:
 
     @property
     def sequences(self) -> list[int]:
-        """Numbers of the sequences that have pages, ascending."""
+        """The numbers of the sequences that have pages, ascending."""
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
 
     def pages(self, sequence: int, layer: int | None = None) -> int:
-        """Returns how many pages `sequence` has: those that all layers and the tokens have, or those of one layer."""
+        """Return the number of pages of `sequence`: in one layer, or in all layers and the tokens."""
         if layer is None:
             return self._common_pages(self._chains_of(sequence))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
     def length(self, sequence: int, layer: int | None = None) -> int:
-        """Returns how many tokens `sequence` has: in pages that all layers have, or in those of one layer."""
+        """Return the number of tokens of `sequence`: in one layer, or in the pages that all layers have."""
         chain = self._chains.get((sequence, self.shape.layers if layer is None else self._checked_layer(layer)))
         if chain is None:
             return 0
@@ -297,7 +291,7 @@ class SpillReader:
         return pages * self.shape.page_tokens - partial
 
     def tokens(self, sequence: int) -> tuple[Int64s, Int64s]:
-        """Returns the ids and the positions of the tokens of `sequence` that all layers have."""
+        """Return the ids and positions of the tokens of `sequence` that all layers have."""
         count = self.length(sequence)
         if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -308,28 +302,28 @@ class SpillReader:
     def read(
         self, sequence: int, layer: int, pages: Pages, room: Sequence[Bytes] | None = None, threads: int | None = None
     ) -> list[NDArray[Any]]:
-        """Returns keys and values [pages, kv_heads, page_tokens, dim] of `pages` of a layer, in the order asked for.
+        """Return keys and values [pages, kv_heads, page_tokens, dim] of `pages` of a layer, in the given order.
 
-        They are joined into few reads and compared with their checksums; what lies behind the tokens of a page is zero.
-        `room`: aligned memory for keys and for values to read into (else it is fresh): the result is valid until it is read
-        into again. `threads` read at a time (None: two a processor, as most of them wait for the disk). DataError: a page
-        is damaged, or the file ends before it. ValueError: there is no such page, or too little room.
+        Checksums are verified; the rest of a partial page is zero. `room`: aligned memory for keys and for values, or None
+        for new memory; the result is valid until `room` is used again. `threads`: None for two per CPU, because most wait
+        for the disk. DataError: a page is damaged, or the file ends before it. ValueError: a page does not exist, or `room`
+        is too small.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         slots = self._read_sides(chain, wanted, SIDES, room, threads or 2 * processors())
         return [view_slots(self.shape, slots[side], side) for side in SIDES]
 
     def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
-        """Reads `pages` as `read`, but hands them to `take` some at a time, by the threads that read them.
+        """Like `read`, but pass the pages to `take` in batches, on the threads that read them.
 
-        What is taken is in the processor's cache, and while one thread takes, others read. Errors as `read`; some pages may
-        have been taken by then, and none is any more.
+        A batch is still in the CPU cache, and other threads read in the meantime. After an error, some batches may have been
+        passed, and no more follow.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
-        # None: four a processor, as most of them wait for the disk while some take.
+        # Four threads per CPU, because most of them wait for the disk while some take.
         threads = threads or 4 * processors()
         sizes = chain.plan.sizes
-        least = min(TAKEN_BYTES // sum(sizes), len(wanted) // (2 * threads))  # of few pages every thread gets some
+        least = min(TAKEN_BYTES // sum(sizes), len(wanted) // (2 * threads))  # every thread gets a share of few pages
 
         def read_and_take(first: int, end: int) -> None:
             memory, slots, count = thread_memory((end - first) * sum(sizes)), {}, end - first
@@ -343,10 +337,10 @@ class SpillReader:
         run_all([partial(read_and_take, *share) for share in _shares(chain, wanted, least)], threads)
 
     def read_rows(self, sequence: int, layer: int, pages: Int64s, rows: Int64s) -> tuple[list[NDArray[Any]], int]:
-        """Returns keys and values of rows [n, dim], and how many bytes were read for them.
+        """Return keys and values of rows [n, dim], and the number of bytes read.
 
-        `rows` [n] are those of `pages` [n], counted there as head x page_tokens + token. Only the parts of pages that hold
-        them are read, each once, all at a time. Errors as `read`.
+        `rows` [n] are rows in `pages` [n], numbered head x page_tokens + token. Only the parts of pages with these rows are
+        read, each once and concurrently. Errors as `read`.
         """
         chain = self._chain_of(sequence, layer, int(pages.min(initial=0)), int(pages.max(initial=-1)))
         found, size_bytes = [np.empty(*form) for form in self.shape.forms(len(rows))], 0
@@ -371,29 +365,28 @@ class SpillReader:
         return int(size_bytes)
 
     def _begins(self, chain: PageChain) -> Int64s:
-        """Where the extents of a chain begin in the file."""
         begins: Int64s = self._layout.at(0) + self._layout.extent_bytes * np.array(chain.extents, np.int64)
         return begins
 
     def read_slots(
         self, sequence: int, layer: int, pages: Pages, side: int, into: Bytes | None = None, threads: int | None = None
     ) -> Bytes:
-        """Returns the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`.
+        """Return the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`.
 
-        `into`: aligned memory for them; else it is fresh. `threads`: None for one a processor.
+        `into`: aligned memory, or None for new memory. `threads`: None for one per CPU.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         return self._read_sides(chain, wanted, [side], None if into is None else [into], threads)[0]
 
     def pages_by_layer(self, sequence: int) -> list[int]:
-        """Returns how many pages each layer of `sequence` has, and last how many its tokens have."""
+        """Return the number of pages of each layer of `sequence`, and last that of its tokens."""
         chains = (self._chains.get((sequence, layer)) for layer in range(self.shape.layers + 1))
         return [chain.pages if chain else 0 for chain in chains]
 
     def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[tuple[range, int]]:
-        """Returns which pages have their keys side by side, and from where in the file on, for each extent of a layer.
+        """Return runs of pages with adjacent keys in a layer, and the offset of each run in the file.
 
-        `pages`: of these alone, in their order; ValueError if there is no such page.
+        `pages`: None for all; ValueError if a page does not exist.
         """
         chain, wanted = self._chain_with(sequence, layer, range(self.pages(sequence, layer)) if pages is None else pages)
         return [
@@ -409,7 +402,7 @@ class SpillReader:
         into: Sequence[Bytes] | None = None,
         threads: int | None = None,
     ) -> list[Bytes]:
-        """Returns the slots [pages, slot bytes] of some sides, compared with their checksums; some pages are one job."""
+        """Return the slots [pages, slot bytes] of some sides, with verified checksums."""
         plan, least = chain.plan, JOB_BYTES // sum(chain.plan.sizes)
         memory = [aligned(len(pages) * plan.sizes[side]) for side in sides] if into is None else into
         slots = [
@@ -425,7 +418,6 @@ class SpillReader:
         return slots
 
     def _read_pages(self, chain: PageChain, pages: list[int], slots: dict[int, Bytes]) -> None:
-        """Fills the slots [pages, slot bytes] of some sides."""
         first, wanted = np.array(pages)[:, None], {}
         for side, memory in slots.items():
             each = chain.plan.parts[side]
@@ -433,51 +425,51 @@ class SpillReader:
         self._read_parts(chain, wanted)
 
     def _read_parts(self, chain: PageChain, wanted: dict[int, tuple[Int64s, Bytes]]) -> None:
-        """Reads parts [n], counted through all pages, of each side into memory [n x bytes of a part], and compares them.
+        """Read and verify parts [n], numbered through all pages, of each side into memory [n x part bytes].
 
-        Of an interleaved file the other side is read too: a read that has gaps would be many.
+        In an interleaved file, the other side is read too, because gaps would split the read.
         """
         plan = chain.plan
         into = {side: (parts, memory, plan.part_bytes(side)) for side, (parts, memory) in wanted.items()}
         if plan.interleaved and len(wanted) == 1:
-            ((asked, (parts, _)),) = wanted.items()
-            other = VALUES if asked == KEYS else KEYS
-            into[other] = parts, aligned(plan.part_bytes(other)), 0  # all to one place
+            ((requested, (parts, _)),) = wanted.items()
+            other = VALUES if requested == KEYS else KEYS
+            into[other] = parts, aligned(plan.part_bytes(other)), 0  # all parts to the same address
         reads, done = np.empty((sum(len(parts) for parts, _, _ in into.values()), 3), np.int64), 0
         begins = self._begins(chain)
-        for side, (parts, memory, apart) in into.items():
+        for side, (parts, memory, step_bytes) in into.items():
             own = reads[done : done + len(parts)]
-            _place(parts, begins, plan.slots, plan.geometry[side], memory.ctypes.data, apart, own)
+            _place(parts, begins, plan.slots, plan.geometry[side], memory.ctypes.data, step_bytes, own)
             done += len(parts)
         self.raw.read_runs(reads, plan.direct)
         for side, (parts, memory) in wanted.items():
             self._compare(chain, side, parts, memory)
 
     def _compare(self, chain: PageChain, side: int, parts: Int64s, memory: Bytes) -> None:
-        """DataError if one of the parts [n] of one side, in memory [n x bytes of a part], is not what was written."""
+        """Raise DataError if a part [n] of one side in memory [n x part bytes] has a wrong checksum."""
         if not len(parts):
             return
         first = int(parts.min())
-        # A copy: who appends meanwhile could not while there is a view.
+        # A copy, because the array cannot grow during an append while there is a view of it.
         written = np.frombuffer(chain.crcs[side][first : int(parts.max()) + 1], np.uint32)
         wrong = first_other(memory.reshape(len(parts), -1), written, parts - first)
         if wrong >= 0:
             page = parts[wrong] // chain.plan.parts[side]
             where = f"page {page} of layer {chain.layer} of sequence {chain.sequence}"
-            told = f"{self.path}: {('keys', 'values')[side]}: wrong checksum of {where}"
-            raise DataError(told, "the disk returned other data than was written: compute the context again")
+            message = f"{self.path}: {('keys', 'values')[side]}: wrong checksum of {where}"
+            raise DataError(message, "the disk returned other data than was written: compute the context again")
 
     def _chain_with(self, sequence: int, layer: int, pages: Pages) -> tuple[PageChain, list[int]]:
         wanted = pages.tolist() if isinstance(pages, np.ndarray) else [int(page) for page in pages]
         return self._chain_of(sequence, layer, min(wanted, default=0), max(wanted, default=-1)), wanted
 
     def _chain_of(self, sequence: int, layer: int, least: int, most: int) -> PageChain:
-        """The chain that has pages `least` to `most`; ValueError if there are none such, DataError if they are lost."""
+        """Return the chain with pages `least` to `most`; ValueError if it has no such pages, DataError if they are lost."""
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
         if least < 0 or most >= max(chain.pages, chain.lost):
-            told = f"has {chain.pages} pages, which do not include {least} to {most}"
-            raise ValueError(f"pages: layer {layer} of sequence {sequence} {told}")
+            found = f"has {chain.pages} pages, which do not include {least} to {most}"
+            raise ValueError(f"pages: layer {layer} of sequence {sequence} {found}")
         if most >= chain.pages:
             where = f"page {most} of layer {layer} of sequence {sequence}"
             raise DataError(
@@ -494,7 +486,7 @@ class SpillReader:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
     def _unfinished(self) -> list[tuple[PageChain, int]]:
-        """Chains that have more pages than all layers of their sequence, and how many those have."""
+        """Return the chains with more pages than another layer of their sequence, and how many pages all layers have."""
         sequences: dict[int, list[PageChain]] = {}
         for chain in self._chains.values():
             sequences.setdefault(chain.sequence, []).append(chain)
@@ -502,8 +494,8 @@ class SpillReader:
         return [(chain, pages[chain.sequence]) for chain in self._chains.values() if chain.pages > pages[chain.sequence]]
 
     def _common_pages(self, own: list[PageChain]) -> int:
-        """Pages that all chains of a sequence have, the last with equally many tokens in each."""
-        if len(own) <= self.shape.layers:  # a damaged header may tell of more layers than memory holds
+        """Return the number of pages that all chains of a sequence have, with equally many tokens in the last."""
+        if len(own) <= self.shape.layers:  # the number of layers in a damaged header may be huge
             return 0
         pages = min(chain.pages for chain in own)
         if pages and len({chain.tokens_of(pages - 1, self.shape.page_tokens) for chain in own}) > 1:
@@ -511,7 +503,7 @@ class SpillReader:
         return pages
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self.raw.close()
 
     def __enter__(self: Self) -> Self:
@@ -522,7 +514,7 @@ class SpillReader:
 
 
 def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[int, int]]:
-    """Where in `pages` shares of at least `least` begin and end, each of whole runs: checksums of many at once cost less."""
+    """Yield ranges of `pages` of whole runs, at least `least` pages each, because larger batches of checksums cost less."""
     first = end = 0
     for run in chain.runs(pages, max(1, LARGEST_READ // sum(chain.plan.sizes))):
         end += run.pages
@@ -535,10 +527,10 @@ def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[in
 
 @numba.njit(nogil=True, cache=True)
 def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore[no-untyped-def]
-    """What to read for `rows` [n] of `pages` [n], and where in memory that is filled without gaps they are then.
+    """Return which parts to read for `rows` [n] of `pages` [n], and where the rows are in memory filled without gaps.
 
-    Returns the parts [m], counted through all pages, ascending, those of keys first; how many these are; where each row
-    begins, of keys and of values [2, n]; what `RawFile.read_runs` needs [m, 3], with addresses from 0 on; all their bytes.
+    Returns the parts [m], numbered through all pages, ascending, keys first; the number of parts of keys; the offsets of the
+    rows of keys and values in memory [2, n]; the reads for `RawFile.read_runs` [m, 3], with addresses from 0 on; all bytes.
     """
     most = 0
     for side in range(2):
@@ -570,15 +562,15 @@ def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(parts, begins, slots, geometry, address, apart, out):  # type: ignore[no-untyped-def]
-    """Writes to `out` [n, 3] what `RawFile.read_runs` needs to read `parts` [n] to places in memory that lie `apart`.
+def _place(parts, begins, slots, geometry, address, step_bytes, out):  # type: ignore[no-untyped-def]
+    """Write to `out` [n, 3] the reads of `parts` [n] for `RawFile.read_runs`; addresses have the distance `step_bytes`.
 
-    `begins`: where the extents, of `slots` pages each, begin in the file; `geometry` as `ExtentPlan` has it of one side.
+    `begins`: offsets of the extents, of `slots` pages each; `geometry`: one side of `ExtentPlan.geometry`.
     """
     each, size, at, step = geometry[0], geometry[1], geometry[2], geometry[3]
     for i in range(parts.size):
         extent, part = divmod(parts[i], each * slots)
-        out[i, 0], out[i, 1], out[i, 2] = begins[extent] + at + part * step, address + i * apart, size
+        out[i, 0], out[i, 1], out[i, 2] = begins[extent] + at + part * step, address + i * step_bytes, size
 
 
 @numba.njit(nogil=True, cache=True)
@@ -588,7 +580,7 @@ def _take(memory, places, out):  # type: ignore[no-untyped-def]
 
 
 def thread_memory(size_bytes: int) -> Bytes:
-    """Returns memory of this thread, the same at every call: what was read last is still in the processor's cache."""
+    """Return memory of this thread, the same for each call, so that it stays in the CPU cache."""
     memory: Bytes | None = getattr(_of_thread, "memory", None)
     if memory is None or memory.size < size_bytes:
         memory = _of_thread.memory = huge_memory(size_bytes)

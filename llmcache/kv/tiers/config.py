@@ -1,4 +1,4 @@
-"""What a KvStore is made from, what is asked of it, what it hands out, and what it counts of its moves."""
+"""Data types of a KvStore: its configuration, selections of tokens, gathered rows, and counters of transfers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from llmcache.kv.spill import KvShape
 Arrays = list[NDArray[Any]]
 """Keys and values."""
 SSD_KINDS = ("file", "csd")
-"""How the ssd tier is reached: by this process itself, or through the *emulated* device that owns the file."""
+"""Access to the ssd tier: by this process, or by the *emulated* device that owns the file."""
 PING_PONG_STEPS = 16
-"""A page that goes down and comes up again within so many steps has moved for nothing."""
+"""A page that moves down and up again within this many steps has moved in vain (ping-pong)."""
 
 Victims = Callable[[int, int, Int64s, int], Int64s]
-"""(layer, sequence, pages of the middle in the pool, ascending; how many must go) -> those that go down."""
+"""(layer, sequence, pages of the middle in the pool, ascending; number to drop) -> the pages to drop."""
 
 
 @dataclass(frozen=True)
 class StoreConfig:
     """Shape and sizes of a store; sink and window are rounded up to whole pages.
 
-    `cpu_pages`: capacity of the cpu pool in whole pages per layer and sequence, sink and window included (the page that is
-    being filled is not); None: no bound. `path`: the spill file, the ssd tier; None: there is none, and no bound can be
-    kept. `ssd`: "file" or "csd" (*emulated*, with `profile`). `direct`: as SpillFile. `threads` for copying, reading and
-    scoring: None for one a processor. `cpu_rows`: rows of each head that came from a file and were attended to last stay
-    beside the pages, up to so many, and up to an eighth of the context. `interleaved`: as SpillFile, where one is made.
+    `cpu_pages`: limit of the cpu pool in full pages per layer and sequence, including sink and window, without the page
+    being filled; None for no limit. `path`: the spill file (the ssd tier), or None; a limit requires one. `ssd`:
+    "file", or "csd" (*emulated*, with `profile`). `threads` to copy, read and score: None for one per CPU. `cpu_rows`:
+    number of recently used rows per head that are cached in addition to the pages, up to an eighth of the context. `direct`
+    and `interleaved`: as SpillFile.
     """
 
     shape: KvShape
@@ -69,22 +69,22 @@ class StoreConfig:
 
     @property
     def sink_pages(self) -> int:
-        """Pages of the sink."""
+        """The sink in pages."""
         return self.shape.pages_of(self.sink_tokens)
 
     @property
     def window_pages(self) -> int:
-        """Whole pages of the recent window."""
+        """The recent window in full pages."""
         return self.shape.pages_of(self.window_tokens)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens of the middle that are to be attended: `positions` int64 [batch, kv_heads, k], ascending, k may be 0.
+    """The chosen tokens of the middle: `positions` int64 [batch, kv_heads, k], ascending; k may be 0.
 
-    A head of which fewer are chosen than of others has its last one again and again (`repeated`): it is attended to once.
-    `missed`, if the policy estimates it: the share of each query head's attention that falls on others of the middle, the
-    newest token not counted, and the logarithm of the sum of exponentials that it is a share of; float32 [batch, heads].
+    If fewer tokens are chosen for a head than for others, its last position is repeated (`repeated`) and attended to once.
+    `missed`, if the policy estimates it, is a pair of float32 [batch, heads]: the share of each query head's attention on
+    tokens of the middle that were not chosen, and the log-sum-exp of its logits, both without the newest token.
     """
 
     positions: Int64s
@@ -97,31 +97,31 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """Tokens of each head, k."""
+        """The number of tokens of each head, k."""
         return int(self.positions.shape[2])
 
     @staticmethod
     def none(batch: int, kv_heads: int) -> Selection:
-        """Returns the choice of nothing: sink, window and tail alone are attended."""
+        """Return the empty selection: only sink, window and tail are attended to."""
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
     def of_pages(pages: Int64s, page_tokens: int) -> Selection:
-        """Returns the choice of all tokens of `pages` [batch, kv_heads, m]; they need not be in order."""
+        """Return the selection of all tokens of `pages` [batch, kv_heads, m], in any order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
         return Selection(tokens.reshape(*pages.shape[:2], -1).astype(np.int64))
 
     @staticmethod
     def of_all(pages: range, batch: int, kv_heads: int, page_tokens: int) -> Selection:
-        """Returns the choice of every token of `pages`, for instance of `KvStore.middle`."""
+        """Return the selection of all tokens of `pages`, for instance of `KvStore.middle`."""
         tokens = np.arange(pages.start * page_tokens, pages.stop * page_tokens, dtype=np.int64)
         shape = (batch, kv_heads, len(tokens))
-        return Selection(np.lib.stride_tricks.as_strided(tokens, shape, (0, 0, tokens.itemsize)))  # one row, seen often
+        return Selection(np.lib.stride_tricks.as_strided(tokens, shape, (0, 0, tokens.itemsize)))  # all heads share one row
 
 
 def side_by_side(parts: Sequence[Int64s]) -> Int64s:
-    """Returns what was chosen of each sequence, [kv_heads, k of its own], as [batch, kv_heads, the most of them]."""
+    """Return the selections of sequences, [kv_heads, k of its own] each, as one array [batch, kv_heads, largest k]."""
     found = np.empty((len(parts), len(parts[0]), max(part.shape[1] for part in parts)), np.int64)
     for own, part in zip(found, parts, strict=True):
         own[:, : part.shape[1]] = part
@@ -130,7 +130,7 @@ def side_by_side(parts: Sequence[Int64s]) -> Int64s:
 
 
 def repeated(positions: Int64s) -> Flags:
-    """Returns which of `positions` [.., k] stand there only because other heads have more: they equal the one before."""
+    """Return which of `positions` [..., k] equal the previous one, because other heads have more tokens."""
     found = np.zeros(positions.shape, np.bool_)
     np.equal(positions[..., 1:], positions[..., :-1], out=found[..., 1:])
     return found
@@ -138,12 +138,10 @@ def repeated(positions: Int64s) -> Flags:
 
 @dataclass
 class Gathered:
-    """What a layer attends to: sink, chosen, window and tail, ascending by position, in every head equally many.
+    """The rows that a layer attends to: sink, chosen tokens, window and tail, ascending, equally many for each head.
 
-    Rows that are `repeated` are there again, and are not to be attended to.
-
-    `keys` [batch, kv_heads, k, head_dim] and `values` [.., value_dim] in the shape's numpy type (bfloat16: bits in uint16).
-    `positions` int64 [batch, kv_heads, k]: indexes of tokens, padding included.
+    `keys` [batch, kv_heads, k, head_dim] and `values` [..., value_dim] in the shape's numpy type (bfloat16: bits in uint16).
+    `positions` int64 [batch, kv_heads, k]: token indexes, padding included. `repeated` rows must be masked.
     """
 
     keys: Any
@@ -152,7 +150,7 @@ class Gathered:
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Lets the store use the memory again; the arrays must not be used any more. Without it they stay as they are."""
+        """Allow the store to reuse the memory; the arrays become invalid. Without a release, they stay valid."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
@@ -160,13 +158,13 @@ class Gathered:
 
 @dataclass
 class Traffic:
-    """Counters of a store; safe to add to from several threads.
+    """Counters of a store; thread-safe.
 
-    `moved_bytes` by (from, to, why). Tiers are "gpu", "cpu" and "ssd"; "device" is the memory inside the *emulated* device,
-    so ("ssd", "device", ..) stays inside it, and ("ssd", "cpu", ..) is what crossed the link, headers included. Why:
-    "spill", "fetch" (for attention), "move" (pool), "score" (keys or score blocks, and queries), "index" (keys alone),
-    "restore", "attend" (cpu to gpu). `ping_pong_pages`: those that went up and had gone down shortly before. `hits_*`:
-    chosen tokens of the middle found in that tier, over all heads.
+    `moved_bytes` by (from, to, why). Tiers are "gpu", "cpu" and "ssd"; "device" is the memory of the *emulated* device, so
+    ("ssd", "device", ...) stays inside it, and ("ssd", "cpu", ...) crosses the link, headers included. Why: "spill", "fetch"
+    (for attention), "move" (pool), "score" (keys or score blocks, and queries), "index" (keys alone), "restore", "attend"
+    (cpu to gpu). `ping_pong_pages`: pages that moved up soon after they had moved down. `hits_*`: chosen tokens of the
+    middle found in that tier, over all heads.
     """
 
     moved_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -179,36 +177,36 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, source: str, target: str, why: str, size_bytes: int) -> None:
-        """Counts bytes that moved."""
+        """Count transferred bytes."""
         if size_bytes:
             with self._lock:
                 self.moved_bytes[source, target, why] += size_bytes
 
     def count(self, **more: int) -> None:
-        """Adds to counters by name: pages that moved, and chosen tokens by where they were."""
+        """Add to counters by name."""
         with self._lock:
             for name, count in more.items():
                 setattr(self, name, getattr(self, name) + count)
 
     def bytes_between(self, source: str, target: str, why: str | None = None) -> int:
-        """Returns the bytes that moved from one tier to another, for one reason or for all."""
+        """Return the bytes transferred between two tiers, for one reason or for all."""
         with self._lock:
             moved = list(self.moved_bytes.items())
         return sum(count for (a, b, reason), count in moved if (a, b) == (source, target) and why in (None, reason))
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the chosen tokens that had not to come from the ssd tier; 1 if nothing was chosen."""
+        """Share of the chosen tokens that were not read from the ssd tier; 1 if nothing was chosen."""
         chosen = self.hits_gpu + self.hits_cpu + self.hits_ssd
         return 1 - self.hits_ssd / chosen if chosen else 1.0
 
     @property
     def ping_pong_share(self) -> float:
-        """Share of the pages that moved up which had gone down within 16 steps."""
+        """Share of the pages moved up that had moved down within 16 steps."""
         return self.ping_pong_pages / self.pages_up if self.pages_up else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data: bytes as a list of {from, to, why, bytes}."""
+        """Return the counters as a dict; bytes are a list of {from, to, why, bytes}."""
         with self._lock:
             moved = [
                 {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())

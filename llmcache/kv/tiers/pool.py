@@ -1,10 +1,10 @@
-"""The cpu tier: pages of a layer in slots of arrays, found by number; rows are copied out of them, keys scored in them.
+"""The cpu tier: pages of a layer in slots of arrays, from which rows are copied and in which keys are scored.
 
-Whoever uses a pool holds `lock`: while one thread copies rows out of a slot, no other gives the slot to another page, and
-the arrays do not move. Nobody waits for the disk or the device while holding it.
+Users of a pool acquire its `lock`: while a thread copies rows out of a slot, no other reuses the slot, and the arrays do not
+move. No thread waits for the disk or the device while it has the lock.
 
-Rows are copied by one compiled loop for every type. All that the loops contain is in this file: numba keeps them by its date
-alone.
+The compiled loops copy rows of all types as words. numba's cache of the loops depends on the date of this file only, not on
+that of the files whose functions they call.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from llmcache.kv.tiers.config import Arrays
 
 NOT_HERE = -1
 EVERYWHERE = range(1 << 62)
-"""All positions."""
+"""A range of all positions."""
 FEW_BYTES = 1 << 22
-"""Rows that are copied in less time than it takes to hand them to threads."""
+"""Rows up to this size are copied in less time than it takes to distribute them to threads."""
 SHORT_RUNS = 4
-"""Where runs are shorter in the mean, copying the pages together costs less than scoring so many runs."""
+"""If runs have fewer pages than this on average, it is faster to copy the pages together and score them at once."""
 
 
 class Pool:
     """Slots of pages: `sides` are keys and values [slots, kv_heads, page_tokens, dim].
 
-    `slot_of` [numbers] int64: where a page is, NOT_HERE if nowhere. `most`: slots that are enough in the mean.
-    `since` [numbers]: a count that tells which page came in first. `down_at` [numbers]: the step in which it last went down.
+    `slot_of` [numbers] int64: the slot of each page, or NOT_HERE. `most`: the number of slots up to which the arrays double.
+    `since` [numbers]: the order in which pages were added. `down_at` [numbers]: the step in which a page last moved down.
     """
 
     def __init__(self, shape: KvShape) -> None:
@@ -60,11 +60,11 @@ class Pool:
 
     @property
     def used(self) -> int:
-        """Pages in it."""
+        """The number of pages in the pool."""
         return self._slots - len(self._free)
 
     def know(self, numbers: int) -> None:
-        """Makes it know page numbers below `numbers`."""
+        """Extend the tables to page numbers below `numbers`."""
         with self.lock:
             more = numbers - len(self.slot_of)
             if more > 0:
@@ -73,7 +73,7 @@ class Pool:
                 self.down_at = np.concatenate([self.down_at, np.full(more, -(1 << 62), np.int64)])
 
     def add(self, numbers: Int64s) -> Int64s:
-        """Returns the slots of pages, giving one to each that has none; what is in a new slot is undefined."""
+        """Return the slots of pages, allocating missing ones; the contents of a new slot are undefined."""
         fresh = numbers[self.slot_of[numbers] == NOT_HERE]
         if len(fresh):
             self._grow(len(fresh))
@@ -83,7 +83,7 @@ class Pool:
         return self.slot_of[numbers]
 
     def _grow(self, more: int) -> None:
-        """Has at least `more` slots free: doubles up to the bound, and goes beyond it only as far as it must."""
+        """Ensure that `more` slots are free: double the arrays up to `most`, then grow as needed."""
         needed = self._slots - len(self._free) + more
         if needed <= self._slots and self.sides:
             return
@@ -97,28 +97,28 @@ class Pool:
         self._slots = slots
 
     def drop(self, numbers: Int64s) -> None:
-        """Gives the slots of those pages back that have one."""
+        """Free the slots of those pages that have one."""
         slots = self.slot_of[numbers]
-        # The lowest on top: slots of neighbours stay neighbours.
+        # The lowest on top, so that neighboring pages get neighboring slots.
         self._free += sorted(slots[slots != NOT_HERE].tolist(), reverse=True)
         self.slot_of[numbers] = NOT_HERE
 
     def forget(self, numbers: Int64s) -> None:
-        """As `drop`, for pages that are no more: their numbers will be those of others."""
+        """Like `drop`, for pages whose numbers will be reused."""
         numbers = numbers[numbers < len(self.slot_of)]
         self.drop(numbers)
         self.down_at[numbers] = -(1 << 62)
 
     def copy(self, source: int, target: int) -> None:
-        """Makes page `target` a copy of page `source`."""
+        """Copy page `source` to page `target`."""
         into = self.add(np.array([target]))[0]
         for array in self.sides:
             array[into] = array[self.slot_of[source]]
 
     def fill(self, numbers: Int64s, rows: Arrays, offset: int = 0) -> None:
-        """Lays tokens out in pages, from token `offset` of the first page on.
+        """Write tokens to pages, from token `offset` of the first page on.
 
-        `rows`: keys and values [kv_heads, tokens, dim]; they end in the last of the pages `numbers`.
+        `rows`: keys and values [kv_heads, tokens, dim]; the last token is in the last of the pages `numbers`.
         """
         slots = self.add(numbers)
         size = self.shape.page_tokens
@@ -134,21 +134,21 @@ class Pool:
                 array[slots[-1], :, : rest.shape[1]] = rest
 
     def put(self, numbers: Int64s, pages: Arrays) -> None:
-        """Lays whole pages in: `pages` are keys and values, each [pages, ..]."""
+        """Write whole pages, keys and values [pages, kv_heads, page_tokens, dim]."""
         slots = self.add(numbers)
         for array, part in zip(self.sides, pages, strict=True):
             array[slots] = part
 
     def rows(self, number: int) -> Arrays:
-        """Returns keys and values of a page, [kv_heads, page_tokens, dim]; not copied."""
+        """Return views of the keys and values of a page, [kv_heads, page_tokens, dim]."""
         return [array[self.slot_of[number]] for array in self.sides]
 
 
 class RowCache:
-    """Rows of one layer that were attended to last, up to `capacity` of each head, so that they are not read again.
+    """An LRU cache of single rows of one layer, up to `capacity` for each head, so that they are not read again.
 
-    The longest unused go first. What it copies are results: rows of `outs`, keys and values [batch, kv_heads, k, dim], at
-    `positions` [batch, kv_heads, k], ascending. `lock` is held from `absent` to `lay`.
+    Rows are copied to and from `outs`, keys and values [batch, kv_heads, k, dim], at `positions` [batch, kv_heads, k],
+    ascending. The caller has `lock` from `absent` to `lay`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -160,14 +160,14 @@ class RowCache:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes; none before a row has come from the file."""
+        """Memory in bytes; 0 before the first row is cached."""
         tables = (self._positions, self._slots, self._used) if self._sides else ()
         return sum(array.nbytes for array in (*self._sides, *tables))
 
     def absent(self, index: Int64s, positions: Int64s, page_tokens: int) -> Flags:
-        """Returns which of `positions` are neither in a page whose `index` [batch, pages] is 0 or above, nor here.
+        """Return which of `positions` are neither in a page of the pool (`index` [batch, pages] 0 or above) nor cached.
 
-        Of one that is there again and again, the first.
+        Of repeated positions, only the first counts.
         """
         found = np.empty(positions.shape, np.bool_)
         if not len(self._counts):
@@ -179,9 +179,9 @@ class RowCache:
         return found
 
     def lay(self, index: Int64s, positions: Int64s, page_tokens: int, absent: Flags, outs: Arrays, most: int) -> None:
-        """Copies to `outs` the rows that are here, and from there those that `absent` has told of: they are here then.
+        """Copy cached rows to `outs`, and cache the `absent` rows of `outs`, at most `most` rows for each head.
 
-        No more than `most` of each head stay; of none there may be more than that.
+        There must be at most `most` absent rows for each head.
         """
         if not self._sides:
             if not absent.any():
@@ -191,10 +191,10 @@ class RowCache:
         word = _word(outs)
         views = [array.view(word) for array in (*self._sides, *outs)]
         tables = (self._positions, self._counts, self._slots, self._used)
-        _turn_rows(*tables, index, positions, page_tokens, absent, self._clock, most, *views)
+        _update_rows(*tables, index, positions, page_tokens, absent, self._clock, most, *views)
 
     def choose(self, index: Int64s) -> None:
-        """Makes sequence i what sequence `index[i]` was."""
+        """Replace sequence i by sequence `index[i]`."""
         with self.lock:
             if len(self._counts):
                 tables = (self._counts, self._positions, self._slots, self._used)
@@ -202,14 +202,14 @@ class RowCache:
                 self._sides = [side[index] for side in self._sides]
 
     def crop(self, tokens: int) -> None:
-        """Forgets rows from number `tokens` on."""
+        """Remove rows from position `tokens` on."""
         with self.lock:
             if len(self._counts):
                 self._counts = np.minimum(self._counts, (self._positions < tokens).sum(axis=2))
 
 
 def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, count, step): `slots[first : first + count]`, ascending, lie `step` slots apart."""
+    """Yield (first, count, step): `slots[first : first + count]`, ascending, are `step` slots apart."""
     steps = np.diff(slots)
     changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
     first = 0
@@ -220,7 +220,7 @@ def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
 
 
 def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str, threads: int | None) -> Floats:
-    """Returns the scores [kv_heads, n * page_tokens] of the pages of `keys` in `slots` [n], in their order."""
+    """Return the scores [kv_heads, n * page_tokens] of the pages of `keys` in `slots` [n], in their order."""
     heads, tokens = keys.shape[1:3]
     order = np.argsort(slots)
     ordered = slots[order]
@@ -236,17 +236,16 @@ def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str
 
 
 def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
-    """Copies the rows that `sides` (keys, values) have to `outs` [batch, kv_heads, k, dim]; the others stay.
+    """Copy the rows at `positions` [batch, kv_heads, k] that `sides` has to `outs` [batch, kv_heads, k, dim].
 
-    `index` [batch, pages]: which page of `sides` each page of a sequence is, below 0 if none. `positions` [batch, kv_heads,
-    k].
+    `sides` are keys and values; `index` [batch, pages] maps the pages of a sequence to those of `sides`, below 0 for none.
     """
     jobs: list[Job] = []
     heads, count = positions.shape[1:]
     share = max(1, heads * count // (threads or processors()))
     for source, out in zip(sides, outs, strict=True):
         for b in range(len(index)):
-            # In about as many parts as there are threads, or as heads.
+            # About one job per thread, or per head if there are more heads.
             for head in (slice(head, head + 1) for head in range(heads)):
                 for some in (slice(first, first + share) for first in range(0, count, share)):
                     own = source[:, head], index[b], positions[b, head, some], out[b, head, some]
@@ -255,34 +254,33 @@ def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, th
 
 
 class Destination:
-    """Where rows go whose pages come a few at a time, taken by many threads: each writes what no other does.
+    """The destination of rows from pages that many threads read in batches; each thread writes different rows.
 
-    `index` [batch, pages]: the place among all that come that each page of a sequence has, below 0 if none; pages come in
-    the order that sequences have them in. `positions` [batch, kv_heads, k], ascending; `outs`: keys and values [batch,
-    kv_heads, k, dim].
+    `index` [batch, pages]: the number of each page of a sequence in the order of reading, below 0 for none; it ascends
+    within a sequence. `positions` [batch, kv_heads, k], ascending; `outs`: keys and values [batch, kv_heads, k, dim].
     """
 
     def __init__(self, index: Int64s, positions: Int64s, outs: Arrays, page_tokens: int) -> None:
         self._index, self._positions, self._outs = index, positions, outs
         self._page_tokens = page_tokens
-        self._coming = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
+        self._pages = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
 
     def take(self, side: int, first: int, rows: NDArray[Any]) -> None:
-        """Copies what is wanted of the keys (`side` 0) or values (1) of the pages from place `first` on."""
-        for index, coming, positions, out in zip(self._index, self._coming, self._positions, self._outs[side], strict=True):
-            low, high = np.searchsorted(index[coming], (first, first + len(rows))).tolist()
+        """Copy the requested rows of the keys (`side` 0) or values (1) of the pages from number `first` on."""
+        for index, pages, positions, out in zip(self._index, self._pages, self._positions, self._outs[side], strict=True):
+            low, high = np.searchsorted(index[pages], (first, first + len(rows))).tolist()
             if low < high:
-                part = range(coming[low] * self._page_tokens, (coming[high - 1] + 1) * self._page_tokens)
+                part = range(pages[low] * self._page_tokens, (pages[high - 1] + 1) * self._page_tokens)
                 copy_rows(rows, index, positions, out, first, part)
 
 
 def copy_rows(
     source: NDArray[Any], index: Int64s, positions: Int64s, out: NDArray[Any], first: int = 0, part: range = EVERYWHERE
 ) -> None:
-    """Copies the rows of one sequence in the pages `source` to `out` [kv_heads, k, dim], in this thread.
+    """Copy the rows of one sequence in the pages `source` to `out` [kv_heads, k, dim], on this thread.
 
-    `index` [pages]: which page of `source` each page of the sequence is, counted from `first` on, another number if none.
-    `positions` [kv_heads, k], ascending, are looked at only within `part`.
+    `index` [pages] maps the pages of the sequence to those of `source`, the first of which has number `first`; other numbers
+    mean none. Only `positions` [kv_heads, k], ascending, within `part` are considered.
     """
     if not out.size:
         return
@@ -295,65 +293,64 @@ def copy_rows(
 
 
 def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tuple[int, int]]:
-    """All from the first of `rows` [a, b, .., dim] to their last as words, and the words along the first two axes."""
+    """Return the memory that `rows` [a, b, ..., dim] spans as words, and the strides of a and b in words."""
     span = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) + rows.itemsize
     flat = np.lib.stride_tricks.as_strided(rows, (span // rows.itemsize,), (rows.itemsize,))
     return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
 
 
 def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> tuple[int, int]:
-    """As `copy_pages`, of so few rows that one call without the interpreter in between costs less than to share them.
+    """Like `copy_pages`, in one compiled call, which is faster for few rows than threads.
 
-    Returns how many of `positions` are in no page, and how many are `repeated`.
+    Return how many of `positions` are in no page, and how many are `repeated`.
     """
     word = _word(outs)
-    missing, again = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
-    return int(missing), int(again)
+    missing, repeats = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
+    return int(missing), int(repeats)
 
 
 def copy_repeated(positions: Int64s, outs: Arrays) -> None:
-    """Copies in `outs` [batch, kv_heads, k, dim] the last row of each head to where its position is `repeated`."""
+    """Copy the last row of each head to its `repeated` positions in `outs` [batch, kv_heads, k, dim]."""
     word = _word(outs)
     _copy_repeated(positions, *(out.view(word) for out in outs))
 
 
 def put_rows(outs: Arrays, where: Int64s, rows: Arrays) -> None:
-    """Copies keys and values [n, dim] to where `rows_at` says that they belong in `outs` [batch, kv_heads, k, dim]."""
+    """Copy keys and values [n, dim] to the indexes `where` (see `rows_at`) in `outs` [batch, kv_heads, k, dim]."""
     word = _word(outs)
     for out, side in zip(outs, rows, strict=True):
         _put_rows(out.view(word), where, side.view(word))
 
 
 def _word(outs: Arrays) -> type[np.uint64 | np.uint8]:
-    """What rows [.., dim] are copied by."""
     return np.uint64 if all(out.shape[-1] * out.itemsize % 8 == 0 for out in outs) else np.uint8
 
 
 @numba.njit(nogil=True, cache=True)
 def _copy_few(index, positions, tokens, own_keys, own_values, keys, values):  # type: ignore[no-untyped-def]
-    missing = again = 0
+    missing = repeats = 0
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
             for i in range(positions.shape[2]):
                 position = positions[b, head, i]
-                again += i > 0 and position == positions[b, head, i - 1]
+                repeats += i > 0 and position == positions[b, head, i - 1]
                 page, token = index[b, position // tokens], position % tokens
                 if page < 0:
                     missing += 1
                     continue
-                # Not by `copy`: a view for each row takes longer here.
+                # Not by `copy`: it is slower here to create a view for each row.
                 for j in range(keys.shape[3]):
                     keys[b, head, i, j] = own_keys[page, head, token, j]
                 for j in range(values.shape[3]):
                     values[b, head, i, j] = own_values[page, head, token, j]
-    return missing, again
+    return missing, repeats
 
 
 @numba.njit(nogil=True, cache=True)
 def rows_at(wanted, positions, table, tokens):  # type: ignore[no-untyped-def]
-    """Where the flags `wanted` [batch, kv_heads, k] are set, [n, 3]; the pages there, by `table` [batch, pages]; the rows.
+    """Return the indexes [n, 3] at which `wanted` [batch, kv_heads, k] is set, their page numbers [n] and rows [n].
 
-    A row [n] is counted in its page as head x `tokens` + token.
+    `table` [batch, pages] contains the page numbers. A row is numbered head x `tokens` + token within its page.
     """
     where = np.empty((wanted.sum(), 3), np.int64)
     numbers, rows = np.empty(len(where), np.int64), np.empty(len(where), np.int64)
@@ -377,7 +374,7 @@ def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def count_missing(index, positions, tokens):  # type: ignore[no-untyped-def]
-    """How many of `positions` [batch, kv_heads, k] are in pages, of `tokens`, whose `index` [batch, pages] is below 0."""
+    """Return how many of `positions` [batch, kv_heads, k] are in pages, of `tokens` tokens, with an `index` below 0."""
     count = 0
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
@@ -396,11 +393,11 @@ def _copy_words(  # type: ignore[no-untyped-def]
         while i < of_head.size and of_head[i] < end:
             page, token, many = index[of_head[i] // tokens] - first, of_head[i] % tokens, 1
             if page >= 0 and page < pages:
-                # Tokens that follow each other within a page are copied in one go, where their rows touch.
+                # Consecutive tokens of a page are copied together if their rows are adjacent.
                 most = min(tokens - token, of_head.size - i) if out_row == size else 1
                 while many < most and of_head[i + many] == of_head[i] + many:
                     many += 1
-                # Unsigned: a place that may count from the end cannot be copied in one go.
+                # Unsigned: numba checks signed indexes for negative values, which prevents vectorization.
                 at = np.uint64(page * page_stride + head * head_stride + token * size)
                 to = np.uint64(head * out_head + i * out_row)
                 for j in range(many * size):
@@ -421,27 +418,27 @@ def _copy_repeated(positions, keys, values):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _find_rows(held, counts, index, positions, tokens, absent):  # type: ignore[no-untyped-def]
+def _find_rows(cached, counts, index, positions, tokens, absent):  # type: ignore[no-untyped-def]
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
-            of_head, mine, count, j = positions[b, head], held[b, head], counts[b, head], 0
+            of_head, mine, count, j = positions[b, head], cached[b, head], counts[b, head], 0
             for i in range(of_head.size):
                 while j < count and mine[j] < of_head[i]:
                     j += 1
-                there = index[b, of_head[i] // tokens] >= 0 or (j < count and mine[j] == of_head[i])
-                there = there or (i > 0 and of_head[i] == of_head[i - 1])
-                absent[b, head, i] = not there
+                present = index[b, of_head[i] // tokens] >= 0 or (j < count and mine[j] == of_head[i])
+                present = present or (i > 0 and of_head[i] == of_head[i - 1])
+                absent[b, head, i] = not present
 
 
 @numba.njit(nogil=True, cache=True)
-def _turn_rows(  # type: ignore[no-untyped-def]
-    held, counts, slots, used, index, positions, tokens, absent, clock, most, own_keys, own_values, keys, values
+def _update_rows(  # type: ignore[no-untyped-def]
+    cached, counts, slots, used, index, positions, tokens, absent, clock, most, own_keys, own_values, keys, values
 ):
-    free = np.empty(held.shape[2], np.int64)
+    free = np.empty(cached.shape[2], np.int64)
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
-            of_head, fresh, count, j = positions[b, head], absent[b, head], counts[b, head], 0
-            mine, places, last = held[b, head], slots[b, head], used[b, head]
+            of_head, is_new, count, j = positions[b, head], absent[b, head], counts[b, head], 0
+            mine, places, last = cached[b, head], slots[b, head], used[b, head]
             for i in range(of_head.size):
                 while j < count and mine[j] < of_head[i]:
                     j += 1
@@ -449,21 +446,21 @@ def _turn_rows(  # type: ignore[no-untyped-def]
                     last[j] = clock
                     copy(own_keys[b, head, places[j]], keys[b, head, i])
                     copy(own_values[b, head, places[j]], values[b, head, i])
-            coming = fresh.sum()
-            if coming == 0:
+            new = is_new.sum()
+            if new == 0:
                 continue
-            count = _make_room(mine, places, last, count, count + coming - most, free)
-            counts[b, head] = count + coming
-            # From the end, so that nothing is overwritten before it has moved.
+            count = _make_room(mine, places, last, count, count + new - most, free)
+            counts[b, head] = count + new
+            # From the end, so that no row is overwritten before it has moved.
             j, i = count - 1, of_head.size
-            while coming > 0:
+            while new > 0:
                 i -= 1
-                if fresh[i]:
+                if is_new[i]:
                     while j >= 0 and mine[j] > of_head[i]:
-                        mine[j + coming], places[j + coming], last[j + coming] = mine[j], places[j], last[j]
+                        mine[j + new], places[j + new], last[j + new] = mine[j], places[j], last[j]
                         j -= 1
-                    coming -= 1
-                    slot, to = free[coming], j + 1 + coming
+                    new -= 1
+                    slot, to = free[new], j + 1 + new
                     mine[to], places[to], last[to] = of_head[i], slot, clock
                     copy(keys[b, head, i], own_keys[b, head, slot])
                     copy(values[b, head, i], own_values[b, head, slot])
@@ -471,7 +468,10 @@ def _turn_rows(  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _make_room(mine, places, last, count, over, free):  # type: ignore[no-untyped-def]
-    """Forgets the `over` longest unused rows, if that is above 0; returns how many are left. `free`: slots of no row."""
+    """Remove the `over` least recently used rows, if above 0.
+
+    Write the free slots to `free` and return how many rows remain.
+    """
     oldest, ties = np.int64(-1), 0
     if over > 0:
         ages = last[:count].copy()

@@ -1,12 +1,12 @@
-"""Between the pools and the ssd tier: pages are written through in order, read back, and dropped where memory is full.
+"""Spill: writes full pages of the pools through to the ssd tier in order, reads them back, and drops them from memory.
 
-A page is written once it is full. Where that fails, it stays in the pool, beyond the bound if it must, and is written
-before the next one, or when `write_all` is called: nothing that was appended is lost. Where writing *back* fails, much
-later, the system may let go what the pool has let go before. The tier tells of that once, by a DataError, and is then
-without these pages: what memory has of them is written again. What no sequence uses any more is taken away.
+A page is written once it is full. If the write fails, the page stays in the pool, even above the limit, and is written
+before the next page or by `write_all`, so no appended data is lost. If a later write-back fails, the kernel may drop data
+that the pool has dropped already. The tier then raises DataError once and no longer has these pages; those still in
+memory are written again. Pages that no sequence uses are removed.
 
 Source of the moves: hillinfer.txt, section 3.3 (bidirectional KV cache pools). Differs from the paper: the ssd tier is
-inclusive, so a page that goes down is not written again.
+inclusive, so a page that moves down is not written again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmcache.kv.tiers.ssd import SsdTier
 from llmcache.kv.tiers.table import NOWHERE, Sequences, Tables
 
 Fresh = tuple[int, list[Arrays]]
-"""First page that is new in a layer, and for each sequence the rows of all new full pages."""
+"""The first new page of a layer, and for each sequence the rows of all new full pages."""
 
 
 class Spill:
-    """What one store has on its ssd tier; `written`: the tables that are on the disk beside the spill file."""
+    """The ssd tier of one store; `written` are the tables that are on disk next to the spill file."""
 
     def __init__(self, state: Sequences, ssd: SsdTier, written: Tables | None) -> None:
         self._state, self.ssd = state, ssd
@@ -37,27 +37,26 @@ class Spill:
         self._path = state.config.path
         self._written = written
         self._cuts: dict[int, int] = {}
-        self._takes_streams = False  # whole ones, which the tables on the disk may still name
-        self._is_behind = False  # the file, as an error was in the way of taking away, or of the tables
-        self._is_unsynced = False  # what was written, as an error was in the way of writing it back
+        self._removes_streams = False  # whole streams are being removed, which the tables on disk may still name
+        self._is_outdated = False  # an error interrupted a removal or an update of the tables
+        self._is_unsynced = False  # an error interrupted the write-back
         self._partial: list[tuple[int, int]] = []
 
     def adopt(self, full: int, is_partial: bool, streams: dict[int, int]) -> None:
-        """Takes over what was found: a last page behind `full` ones, and pages of `streams` that no sequence uses."""
+        """Take over a restored file: a partial page after `full` ones, and pages of `streams` that no sequence uses."""
         table = self._state.table
         self._partial = self._places_of(full) if is_partial else []
         ends = {stream: table.ends.get(stream, 0) for stream in streams}
         self._cuts = {stream: end for stream, end in ends.items() if end < streams[stream]}
 
     def _places_of(self, page: int) -> list[tuple[int, int]]:
-        """Where a page of each sequence lies: (stream, place)."""
         table = self._state.table
         return [(int(table.stream[number]), int(table.place[number])) for number in table.table[:, page]]
 
     def is_spilled(self, layer: int, numbers: Int64s) -> Flags:
-        """Returns for each of `numbers` whether the page of a layer is on the ssd tier."""
+        """Return which of the pages `numbers` of a layer are on the ssd tier."""
         streams, places = self._state.table.stream[numbers], self._state.table.place[numbers]
-        ends = np.zeros(int(streams.max(initial=NOWHERE)) + 2, np.int64)  # the last for pages that are nowhere
+        ends = np.zeros(int(streams.max(initial=NOWHERE)) + 2, np.int64)  # the last is for pages without a stream
         for stream in np.unique(streams[streams != NOWHERE]).tolist():
             ends[stream] = self.ssd.pages(stream, layer)
         found: Flags = (places < ends[streams]) & (streams != NOWHERE)
@@ -67,11 +66,14 @@ class Spill:
 
     @property
     def is_saved(self) -> bool:
-        """True if `save` has said that nothing is missing, or written pages that are not full: both go before more comes."""
+        """True if `save` has marked the file as complete or written partial pages.
+
+        `uncut` reverts both before more is written.
+        """
         return bool(self._partial) or (self._written is not None and self._written.saved)
 
     def _settle(self, full: int) -> None:
-        """Gives pages that are full their places, and brings the tables on the disk up to date before they are written."""
+        """Assign places to full pages, and update the tables on disk before the pages are written."""
         self.uncut()
         first = self._settled(0)
         if first < full:
@@ -79,15 +81,14 @@ class Spill:
         self.note()
 
     def add(self, layer: int, fresh: Fresh) -> None:
-        """Writes pages that are full now; keeps them in memory where that fails."""
+        """Write new full pages; keep them in memory if that fails."""
         try:
             self.write(layer, fresh)
         except LlmcacheError:
-            self._keep(layer, fresh)
+            self._keep_in_pool(layer, fresh)
             raise
 
-    def _keep(self, layer: int, fresh: Fresh) -> None:
-        """Puts into the pool what could not be written and is not there yet."""
+    def _keep_in_pool(self, layer: int, fresh: Fresh) -> None:
         size, (first, rows) = self._state.shape.page_tokens, fresh
         pool = self._state.pools[layer]
         with pool.lock:
@@ -98,12 +99,12 @@ class Spill:
                         pool.fill(number, [array[:, page * size : (page + 1) * size] for array in arrays])
 
     def write(self, layer: int, fresh: Fresh | None = None) -> None:
-        """Writes the full pages of a layer that are not written yet: from `fresh`, else from the pool."""
+        """Write the unwritten full pages of a layer: from `fresh`, else from the pool."""
         full = int(self._state.lengths[layer]) // self._state.shape.page_tokens
         self._write_out(layer, full, lambda b, stream, pages: self._write_run(layer, stream, b, pages, fresh))
 
     def write_tokens(self) -> None:
-        """Writes the full pages of tokens that are not written yet."""
+        """Write the unwritten full pages of tokens."""
         tokens, size = self._state.tokens, self._state.shape.page_tokens
 
         def write_run(b: int, stream: int, pages: range) -> None:
@@ -113,7 +114,7 @@ class Spill:
         self._write_out(self._state.shape.layers, tokens.length // size, write_run)
 
     def _write_out(self, layer: int, full: int, write_run: Callable[[int, int, range], None]) -> None:
-        """Has `write_run` write what is missing of the `full` pages of each sequence: (sequence, stream, pages)."""
+        """Call `write_run` (sequence, stream, pages) for the missing ones of the `full` pages of each sequence."""
         self._settle(full)
 
         def write() -> None:
@@ -121,11 +122,11 @@ class Spill:
                 end = 0
                 for stream, pages in self._state.table.runs(b, full):
                     end += pages
-                    left = pages - self.ssd.pages(stream, layer)  # at the end of the run: it was begun in order
+                    left = pages - self.ssd.pages(stream, layer)  # the missing pages are at the end of the run
                     if left > 0:
                         write_run(b, stream, range(end - left, end))
 
-        _twice(write)
+        _retry_once(write)
 
     def _write_run(self, layer: int, stream: int, b: int, pages: range, fresh: Fresh | None) -> None:
         size = self._state.shape.page_tokens
@@ -135,8 +136,10 @@ class Spill:
             with pool.lock:
                 number = int(self._state.table.table[b, page])
                 if pool.slot_of[number] == NOT_HERE:
-                    told = f"{self._path}: page {page} of layer {layer} of sequence {b} is lost after an error of the disk"
-                    raise DataError(told, f"crop the context to {page * size} tokens, or compute it again")
+                    lost = f"page {page} of layer {layer} of sequence {b} is lost after an error of the disk"
+                    raise DataError(
+                        f"{self._path}: {lost}", f"crop the context to {page * size} tokens, or compute it again"
+                    )
                 arrays = pool.rows(number)
             self.ssd.append(stream, layer, arrays)
         if fresh is not None and border < pages.stop:
@@ -144,18 +147,18 @@ class Spill:
             self.ssd.append(stream, layer, [array[:, part] for array in fresh[1][b]])
 
     def write_all(self) -> None:
-        """Writes everything that is full and not written yet."""
+        """Write all unwritten full pages."""
         for layer in range(self._state.shape.layers):
             self.write(layer)
         self.write_tokens()
 
     def resume(self) -> None:
-        """As `write_all`, but leaves what `save` has written as it is while there is nothing to follow it."""
+        """Like `write_all`, but keep the state that `save` has written if there is nothing new."""
         full = int(self._state.lengths.max()) // self._state.shape.page_tokens
-        if self._is_behind or not self.is_saved or self._settled(0) < full:
+        if self._is_outdated or not self.is_saved or self._settled(0) < full:
             self.write_all()
         if self._is_unsynced:
-            _twice(self._write_back)
+            _retry_once(self._write_back)
 
     def _write_back(self) -> None:
         self.write_all()
@@ -166,41 +169,41 @@ class Spill:
         self.ssd.flush()
         self._is_unsynced = False
 
-    # Taking away
+    # Removing
 
     def shrink(self, before: dict[int, int]) -> None:
-        """Takes away what was given up since the streams had the ends `before`. Tables that do not name it come first."""
+        """Update the tables, then remove the pages that became unused since the streams had the ends `before`."""
         after = self._state.table.ends
         for stream, end in before.items():
             if after.get(stream, 0) < end:
                 self._cuts[stream] = min(after.get(stream, 0), self._cuts.get(stream, end))
-        self._is_behind = True
+        self._is_outdated = True
         if self._cuts:
-            self._takes_streams |= bool(after) and any(stream not in after for stream in before)
+            self._removes_streams |= bool(after) and any(stream not in after for stream in before)
             self.uncut()
         elif self._written is None or self._written.opened() != self._tables().opened():
             self.note()
-        self._is_behind = False
+        self._is_outdated = False
 
     def uncut(self) -> None:
-        """Does what is left of taking away, and takes back what `save` has said and written."""
-        self._is_behind = True
+        """Complete pending removals, and revert the marks and partial pages of `save`."""
+        self._is_outdated = True
         if self.is_saved:
             partial, self._partial = self._partial, []
             for stream, place in partial:
                 self._cuts[stream] = min(place, self._cuts.get(stream, place))
             self.note(closed=True)
         if self._cuts:
-            # Half taken away, a stream that is no sequence any more must not be taken for a short one.
-            self.note(closed=True, needed=self._takes_streams)
+            # The tables are needed: a partly removed stream without a sequence would look like a short sequence.
+            self.note(closed=True, needed=self._removes_streams)
             for stream, pages in list(self._cuts.items()):
-                _twice(functools.partial(self.ssd.truncate, stream, pages))
+                _retry_once(functools.partial(self.ssd.truncate, stream, pages))
                 del self._cuts[stream]
-            self._takes_streams = False
-        self._is_behind = False
+            self._removes_streams = False
+        self._is_outdated = False
 
     def note(self, closed: bool = False, needed: bool = False) -> None:
-        """Writes the tables if those on the disk are others; sequences that were never forked need none, unless `needed`."""
+        """Write the tables if they differ from those on disk; without forks they are not written, unless `needed`."""
         now = self._tables() if closed else self._tables().opened()
         if needed or not (now.is_plain and self._written is None):
             self._put(now)
@@ -221,12 +224,12 @@ class Spill:
 
     @property
     def sidecar(self) -> str:
-        """What `save` has said last."""
+        """The sidecar of the last `save`."""
         return "" if self._written is None else self._written.sidecar
 
     def save(self, sidecar: str) -> None:
-        """Writes all, the pages that are not full included, so that nothing is lost when the process ends."""
-        _twice(functools.partial(self._save, sidecar))
+        """Write everything, including partial pages, so that nothing is lost when the process ends."""
+        _retry_once(functools.partial(self._save, sidecar))
 
     def _save(self, sidecar: str) -> None:
         state, size = self._state, self._state.shape.page_tokens
@@ -236,7 +239,7 @@ class Spill:
             state.table.settle(full, full + 1)
             self._partial = self._places_of(full)
         try:
-            if not full:  # as long as no sequence has a whole page, only the tables tell how many there are
+            if not full:  # without a full page, only the tables record the number of sequences
                 self.note(needed=True)
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
@@ -258,9 +261,9 @@ class Spill:
     # Reading and moving
 
     def read(self, layer: int, numbers: Int64s, why: str) -> Iterator[tuple[Int64s, Arrays]]:
-        """Yields pages with their numbers, stream by stream, as keys and values [pages, kv_heads, page_tokens, dim].
+        """Yield (numbers, keys and values [pages, kv_heads, page_tokens, dim]) of pages, by stream.
 
-        They are valid until the next.
+        The arrays are valid until the next iteration.
         """
         table = self._state.table
         for stream, found in table.by_stream(numbers):
@@ -270,18 +273,18 @@ class Spill:
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Yields score blocks of `pages` of a sequence, ascending, stream after stream."""
+        """Yield score blocks of `pages`, ascending, of a sequence, by stream."""
         table = self._state.table
         numbers = table.table[sequence, pages]
         streams, places = table.stream[numbers], table.places(numbers)
         for stream in np.unique(streams).tolist():
-            here = streams == stream
-            shift = int(pages[here][0] - places[here][0]) * self._state.shape.page_tokens
-            for block in self.ssd.score(stream, layer, places[here], queries, combine, block_tokens):
+            in_stream = streams == stream
+            shift = int(pages[in_stream][0] - places[in_stream][0]) * self._state.shape.page_tokens
+            for block in self.ssd.score(stream, layer, places[in_stream], queries, combine, block_tokens):
                 yield ScoreBlock(block.head, block.positions + shift, block.scores)
 
     def up(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Reads pages of the middle into the pool; ValueError if it has no room for them."""
+        """Read pages of the middle into the pool; ValueError if they exceed its limit."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)
@@ -293,20 +296,20 @@ class Spill:
                 fresh = pool.slot_of[found] == NOT_HERE
                 self._check_room(pool, sequence, int(fresh.sum()))
                 pool.put(found[fresh], [array[fresh] for array in arrays])
-                again = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
-            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(again.sum()))
+                is_ping_pong = state.step - pool.down_at[found[fresh]] <= PING_PONG_STEPS
+            state.traffic.count(pages_up=int(fresh.sum()), ping_pong_pages=int(is_ping_pong.sum()))
 
     def _check_room(self, pool: Pool, sequence: int, more: int) -> None:
         bound = self._state.config.cpu_pages
         full = self._state.length // self._state.shape.page_tokens
-        there = int((pool.slot_of[self._state.table.table[sequence, :full]] != NOT_HERE).sum())
-        if bound is not None and there + more > bound:
+        resident = int((pool.slot_of[self._state.table.table[sequence, :full]] != NOT_HERE).sum())
+        if bound is not None and resident + more > bound:
             raise ValueError(
-                f"pages: {more} more do not fit: the pool has {there} of at most {bound} pages of sequence {sequence}"
+                f"pages: {more} more do not fit: the pool has {resident} of at most {bound} pages of sequence {sequence}"
             )
 
     def bring(self, layer: int, numbers: Int64s) -> None:
-        """Has pages in the pool, whatever its bound is."""
+        """Load pages into the pool, even above its limit."""
         pool = self._state.checked(layer)
         with pool.lock:
             missing = np.unique(numbers[pool.slot_of[numbers] == NOT_HERE])
@@ -315,16 +318,16 @@ class Spill:
                 pool.put(found, arrays)
 
     def down(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Drops pages of the middle from the pool; those that are not in it stay where they are."""
+        """Drop pages of the middle from the pool."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)
         spilled = self.is_spilled(layer, numbers)
         with pool.lock:
-            here = pool.slot_of[numbers] != NOT_HERE
-            if not spilled[here].all():
+            resident = pool.slot_of[numbers] != NOT_HERE
+            if not spilled[resident].all():
                 raise ValueError(f"pages: not all of {pages.tolist()} are in the ssd tier yet, spill them first")
-            self._drop(pool, np.unique(numbers[here]))
+            self._drop(pool, np.unique(numbers[resident]))
 
     def _drop(self, pool: Pool, numbers: Int64s) -> None:
         pool.drop(numbers)
@@ -332,9 +335,9 @@ class Spill:
         self._state.traffic.count(pages_down=len(numbers))
 
     def trim(self, layer: int, tokens: int, more: int = 0, placing: bool = False) -> None:
-        """Drops pages between sink and window, counted for `tokens` tokens, until each sequence has room for `more`.
+        """Drop pages between sink and window of `tokens` tokens until each sequence has room for `more`.
 
-        `placing`: they are those of a prompt, which finds its first places piece by piece; nothing has moved down then.
+        `placing`: the pages are new, from a prompt that is appended in pieces, so they do not count as moved down.
         """
         state, bound = self._state, self._state.config.cpu_pages
         if bound is None:
@@ -346,9 +349,9 @@ class Spill:
             numbers = state.table.table[b, :full]
             spilled = self.is_spilled(layer, numbers)
             with pool.lock:
-                here = pool.slot_of[numbers] != NOT_HERE
-                excess = int(here.sum()) + more - bound
-                pages = middle.start + np.flatnonzero((here & spilled)[middle])
+                resident = pool.slot_of[numbers] != NOT_HERE
+                excess = int(resident.sum()) + more - bound
+                pages = middle.start + np.flatnonzero((resident & spilled)[middle])
                 if excess > 0 and len(pages):
                     chosen = numbers[self._victims(pool, layer, b, pages, min(excess, len(pages)))]
                     if placing:
@@ -367,8 +370,8 @@ class Spill:
         return oldest
 
 
-def _twice(call: Callable[[], None]) -> None:
-    """Calls again where the tier has told of lost pages: if memory has them no more either, that says so."""
+def _retry_once(call: Callable[[], None]) -> None:
+    """Call again if the tier reports lost pages: the second call writes them from memory, or raises if they are gone."""
     try:
         call()
     except DataError:

@@ -1,7 +1,7 @@
-"""The ssd tier: streams of pages in a spill file, read and written by this process or through the *emulated* device.
+"""The ssd tier: streams of pages in a spill file, accessed by this process or by the *emulated* device.
 
-A file may be read by many threads, and written by one. A device does one command at a time: its lock is held from the
-beginning of each to its end, for an execution as long as its score blocks are taken. Every byte is counted where it moves.
+Many threads may read a file, and one may write it. A device executes one command at a time: its lock is held for a whole
+command, and for an execution until all score blocks are consumed. All transferred bytes are counted.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 
 Memory = tuple[Bytes, Bytes]
-"""For keys and for values."""
+"""Memory for keys and for values."""
 KEPT_BUFFERS = 4
-"""Free buffers that are kept: of one layer that computes and one that is staged, twice."""
+"""Maximum number of free buffers: two each for the layer that computes and the one that is staged."""
 SCORE_BYTES = 1 << 22
-"""Keys that the host reads before it scores them."""
+"""Bytes of keys that the host reads before it scores them."""
 MOVED = (
     ("ssd", "cpu", "link_to_host_bytes"),
     ("cpu", "ssd", "link_to_device_bytes"),
     ("ssd", "device", "internal_read_bytes"),
     ("device", "ssd", "internal_written_bytes"),
 )
-"""What a device reports, as `Traffic` counts it."""
+"""Counters of a device report, and the tiers to which `Traffic` assigns them."""
 
 
 class Buffers:
-    """Memory for pages that are read and rows that are gathered, used again once released: fresh memory is slow to get."""
+    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[Memory] = []
 
     def take(self, key_bytes: int, value_bytes: int) -> Memory:
-        """Returns aligned memory for at least so many bytes of keys and of values."""
+        """Return aligned memory of at least the given sizes."""
         with self._lock:
             for index, (keys, values) in enumerate(self._free):
                 if keys.size >= key_bytes and values.size >= value_bytes:
                     return self._free.pop(index)
-        # An eighth more: the next step needs a little more than this one.
+        # An eighth more, because the next step needs slightly more than this one.
         return aligned(key_bytes + key_bytes // 8), aligned(value_bytes + value_bytes // 8)
 
     def give_back(self, memory: Memory) -> None:
-        """Takes memory that nobody uses any more."""
+        """Return memory to the pool."""
         with self._lock:
             self._free = [memory, *self._free][:KEPT_BUFFERS]
 
 
 class FileTier:
-    """A spill file that this process reads and writes: whole pages come to the host, or blocks of them with chosen rows.
+    """A spill file that this process reads and writes: whole pages, or only the blocks with the chosen rows.
 
     Pages are numbered within their stream; reasons ("why") are those of `Traffic`.
     """
@@ -71,27 +71,27 @@ class FileTier:
         self._buffers = Buffers()
 
     def pages(self, stream: int, layer: int) -> int:
-        """Returns how many pages of a layer are written; layer `shape.layers` stands for the tokens."""
+        """Return the number of written pages of a layer; layer `shape.layers` stands for the tokens."""
         return self.file.pages_by_layer(stream)[layer]
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Writes keys and values [kv_heads, tokens, dim] behind the last page.
+        """Append keys and values [kv_heads, tokens, dim].
 
-        EnvironmentProblem if there is no space, and then none of them is there.
+        EnvironmentProblem if the disk is full, and then nothing is appended.
         """
         self._traffic.add("cpu", "ssd", "spill", self.file.append(stream, layer, *arrays))
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
-        """Writes ids and positions of tokens behind the last page of tokens; errors as `append`."""
+        """Append ids and positions of tokens; errors as `append`."""
         self._traffic.add("cpu", "ssd", "spill", self.file.append_tokens(stream, ids, positions))
 
     def truncate(self, stream: int, pages: int) -> None:
-        """Takes away all pages of a stream from number `pages` on."""
+        """Remove the pages of a stream from number `pages` on."""
         self.file.truncate(stream, pages)
 
     @contextlib.contextmanager
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
-        """Reads whole pages into memory that is used again: they are valid while the context lasts."""
+        """Read whole pages into reused memory: they are valid within the context."""
         sizes = self.file.shape.slot_sizes
         memory = self._buffers.take(len(places) * sizes[0], len(places) * sizes[1])
         try:
@@ -102,18 +102,18 @@ class FileTier:
             self._buffers.give_back(memory)
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
-        """Reads whole pages and hands them to `take`, some at a time, by many threads."""
+        """Read whole pages and pass them to `take` in batches, on several threads."""
         self.file.read_through(stream, layer, places, take, self._threads)
         self._traffic.add("ssd", "cpu", why, len(places) * sum(self.file.shape.slot_sizes))
 
     def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
-        """Returns rows of the pages at `places` and no more of these than that takes; `SpillReader.read_rows`."""
+        """Return rows of the pages at `places`, reading only the blocks with these rows; see `SpillReader.read_rows`."""
         found, size_bytes = self.file.read_rows(stream, layer, places, rows)
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
 
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
-        """Returns the keys (`side` 0) or values (1) of pages."""
+        """Return the keys (`side` 0) or values (1) of pages."""
         slots, sizes = self.file.read_slots(stream, layer, places, side), self.file.shape.slot_sizes
         self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self.file.interleaved else sizes[side]))
         return view_slots(self.file.shape, slots, side)
@@ -121,7 +121,7 @@ class FileTier:
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Reads keys to the host and yields their score blocks; positions count from the beginning of the stream."""
+        """Read keys and yield their score blocks; positions count from the start of the stream."""
         shape = self.file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
         for some in (places[first : first + share] for first in range(0, len(places), share)):
@@ -134,16 +134,16 @@ class FileTier:
                     yield ScoreBlock(head, positions[part], of_head[part])
 
     def flush(self) -> None:
-        """Returns when all that was written will survive the machine."""
+        """Write all data to disk, durably."""
         self.file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file."""
+        """Flush and close the file."""
         self.file.close()
 
 
 class CsdTier:
-    """The *emulated* device: rows are gathered and keys scored where they lie; otherwise as `FileTier`."""
+    """The *emulated* device, which gathers rows and scores keys itself; otherwise as `FileTier`."""
 
     def __init__(self, device: EmulatedCsd, traffic: Traffic) -> None:
         self.device, self._traffic = device, traffic
@@ -152,7 +152,7 @@ class CsdTier:
 
     @contextlib.contextmanager
     def _command(self, why: str) -> Iterator[EmulatedCsd]:
-        """Holds the device, and counts what its commands move."""
+        """Lock the device, and count the bytes that its commands transfer."""
         with self._lock:
             if self._busy:
                 raise ValueError("score_ssd: the device is busy until all score blocks are consumed")
@@ -166,61 +166,61 @@ class CsdTier:
                     self._traffic.add(source, target, why, getattr(self.device.report, name) - getattr(before, name))
 
     def pages(self, stream: int, layer: int) -> int:
-        """Returns how many pages of a layer the device has acknowledged."""
+        """Return the number of pages of a layer that the device has acknowledged."""
         return self.device.pages(stream, layer)
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Writes pages over the link; what was acknowledged before an error stays."""
+        """Write pages over the link; pages acknowledged before an error are kept."""
         with self._command("spill") as device:
             device.append(stream, layer, *arrays)
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
-        """Writes tokens over the link."""
+        """Write ids and positions of tokens over the link."""
         with self._command("spill") as device:
             device.append_tokens(stream, ids, positions)
 
     def truncate(self, stream: int, pages: int) -> None:
-        """Takes away pages."""
+        """Remove the pages of a stream from number `pages` on."""
         with self._command("spill") as device:
             device.truncate(stream, pages)
 
     @contextlib.contextmanager
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
-        """Reads whole pages over the link."""
+        """Read whole pages over the link."""
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
 
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
-        """Returns the keys or values of pages over the link."""
+        """Return the keys (`side` 0) or values (1) of pages, read over the link."""
         with self._command(why) as device:
             found: NDArray[Any] = device.read(stream, layer, places, (side,))[0]
             return found
 
     def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> Arrays:
-        """Returns single rows, by ascending token numbers of each head; nothing else crosses the link."""
+        """Return single rows by ascending token numbers of each head; only these cross the link."""
         with self._command(why) as device:
             return device.gather(stream, layer, positions)
 
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Yields what the device scores near its data, as halves."""
+        """Yield the score blocks that the device computes, rounded to fp16."""
         with self._command("score") as device:
             yield from device.execute(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
-        """Returns when all is on the disk."""
+        """Write all data to disk, durably."""
         with self._command("spill") as device:
             device.flush()
 
     def restart(self) -> None:
-        """Starts the device anew over its file; DataError if pages are missing that it had acknowledged."""
+        """Restart the device with its file; DataError if acknowledged pages are missing."""
         with self._command("restore") as device:
             device.restart()
 
     def close(self) -> None:
-        """Ends the device once its file is flushed."""
+        """Flush the file and stop the device."""
         with self._lock:
             self.device.close()
 
@@ -229,7 +229,7 @@ SsdTier = FileTier | CsdTier
 
 
 def open_tier(config: StoreConfig, traffic: Traffic, create: bool) -> SsdTier | None:
-    """Returns the ssd tier of a store, if it has one, made anew or opened."""
+    """Return the ssd tier of a store, created or opened, or None if there is no path."""
     if config.path is None:
         return None
     if config.ssd == "csd":

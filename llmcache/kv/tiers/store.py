@@ -1,19 +1,18 @@
-"""KvStore: the keys and values of a batch of equally long sequences, in tiers (gpu, cpu, ssd).
+"""KvStore: the keys and values of a batch of sequences of equal length, in tiers (gpu, cpu, ssd).
 
-A sequence is sink pages, middle pages, window pages and a tail that fills no page yet. Sink, window and tail are always in
-memory; policies choose among the middle. Every page that is full is written to the ssd tier once, in order, so that tier
-is inclusive: moving down only drops the copy in memory, moving up reads it. Differs from hillinfer.txt, section 3.3, whose
-pools are exclusive; there a page that moves down is written. Moves are counted all the same.
+A sequence consists of sink pages, middle pages, window pages and a tail, which is an incomplete page. Sink, window and tail
+are always in memory; policies choose among the middle. Every full page is written to the ssd tier once, in order, so that
+tier is inclusive: a move down drops the copy in memory, a move up reads the page. The pools of hillinfer.txt, section 3.3,
+are exclusive: there, a move down writes the page. Moves are counted the same way.
 
-What a key passes: `append` lays it out in the pool of its layer (`Pool`, cpu); once its page is full `Spill` writes that to
-the ssd tier (`FileTier`, `CsdTier`); when the window has moved on and the pool is over its bound, the page goes down; a
-policy finds it by `score_cpu` and `score_ssd`, and `gather` brings it from wherever it is (`stage` does the part that may
-have to wait for the disk, ahead of time, `complete` the rest), `gather_fast` through the memory of an accelerator, a
-`FastTier`.
+`append` writes keys to the pool of their layer (`Pool`, cpu); `Spill` writes full pages to the ssd tier (`FileTier`,
+`CsdTier`) and drops pages when the window advances and the pool exceeds its limit. A policy scores keys by `score_cpu` and
+`score_ssd`; `gather` reads rows from all tiers (`stage` reads the chosen ones ahead of time, `complete` the rest), and
+`gather_fast` through the memory of an accelerator (`FastTier`).
 
-Concurrency: one thread appends, commits, crops and reorders. Another may, meanwhile, score, stage and move pages of
-*other* layers, or of the same layer what was committed: each layer's pool has a lock, held only while memory is looked
-at; the device has one too, and nobody who holds a pool waits for it. Results lie in `Buffers`, each in its own.
+Concurrency: one thread appends, commits, crops and reorders. Concurrently, another may score, stage and move pages of
+other layers, or committed pages of the same layer. The lock of a layer's pool is held only for memory accesses, never
+while a thread waits for the disk or the device, which has its own lock. Each result has its own memory from `Buffers`.
 """
 
 from __future__ import annotations
@@ -59,44 +58,43 @@ from llmcache.kv.tiers.table import Sequences, Snapshot, Tables, look
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
 RECENT_SHARE = 8
-"""Rows stay in memory of no more than one in so many tokens of the context."""
+"""Rows are cached for at most one in this many tokens of the context."""
 MOST_SCATTERED = 0.75
-"""Rows of each head of a page, in the mean, that are read by themselves; beyond, pages are read as a whole."""
+"""Average number of rows per head and page up to which rows are read individually, instead of whole pages."""
 
 
 class FastTier(Protocol):
-    """Pages that were sent lately, kept where attention computes (gpu): `KvStore.gather_fast` sends only what is not there.
+    """A cache of pages in the memory of the accelerator (gpu), so that `KvStore.gather_fast` sends only missing pages.
 
-    To implement: keep pages of one shape in two arrays [slots, kv_heads, page_tokens, dim] on the device, a dict
-    (layer, number) -> slot in the order of use, and an index_select for `rows`. Numbers are the store's: one for a page in
-    all layers, shared by the sequences that share the page. The store calls, for each gather of a layer and in this order:
-    `have` (touches the pages it finds), `put` with what was missing and with the page that is being filled, `rows`, `drop`
-    of the page that is being filled, which will be another at the next step. Pages of a gather must survive until `rows`:
-    what is evicted for them is older. The store also calls `drop` when pages are no more, as their numbers will be given to
-    others. One thread at a time.
+    An implementation has two arrays [slots, kv_heads, page_tokens, dim] on the device, a dict (layer, number) -> slot in LRU
+    order, and an index_select for `rows`. A page has the same number in all layers; sequences that share a page share its
+    number. For each gather of a layer, the store calls `have`, which marks the pages it finds as used; `put` with the
+    missing pages and the page being filled; `rows`; and `drop` with the page being filled, which changes in each step. Pages
+    of a gather must not be evicted before `rows`. The store also calls `drop` for removed pages, whose numbers are reused.
+    Calls come from one thread at a time.
     """
 
     def have(self, layer: int, pages: Int64s) -> Flags:
-        """Returns for each of `pages` [n] whether it is there, and counts it as used."""
+        """Return which of `pages` [n] are cached, and mark them as used."""
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Takes pages, [n, kv_heads, page_tokens, dim], in place of the longest unused; copies them.
+        """Copy pages [n, kv_heads, page_tokens, dim] over the least recently used.
 
-        ValueError if more pages are used in one gather than there is room.
+        ValueError: a gather needs more pages than fit.
         """
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
-        """Returns keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [.., k] in `pages` [.., k]."""
+        """Return keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [..., k] in `pages` [..., k]."""
 
     def drop(self, pages: Int64s) -> None:
-        """Forgets pages, in all layers."""
+        """Remove pages from all layers."""
 
 
 @dataclass
 class Staged:
-    """Chosen rows of one layer, fetched ahead of time, in memory that has room for sink, window and tail as well.
+    """Chosen rows of one layer, fetched ahead of time, with room for sink, window and tail.
 
-    `sides`: keys and values [batch, kv_heads, tokens, dim] in that `memory`.
+    `sides`: keys and values [batch, kv_heads, tokens, dim] in `memory`.
     """
 
     layer: int
@@ -107,38 +105,38 @@ class Staged:
 
 
 class KvStore(Sequences):
-    """Keys and values of `config.batch` sequences of one length; a context manager."""
+    """Keys and values of `config.batch` sequences of equal length; a context manager."""
 
     def __init__(self, config: StoreConfig, found: Snapshot | None = None) -> None:
-        """Makes an empty store and its spill file. `found` is for `restore`."""
+        """Create an empty store and its spill file; `restore` passes `found`."""
         super().__init__(config)
         self._buffers = Buffers()
         self._recent = [RowCache(config.cpu_rows) for _ in range(config.shape.layers)]
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         ssd = open_tier(config, self.traffic, create=found is None)
-        core = weakref.proxy(self)  # a cycle would keep the memory of the pools until the collector comes
-        self._spill = None if ssd is None else Spill(core, ssd, None if found is None else found.told)
+        core = weakref.proxy(self)  # a reference cycle would delay the release of the pools until a garbage collection
+        self._spill = None if ssd is None else Spill(core, ssd, None if found is None else found.tables)
         try:
             if found is not None and self._spill is not None:
                 self._adopt(self._spill, found)
             elif config.path is not None:
-                Tables.remove(config.path)  # those of a file that was removed
+                Tables.remove(config.path)  # the tables of a spill file that was deleted
         except BaseException:
             self.close()
             raise
 
     @classmethod
     def restore(cls, path: str | Path, config: StoreConfig) -> KvStore:
-        """Goes on with the spill file at `path`, as its last writer left it.
+        """Return a store that continues the spill file at `path`.
 
-        Without `save`, tokens behind the last whole page were not written, and are not there.
-        `config`: as for a new store; path and batch are those of the file. DataError: another model's file, or damaged.
+        Tokens after the last full page are lost without `save`. `config`: as for a new store; path and batch are taken from
+        the file. DataError: the file is damaged, or from another model.
         """
         found = look(Path(path), config.shape)
         return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
     def _adopt(self, spill: Spill, found: Snapshot) -> None:
-        """Takes over what was found: the tables, the tokens, and in memory sink, window, tail and the latest pages."""
+        """Take over a restored file: tables, tokens, and in memory sink, window, tail and the latest pages."""
         length = found.ids.shape[1]
         self.table.adopt(found.sequences)
         self.tokens.add(found.ids, found.positions)
@@ -153,16 +151,16 @@ class KvStore(Sequences):
         if rest:
             self.table.unsettle(full)
 
-    # What it is
+    # Properties
 
     def layer_length(self, layer: int) -> int:
-        """Returns the tokens a layer has, those of a step that is under way included."""
+        """Return the tokens of a layer, including those of a step in progress."""
         self.checked(layer)
         return int(self.lengths[layer])
 
     @property
     def everything(self) -> Selection:
-        """The choice of all tokens of the middle."""
+        """The selection of all tokens of the middle."""
         return Selection.of_all(self.middle, self.batch, self.shape.kv_heads, self.shape.page_tokens)
 
     @property
@@ -172,34 +170,33 @@ class KvStore(Sequences):
 
     @property
     def device_report(self) -> Report | None:
-        """What the commands to the *emulated* device took so far, bytes, modelled and wall time; None without a device."""
+        """Totals of the commands to the *emulated* device: bytes, modelled and wall time; None without a device."""
         return self.ssd.device.report if isinstance(self.ssd, CsdTier) else None
 
     @property
     def ids(self) -> Int64s:
-        """Ids of all tokens, [batch, length], as they were committed."""
+        """Ids of all committed tokens, [batch, length]."""
         found: Int64s = self.tokens.sides[0]
         return found
 
     @property
     def positions(self) -> Int64s:
-        """Positions of all tokens, [batch, length], as they were committed."""
+        """Positions of all committed tokens, [batch, length]."""
         found: Int64s = self.tokens.sides[1]
         return found
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the cpu pools of all layers, used or not, and of the rows beside them."""
+        """Memory of the cpu pools of all layers, used or not, and of the row caches."""
         return sum(pool.size_bytes for pool in self.pools) + sum(rows.size_bytes for rows in self._recent)
 
     # Adding tokens
 
     def append(self, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Adds tokens to a layer: keys and values [batch, kv_heads, tokens, dim] in the shape's numpy type.
+        """Append keys and values [batch, kv_heads, tokens, dim], in the shape's numpy type, to a layer.
 
-        Layers of a step come in any order; `commit` ends it.
-        EnvironmentProblem (disk full, device dead): the tokens are in memory all the same, must not be appended again, and
-        are written with the next page, or by `spill`.
+        The layers of a step come in any order; `commit` ends the step. EnvironmentProblem (disk full, device stopped): the
+        tokens are in memory, must not be appended again, and are written with the next page or by `spill`.
         """
         size = self.shape.page_tokens
         self.checked(layer)
@@ -210,20 +207,20 @@ class KvStore(Sequences):
         full = range(first // size, end // size)
         self.table.extend(self.shape.pages_of(end))
         pool = self.checked(layer)
-        fresh = self._fresh(pool, arrays, first, full) if full and self._spill is not None else None
-        kept = self._kept(first, end)
+        fresh = self._full_rows(pool, arrays, first, full) if full and self._spill is not None else None
+        resident = self._resident_ranges(first, end)
         if len(full) > 1 and self._spill is not None:
-            # Many at once: what must go goes before they come, so that the pool need not be larger than its bound.
-            more = sum(len(part) for part in kept) - bool(first % size) - bool(end % size)
+            # Drop pages first, so that the pool need not exceed its limit.
+            more = sum(len(part) for part in resident) - bool(first % size) - bool(end % size)
             self._spill.trim(layer, end, more, placing=True)
         with pool.lock:
-            for part in kept:
+            for part in resident:
                 start, stop = max(first, part.start * size), min(end, part.stop * size)
                 for b, numbers in enumerate(self.table.table[:, part.start : part.stop]):
                     fitting = [array[b][:, start - first : stop - first] for array in arrays]
                     pool.fill(numbers, fitting, start - part.start * size)
-            if fresh is not None and not any(full.start in part for part in kept):
-                pool.drop(self.table.table[:, full.start])  # it was being filled, is full now, and does not stay
+            if fresh is not None and not any(full.start in part for part in resident):
+                pool.drop(self.table.table[:, full.start])  # the page that was being filled is full, and does not stay
         self.lengths[layer] = end
         if self._spill is not None and fresh is not None:
             self._spill.add(layer, fresh)
@@ -232,19 +229,19 @@ class KvStore(Sequences):
         if len(full) > 1 and self._spill is not None:
             self._spill.trim(layer, end, placing=True)
 
-    def _kept(self, first: int, end: int) -> list[range]:
-        """Pages of those an append touches that are to be in the pool: all, or sink, the latest, and the tail."""
+    def _resident_ranges(self, first: int, end: int) -> list[range]:
+        """Return the ranges of appended pages that stay in the pool: all, or the sink, the latest and the tail."""
         size, sink, bound = self.shape.page_tokens, self.config.sink_pages, self.config.cpu_pages
         touched = range(first // size, self.shape.pages_of(end))
         if bound is None:
             return [touched]
-        # Whatever the sink leaves of the pool belongs to the latest: what falls out of it would only come in to go again.
+        # The latest pages get all of the pool but the sink: older ones would be dropped at once.
         last = max(sink, end // size - (bound - sink))
         parts = [range(touched.start, min(sink, touched.stop)), range(max(touched.start, last), touched.stop)]
         return [part for part in parts if part]
 
-    def _fresh(self, pool: Pool, rows: Sequence[NDArray[Any]], first: int, full: range) -> Fresh:
-        """Rows of the full pages, with those that the first of them has already."""
+    def _full_rows(self, pool: Pool, rows: Sequence[NDArray[Any]], first: int, full: range) -> Fresh:
+        """Return the rows of the full pages, including those that the first page has already."""
         offset, count = first % self.shape.page_tokens, full.stop * self.shape.page_tokens - first
         found: list[Arrays] = []
         with pool.lock:
@@ -257,7 +254,7 @@ class KvStore(Sequences):
         return full.start, found
 
     def commit(self, ids: Int64s, positions: Int64s) -> None:
-        """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
+        """End a step after all layers: add the ids and positions [batch, tokens] of its tokens. Errors as `append`."""
         size, before = self.shape.page_tokens, self.length
         if ids.ndim != 2 or ids.shape != positions.shape or len(ids) != self.batch:
             raise ValueError(f"ids, positions: must both be [{self.batch}, tokens], not {ids.shape} and {positions.shape}")
@@ -275,14 +272,14 @@ class KvStore(Sequences):
                 self._spill.trim(layer, self.length)
 
     def spill(self) -> None:
-        """Writes what could not be written before; EnvironmentProblem if it still cannot."""
+        """Write pages whose write failed before; EnvironmentProblem if it fails again."""
         if self._spill is not None:
             self._spill.resume()
 
-    # Looking and bringing
+    # Scoring and reading
 
     def in_cpu(self, layer: int, sequence: int) -> Flags:
-        """Returns for each whole page of a sequence, [length // page_tokens], whether it is in the cpu pool of a layer."""
+        """Return which of the full pages of a sequence [length // page_tokens] are in the cpu pool of a layer."""
         pool = self.checked(layer, sequence)
         pages = self.length // self.shape.page_tokens
         with pool.lock:
@@ -291,19 +288,19 @@ class KvStore(Sequences):
     def score_cpu(
         self, layer: int, sequence: int, queries: Floats, pages: Int64s | None = None, combine: str = "max"
     ) -> tuple[Int64s, Floats]:
-        """Returns pages in the pool, int64 [n] ascending, and scores float32 [kv_heads, n * page_tokens] of their tokens.
+        """Return pages in the pool, int64 [n] ascending, and the scores float32 [kv_heads, n * page_tokens] of their tokens.
 
-        `queries` [heads, head_dim] float32. `pages`: score no others; None: those of the middle.
+        `queries` [heads, head_dim] float32. `pages`: score only these; None for the middle.
         """
         pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
         with pool.lock:
             slots = pool.slot_of[numbers]
-            here = slots >= 0
-            return wanted[here], score_slots(pool.sides[0], slots[here], queries, combine, self.config.threads)
+            resident = slots >= 0
+            return wanted[resident], score_slots(pool.sides[0], slots[resident], queries, combine, self.config.threads)
 
     def _wanted(self, sequence: int, pages: Int64s | None) -> tuple[Int64s, Int64s]:
-        """Whole pages to be scored, ascending, and their numbers; `pages` None: those of the middle."""
+        """Return the full pages to score, ascending, and their numbers; `pages` None stands for the middle."""
         wanted = np.arange(self.middle.start, self.middle.stop) if pages is None else np.sort(pages)
         return self.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
 
@@ -316,11 +313,11 @@ class KvStore(Sequences):
         combine: str = "max",
         block_tokens: int = BLOCK_TOKENS,
     ) -> Iterator[ScoreBlock]:
-        """Yields score blocks of pages on the ssd tier as they come, each of one key head.
+        """Yield score blocks, each of one key head, of pages on the ssd tier.
 
-        `pages`: None for those of the middle that are not in the pool. A device scores near its data, at its own pace, and
-        rounds to halves: take all blocks before anything else is asked of the store's device. Keys of a file come to the
-        host. Errors (DataError: a page is damaged; EnvironmentProblem: the device died) come from the iteration.
+        `pages`: None for those of the middle that are not in the pool. A device computes scores itself and rounds them to
+        fp16; consume all blocks before the next command to the device. Keys of a file are scored on the host. The iteration
+        raises DataError for a damaged page, and EnvironmentProblem if the device stops.
         """
         pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
@@ -332,9 +329,9 @@ class KvStore(Sequences):
         return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
     def read_side(self, layer: int, sequence: int, pages: Int64s, side: int) -> NDArray[Any]:
-        """Returns copies of the keys (`side` 0) or values (1) [n, kv_heads, page_tokens, dim] of whole pages.
+        """Return copies of the keys (`side` 0) or values (1) [n, kv_heads, page_tokens, dim] of full pages.
 
-        For indexes and page summaries; bytes from the ssd tier are counted as "index".
+        For indexes and page summaries; reads from the ssd tier count as "index".
         """
         pool = self.checked(layer, sequence)
         pages, numbers = self.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
@@ -350,7 +347,7 @@ class KvStore(Sequences):
         return rows
 
     def pinned_keys(self, layer: int) -> tuple[NDArray[Any], Int64s]:
-        """Returns copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""
+        """Return copies of the keys [batch, kv_heads, n, head_dim] of sink, window and tail, and their positions [n]."""
         pool, middle, length, size = self.checked(layer), self.middle, int(self.lengths[layer]), self.shape.page_tokens
         positions = np.concatenate([np.arange(middle.start * size), np.arange(middle.stop * size, length)])
         table = self.table.table[:, : self.shape.pages_of(length)]
@@ -360,12 +357,12 @@ class KvStore(Sequences):
         keys = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[4])
         return keys[:, :, : len(positions)], positions
 
-    # What a layer attends to, side by side
+    # Gathering rows for attention
 
     def stage(self, layer: int, selection: Selection, length: int | None = None) -> Staged:
-        """Fetches what is chosen ahead of time, for a later `complete`; ValueError if it is not all in the middle.
+        """Fetch chosen rows ahead of time for `complete`; ValueError if a position is not in the middle.
 
-        `length`: tokens the layer will have then; None: one more than now, as in a decode step.
+        `length`: tokens of the layer at that time; None for one more than now, as in a decode step.
         """
         self.checked(layer)
         middle = self.middle
@@ -376,16 +373,16 @@ class KvStore(Sequences):
         return staged
 
     def gather(self, layer: int, selection: Selection) -> Gathered:
-        """Returns sink, chosen tokens, window and tail of a layer, as far as it was appended."""
+        """Return sink, chosen tokens, window and tail of a layer, including tokens of a step in progress."""
         return self.complete(self.stage(layer, selection, self.layer_length(layer)))
 
     def complete(self, staged: Staged) -> Gathered:
-        """As `gather`, with the rows that were staged: what has left the window meanwhile comes along."""
+        """Like `gather`, with the staged rows; tokens that have left the window in the meantime are included."""
         length = self.layer_length(staged.layer)
         positions = self._with_ends(staged.middle, staged.positions, length)
         lead = staged.middle.start * self.shape.page_tokens
         end = lead + staged.positions.shape[2]
-        if staged.sides[0].shape[2] != positions.shape[2]:  # more were appended meanwhile than one, or none
+        if staged.sides[0].shape[2] != positions.shape[2]:  # another number of tokens was appended than expected
             old, memory = staged.sides, staged.memory
             staged.memory, staged.sides = self._room(positions.shape[2])
             for into, rows in zip(staged.sides, old, strict=True):
@@ -396,7 +393,7 @@ class KvStore(Sequences):
         return Gathered(*staged.sides, positions, partial(self._buffers.give_back, staged.memory))
 
     def attended_positions(self, layer: int, selection: Selection) -> Int64s:
-        """Returns the positions [batch, kv_heads, k] of all that a layer attends to now: what `gather` would give."""
+        """Return the positions [batch, kv_heads, k] that `gather` would return."""
         return self._with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     def _checked(self, selection: Selection, middle: range) -> Int64s:
@@ -406,12 +403,12 @@ class KvStore(Sequences):
         first, end = (page * self.shape.page_tokens for page in (middle.start, middle.stop))
         if found.size and (found[..., 0].min() < first or found[..., -1].max() >= end):
             raise ValueError(f"positions: must be from {first} to {end - 1}")
-        # The compiled loops are made for one kind of array.
+        # The compiled loops support only this kind of array.
         plain = found.flags.writeable and found.strides[2] == found.itemsize
         return found if plain else found.copy()
 
     def _with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
-        """Returns the positions of sink, `chosen` (of the middle), window and tail, [batch, kv_heads, all]."""
+        """Return the positions of sink, `chosen` tokens of the middle, window and tail, [batch, kv_heads, all]."""
         size = self.shape.page_tokens
         lead, recent = middle.start * size, length - middle.stop * size
         found = np.empty((*chosen.shape[:2], lead + chosen.shape[2] + recent), np.int64)
@@ -421,7 +418,7 @@ class KvStore(Sequences):
         return found
 
     def _room(self, tokens: int) -> tuple[Memory, Sides]:
-        """Memory for `tokens` of all sequences, and the keys and values in it."""
+        """Return memory for `tokens` tokens of all sequences, and views of it as keys and values."""
         forms = self.shape.forms(self.batch, self.shape.kv_heads, tokens)
         sizes = [math.prod(form) * dtype.itemsize for form, dtype in forms]
         memory = self._buffers.take(*sizes)
@@ -430,35 +427,35 @@ class KvStore(Sequences):
         return memory, (keys, values)
 
     def _copy_in(self, staged: Staged, positions: Int64s, first: int, chosen: bool) -> None:
-        """Copies the rows at `positions` [batch, kv_heads, k] to `first` and behind it."""
+        """Copy the rows at `positions` [batch, kv_heads, k] to index `first` on."""
         if not positions.size:
             return
         outs = [side[:, :, first : first + positions.shape[2]] for side in staged.sides]
         pool, table = self.checked(staged.layer), self.table.table
         with pool.lock:
-            pool.know(self.table.numbers)  # another layer may have got pages since it was checked
+            pool.know(self.table.numbers)  # another layer may have added pages since the check
             index = pool.slot_of[table]
             if sum(out.nbytes for out in outs) < FEW_BYTES:
-                missing, again = copy_few(pool.sides, index, positions, outs)
+                missing, repeats = copy_few(pool.sides, index, positions, outs)
             else:
                 missing = count_missing(index, positions, self.shape.page_tokens) if (index < 0).any() else 0
-                again = int(repeated(positions).sum())
+                repeats = int(repeated(positions).sum())
                 if missing < positions.size:
                     copy_pages(pool.sides, index, positions, outs, self.config.threads)
         if missing and self._spill is not None:
-            # Not under the lock: who waits for the disk must not keep others from the pool.
+            # Without the lock: other threads may use the pool during the read.
             missing = self._fetch(self._spill.ssd, staged.layer, index, positions, outs)
-            if again:
+            if repeats:
                 copy_repeated(positions, outs)
         if chosen:
-            self.traffic.count(hits_cpu=positions.size - again - missing, hits_ssd=missing)
+            self.traffic.count(hits_cpu=positions.size - repeats - missing, hits_ssd=missing)
 
-    # From the ssd tier: what of a file holds rows, once for all heads; single rows of a device
+    # Reading rows from the ssd tier
 
     def _fetch(self, ssd: SsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
-        """Brings what is in no page of the pool (`index` [batch, pages] below 0); returns how many rows came from the tier.
+        """Read the rows whose pages are not in the pool (`index` [batch, pages] below 0); return their number.
 
-        `positions` [batch, kv_heads, k]; those that are `repeated` are not brought. `outs`: keys and values [.., k, dim].
+        `positions` [batch, kv_heads, k]; `repeated` ones are skipped. `outs`: keys and values [batch, kv_heads, k, dim].
         """
         size, recent = self.shape.page_tokens, self._recent[layer]
         most = min(recent.capacity, self.length // RECENT_SHARE)
@@ -476,55 +473,54 @@ class KvStore(Sequences):
         return int(absent.sum())
 
     def _read(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
-        """Reads where `absent` [batch, kv_heads, k] rows lie: few by themselves, of many the pages.
+        """Read the `absent` [batch, kv_heads, k] rows: individually, or by whole pages if there are many.
 
-        Threads that read pages copy what is wanted of them, so that the disk is never idle.
+        Threads that read pages also copy the rows, so that the disk is never idle.
         """
         size = self.shape.page_tokens
-        # As it is now: while pages are read, another layer may get pages with numbers that are not known here.
+        # The current table: concurrent appends of another layer may have added pages.
         table = self.table.table
         where, numbers, rows = rows_at(absent, positions, table, size)
         streams = self.table.stream[numbers]
-        several = set(streams.tolist())  # of so few numbers faster than numpy's
+        several = set(streams.tolist())  # faster than numpy for few numbers
         for stream in several:
-            here = streams == stream if len(several) > 1 else slice(None)
-            pages = set(numbers[here].tolist())
-            if len(numbers[here]) > MOST_SCATTERED * len(pages) * self.shape.kv_heads:
+            in_stream = streams == stream if len(several) > 1 else slice(None)
+            pages = set(numbers[in_stream].tolist())
+            if len(numbers[in_stream]) > MOST_SCATTERED * len(pages) * self.shape.kv_heads:
                 ((_, found),) = self.table.by_stream(np.array(list(pages)))
                 known = np.full(self.table.numbers, NOT_HERE, np.int64)
                 known[found] = np.arange(len(found))
                 target = Destination(known[table], positions, outs, size)
                 ssd.read_through(stream, layer, self.table.places(found), target.take, "fetch")
             else:
-                sides = ssd.read_rows(stream, layer, self.table.places(numbers[here]), rows[here], "fetch")
-                put_rows(outs, where[here], sides)
+                sides = ssd.read_rows(stream, layer, self.table.places(numbers[in_stream]), rows[in_stream], "fetch")
+                put_rows(outs, where[in_stream], sides)
 
     def _read_near_data(self, ssd: CsdTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
-        """As `_read`; asks a device for rows alone."""
+        """Like `_read`, from a device, which gathers the rows itself."""
         size = self.shape.page_tokens
         for b, of_sequence in enumerate(positions):
             streams = self.table.stream[self.table.table[b]]
             of_rows = streams[of_sequence // size]
             for stream in np.unique(of_rows[absent[b]]).tolist():
-                # Pages of one stream that a sequence has follow each other, from the beginning of the stream on.
+                # A sequence's pages of one stream are consecutive, from the start of the stream.
                 first = int(np.flatnonzero(streams == stream)[0]) * size
-                here = absent[b] & (of_rows == stream)
-                local = [of_head[mask] - first for of_head, mask in zip(of_sequence, here, strict=True)]
+                in_stream = absent[b] & (of_rows == stream)
+                local = [of_head[mask] - first for of_head, mask in zip(of_sequence, in_stream, strict=True)]
                 for out, rows in zip(outs, ssd.gather(stream, layer, local, "fetch"), strict=True):
-                    out[b][here] = rows
+                    out[b][in_stream] = rows
 
-    # Through a fast tier
+    # Gathering through a fast tier
 
     def _drop_served(self, numbers: Int64s) -> None:
-        """Has all fast tiers that were served forget pages."""
         if len(numbers):
             for fast in list(self._served):
                 fast.drop(numbers)
 
     def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """As `gather`, but keys and values come from `fast`, to which only pages are sent that are not there yet.
+        """Like `gather`, with keys and values from `fast.rows`, for instance tensors on a GPU; only missing pages are sent.
 
-        They are what its `rows` returns, for instance tensors on a gpu. Bytes are counted as "attend".
+        Sent bytes count as "attend".
         """
         size = self.shape.page_tokens
         pool, middle, length = self.checked(layer), self.middle, int(self.lengths[layer])
@@ -532,36 +528,36 @@ class KvStore(Sequences):
         positions = self._with_ends(middle, self._checked(selection, middle), length)
         numbers = np.stack([row[pages] for row, pages in zip(self.table.table, positions // size, strict=True)])
         used = np.unique(numbers)
-        # A page that is being filled is another at every step.
+        # A page that is being filled changes in each step.
         filling = np.isin(used, self.table.table[:, length // size :])
-        there = np.zeros(len(used), np.bool_)
-        there[~filling] = fast.have(layer, used[~filling])
+        on_device = np.zeros(len(used), np.bool_)
+        on_device[~filling] = fast.have(layer, used[~filling])
         chosen = numbers[:, :, middle.start * size :][:, :, : selection.count]
-        on_gpu = np.isin(chosen, used[there])
+        on_gpu = np.isin(chosen, used[on_device])
         gpu, cpu = int(on_gpu.sum()), int(((pool.slot_of[chosen] != NOT_HERE) & ~on_gpu).sum())
         self.traffic.count(hits_gpu=gpu, hits_cpu=cpu, hits_ssd=chosen.size - cpu - gpu)
-        self._send(layer, pool, used[~there], fast)
+        self._send(layer, pool, used[~on_device], fast)
         keys, values = fast.rows(layer, numbers, positions % size)
         fast.drop(used[filling])
         return Gathered(keys, values, positions)
 
     def _send(self, layer: int, pool: Pool, numbers: Int64s, fast: FastTier) -> None:
         with pool.lock:
-            here = pool.slot_of[numbers] != NOT_HERE
-            held = [side[pool.slot_of[numbers[here]]] for side in pool.sides]
-        read = () if self._spill is None else self._spill.read(layer, numbers[~here], "fetch")
-        for found, (keys, values) in itertools.chain([(numbers[here], held)] if here.any() else [], read):
+            resident = pool.slot_of[numbers] != NOT_HERE
+            sides = [side[pool.slot_of[numbers[resident]]] for side in pool.sides]
+        read = () if self._spill is None else self._spill.read(layer, numbers[~resident], "fetch")
+        for found, (keys, values) in itertools.chain([(numbers[resident], sides)] if resident.any() else [], read):
             fast.put(layer, found, keys, values)
             self.traffic.add("cpu", "gpu", "attend", keys.nbytes + values.nbytes)
 
     # Moving pages
 
     def move_up(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Reads pages of the middle into the cpu pool; ValueError if it has no room, or one is not of the middle."""
+        """Read pages of the middle into the cpu pool; ValueError if they exceed its limit, or one is not in the middle."""
         self._movable().up(layer, sequence, pages)
 
     def move_down(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Drops pages of the middle from the cpu pool; ValueError if one is pinned (sink, window)."""
+        """Drop pages of the middle from the cpu pool; ValueError if one is pinned (sink, window)."""
         self._movable().down(layer, sequence, pages)
 
     def _movable(self) -> Spill:
@@ -569,10 +565,10 @@ class KvStore(Sequences):
             raise ValueError("path: the store has no spill file, so no ssd tier to move pages to")
         return self._spill
 
-    # Changing sequences: whole pages are shared, the page that is being filled is everyone's own
+    # Changing sequences: full pages are shared, the page being filled is not
 
     def crop(self, tokens: int) -> None:
-        """Cuts every sequence to its first `tokens` tokens; takes a step that is under way back."""
+        """Cut every sequence to its first `tokens` tokens, and roll back a step in progress."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"tokens: must be from 0 to {self.length}, not {tokens}")
         if (self.lengths == tokens).all():
@@ -580,7 +576,7 @@ class KvStore(Sequences):
         full, rest = divmod(tokens, self.shape.page_tokens)
         before = dict(self.table.ends)
         if self._spill is not None:
-            # What will be sink, window and tail then must be in memory.
+            # Sink, window and tail of the shorter context must be in memory.
             sink = range(min(full, self.config.sink_pages))
             last = range(max(sink.stop, full - self.config.window_pages), full + bool(rest))
             for layer in range(self.shape.layers):
@@ -591,7 +587,7 @@ class KvStore(Sequences):
             recent.crop(tokens)
         self._forget(self.table.cut(self.shape.pages_of(tokens)))
         if rest:
-            # What was full and is not any more may be shared, and will be another page.
+            # The last page is partial now and will be overwritten, but may be shared.
             self._choose(np.arange(self.batch))
             self.table.unsettle(full)
             self._drop_served(self.table.table[:, full])
@@ -601,9 +597,9 @@ class KvStore(Sequences):
                 self._spill.trim(layer, tokens)
 
     def select(self, index: Int64s) -> None:
-        """Makes a batch of the sequences `index`, any of them any number of times; shares whole pages, copies tails.
+        """Replace the batch by the sequences `index`, with repetition; full pages are shared, tails are copied.
 
-        Between steps only; free if it is the batch that there is. What nobody refers to any more is taken away in the file.
+        Between steps only; an unchanged batch costs nothing. Unused pages are removed from the file.
         """
         index = np.asarray(index, np.int64)
         if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
@@ -620,14 +616,14 @@ class KvStore(Sequences):
             self._spill.shrink(before)
 
     def _choose(self, index: Int64s) -> None:
-        gone, copies = self.table.choose(index, bool(self.length % self.shape.page_tokens))
+        unused, copies = self.table.choose(index, bool(self.length % self.shape.page_tokens))
         for pool in self.pools:
             with pool.lock:
                 pool.know(self.table.numbers)
                 for source, target in copies:
                     pool.copy(source, target)
         self.bound_pools()
-        self._forget(gone)
+        self._forget(unused)
 
     def _forget(self, numbers: Int64s) -> None:
         for pool in self.pools:
@@ -635,15 +631,15 @@ class KvStore(Sequences):
                 pool.forget(numbers)
         self._drop_served(numbers)
 
-    # Beginning and end
+    # Saving and closing
 
     @property
     def sidecar(self) -> str:
-        """What the last `save` was given, also that of whoever had the spill file before; "" if there was none."""
+        """The argument of the last `save`, also by a previous owner of the spill file; "" if there was none."""
         return "" if self._spill is None else self._spill.sidecar
 
     def tail(self) -> tuple[Int64s, Int64s, list[list[NDArray[Any]]]]:
-        """Returns the ids and positions [batch, n] of the tokens that fill no page, and the rows of each layer.
+        """Return ids and positions [batch, n] of the tokens in the incomplete page, and the rows of each layer.
 
         Rows: keys and values [batch, kv_heads, n, dim], as `append` takes them. Between steps only.
         """
@@ -657,9 +653,9 @@ class KvStore(Sequences):
         return self.ids[:, self.length - rest :], self.positions[:, self.length - rest :], rows
 
     def save(self, sidecar: str = "") -> None:
-        """Writes all, the last page too, though it is not full: `restore` then loses nothing. Between steps only.
+        """Write everything, including the incomplete page, so that `restore` loses nothing. Between steps only.
 
-        `sidecar`: name (hexadecimal) of what else belongs to this save; it is told with it, or not at all.
+        `sidecar`: a hexadecimal name for the caller's file that belongs to this save; stored atomically with it.
         """
         if self._spill is None:
             raise UsageError("path: the store has no spill file to save to", "create the store with a path")
@@ -667,9 +663,9 @@ class KvStore(Sequences):
         self._spill.save(sidecar)
 
     def restart_device(self) -> None:
-        """Starts the *emulated* device anew after it has died, and writes what it had not acknowledged.
+        """Restart the *emulated* device after it has stopped, and write the pages that it had not acknowledged.
 
-        DataError if something is missing that it had.
+        DataError: acknowledged pages are missing.
         """
         if not isinstance(self.ssd, CsdTier):
             raise UsageError("ssd: the store has no device", "create the store with ssd='csd'")
@@ -677,12 +673,12 @@ class KvStore(Sequences):
         self.spill()
 
     def close(self) -> None:
-        """Flushes and closes the spill file; what fills no page is not in it, unless `save` was called."""
+        """Flush and close the spill file; the incomplete page is lost unless `save` was called."""
         if self.ssd is not None:
             self.ssd.close()
 
     def discard(self) -> None:
-        """Closes it and deletes its spill file and page tables."""
+        """Close the store, and delete its spill file and page tables."""
         try:
             self.close()
         finally:
@@ -696,6 +692,6 @@ class KvStore(Sequences):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the error that is under way says more than one that follows from it
+        else:  # the original error is more useful than one that follows from it
             with contextlib.suppress(LlmcacheError):
                 self.close()

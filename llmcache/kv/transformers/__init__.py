@@ -1,6 +1,6 @@
-"""The cache of transformers' models, spilled: `enable(model)`, then a `SpillCache` as its cache.
+"""A KV cache for transformers' models that spills to SSD: call `enable(model)`, then pass the model a `SpillCache`.
 
-Needs the [transformers] extra, of a supported version; nothing of it is imported before it is asked for.
+Needs the [transformers] extra. torch and transformers are imported on the first use of a name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["SpillCache", "disable", "enable"]
 
 OLDEST = (4, 56)
-"""The first transformers whose caches are made of layers that are initialised late; 4.55 passes them other arguments."""
+"""The first supported version: from 4.56 on, caches consist of layers that are initialized late."""
 FIRST_UNKNOWN = (6, 0)
-"""Nobody can have tried it: a new major version removes what an old one only deprecates."""
+"""The first untested version: a new major version removes what the previous one deprecates."""
 
 CACHE_ARGUMENT_SINCE = (5, 24)
-"""The first transformers whose models take a cache as `cache`, and where `past_key_values` is deprecated."""
+"""The first version whose models take the cache as `cache` and deprecate `past_key_values`."""
 
 _WHERE = {"SpillCache": "cache", "disable": "attention", "enable": "attention"}
 _HINT = "pip install 'llmcache-toolkit[transformers]' (torch for CPUs only: from download.pytorch.org/whl/cpu)"
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version: "5.24.0.dev0" gives (5, 24)."""
+    """Return the first two numbers of a version: "5.24.0.dev0" gives (5, 24)."""
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
         raise EnvironmentProblem(f"transformers: unknown version '{text}'", _HINT)
@@ -38,7 +38,7 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def check_versions() -> None:
-    """EnvironmentProblem if torch or transformers cannot be imported, or if transformers is outside the supported range."""
+    """Raise EnvironmentProblem if torch or transformers cannot be imported, or if the version is not supported."""
     try:
         import torch  # noqa: F401
         import transformers
@@ -48,14 +48,14 @@ def check_versions() -> None:
 
 
 def check_transformers(version: str) -> None:
-    """EnvironmentProblem if transformers of `version` is outside the supported range."""
+    """Raise EnvironmentProblem if `version` of transformers is not supported."""
     if not OLDEST <= version_of(version) < FIRST_UNKNOWN:
         needed = f"must be {OLDEST[0]}.{OLDEST[1]} or later, and before {FIRST_UNKNOWN[0]}"
         raise EnvironmentProblem(f"transformers: version {needed}, not {version}", _HINT)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """Return the keyword argument by which models of the installed transformers take `cache`, None included."""
+    """Return `cache`, which may be None, as the keyword argument that the installed transformers expects."""
     import transformers
 
     name = "cache" if version_of(transformers.__version__) >= CACHE_ARGUMENT_SINCE else "past_key_values"
@@ -63,7 +63,7 @@ def cache_argument(cache: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, once torch and transformers are found to be there and of a supported version."""
+    """Import `name` after checking the versions of torch and transformers."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_versions()

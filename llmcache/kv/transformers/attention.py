@@ -1,9 +1,8 @@
-"""What `enable` gives a model: attention that knows the keys of a SpillCache, hooks around a pass, and a look ahead.
+"""Hooks that `enable` installs in a model: attention over a SpillCache, checks around a forward pass, and lookahead.
 
-The look ahead estimates the queries of the next layer from the input of this one, before this one has computed. Source:
-hillinfer.txt, section 3.3 (APP), which evaluates layer i+1 while layer i computes, and InfiniGen (its prefetch-based
-baseline) for the estimate: what enters a layer differs little from what enters the next, so that the next layer's norm,
-query projection and rotary embedding give nearly its queries.
+Lookahead estimates the queries of layer i+1 from the input of layer i, so that layer i+1 is evaluated while layer i
+computes (hillinfer.txt, section 3.3, APP). The estimate is InfiniGen's: the inputs of consecutive layers differ little,
+so the norm, query projection and rotary embedding of layer i+1 applied to the input of layer i give nearly its queries.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _R = TypeVar("_R")
 
 
 def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, whose caller gets KeyboardInterrupt for Ctrl-C wherever it comes.
+    """Return `function` so that Ctrl-C always raises KeyboardInterrupt.
 
-    Where numba makes an array of a result it runs Python, which then meets the signal: numba says SystemError because of it.
+    numba runs Python code while it converts a result to an array, and reports an interrupt there as SystemError.
     """
 
     @functools.wraps(function)
@@ -55,7 +54,7 @@ def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
-    """The attention that the family of `module` brings along itself."""
+    """Run the eager attention function of the model family of `module`."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
         raise UsageError(f"model: the attention of {type(module).__name__} cannot be replaced", "use another model")
@@ -63,7 +62,7 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
 
 
 def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
-    """Attention that does what `stock` does, over what the conversation says where keys are tagged by a SpillCache."""
+    """Return an attention function: the SpillCache's for keys that it has tagged, `stock` for all others."""
 
     @_interruptible
     def attention(
@@ -81,18 +80,17 @@ def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
 
 
 def enable(model: Any) -> Any:
-    """Makes `model`, any causal language model of transformers, work with a SpillCache; returns it.
+    """Make `model`, any causal language model of transformers, work with a SpillCache, and return it.
 
-    Its attention becomes "llmcache": transformers' own (eager where it was, or where logits are capped, as in Gemma 2, else
-    sdpa), but for the keys of a SpillCache. Called twice it does the same as once. UsageError if the model's attention
-    cannot be replaced.
+    The attention becomes "llmcache", which is transformers' own for keys of other caches: eager if the model used eager or
+    caps its logits (Gemma 2), else sdpa. A second call has no further effect. UsageError: the attention cannot be replaced.
     """
     if not any(_uses_interface(part) for part in model.modules()):
         raise _not_replaceable(model, "it does not go through transformers' AttentionInterface")
     inner = model.base_model
     pairs = itertools.pairwise(getattr(inner, "layers", []))
-    ahead = [(layer, behind) for layer, behind in pairs if _can_be_estimated(layer, behind)]
-    # The functions for masks as well: else transformers makes none.
+    ahead = [(layer, following) for layer, following in pairs if _can_be_estimated(layer, following)]
+    # transformers creates no masks for an attention whose mask function is not registered.
     AttentionInterface.register(SDPA, _spilling(sdpa_attention_forward))
     AttentionMaskInterface.register(SDPA, sdpa_mask)
     AttentionInterface.register(EAGER, _spilling(_eager))
@@ -105,15 +103,15 @@ def enable(model: Any) -> Any:
         model.set_attn_implementation(before)
         raise _not_replaceable(model, str(error)) from error
     if not hasattr(model, _ENABLED):
-        hooks = [inner.register_forward_pre_hook(_note_tokens, with_kwargs=True)]
+        hooks = [inner.register_forward_pre_hook(_begin_step, with_kwargs=True)]
         hooks.append(inner.register_forward_hook(_check_step, with_kwargs=True))
-        hooks += [layer.register_forward_pre_hook(look_ahead(behind), with_kwargs=True) for layer, behind in ahead]
+        hooks += [layer.register_forward_pre_hook(look_ahead(following), with_kwargs=True) for layer, following in ahead]
         setattr(model, _ENABLED, (hooks, before))
     return model
 
 
 def _uses_interface(part: Any) -> bool:
-    """Return whether the family of the module `part` looks up its attention in transformers' AttentionInterface."""
+    """Return whether the family of `part` looks up its attention in transformers' AttentionInterface."""
     return hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -123,7 +121,7 @@ def _not_replaceable(model: Any, why: str) -> UsageError:
 
 
 def disable(model: Any) -> Any:
-    """Undoes `enable`: the model has the attention that it had, and no hooks; returns it."""
+    """Restore the attention that `model` had before `enable`, remove the hooks, and return the model."""
     if hasattr(model, _ENABLED):
         hooks, before = getattr(model, _ENABLED)
         for hook in hooks:
@@ -134,13 +132,12 @@ def disable(model: Any) -> Any:
 
 
 def _passed_cache(options: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward pass: transformers 5.24 renamed it."""
     return options["cache"] if options.get("cache") is not None else options.get("past_key_values")
 
 
 @_interruptible
-def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Before a forward pass: checks that the cache is whole, tells it which tokens come, and where they are."""
+def _begin_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Check the cache before a forward pass, and record the ids and positions of the new tokens."""
     cache = _passed_cache(options)
     if not isinstance(cache, SpillCache):
         return
@@ -155,30 +152,30 @@ def _note_tokens(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         except UsageError as error:
             cache.conversation.identify(error)
     ids = options.get("input_ids", arguments[0] if arguments else None)
-    places: Any = options.get("position_ids")
-    numbers: Int64s | None = as_array(ids).astype(np.int64) if torch.is_tensor(ids) else None
+    position_ids: Any = options.get("position_ids")
+    token_ids: Int64s | None = as_array(ids).astype(np.int64) if torch.is_tensor(ids) else None
     positions: Int64s | None = None
-    if numbers is not None and torch.is_tensor(places) and places.ndim == 2:
-        positions = np.broadcast_to(as_array(places).astype(np.int64), numbers.shape)
-    cache.conversation.begin_step(numbers, positions)
+    if token_ids is not None and torch.is_tensor(position_ids) and position_ids.ndim == 2:
+        positions = np.broadcast_to(as_array(position_ids).astype(np.int64), token_ids.shape)
+    cache.conversation.begin_step(token_ids, positions)
 
 
 def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    """After a forward pass: UsageError if not every layer was in it, as the cache would keep nothing of the step then."""
+    """Raise UsageError if a layer did not run in this forward pass: the cache would store nothing of the step."""
     cache = _passed_cache(options)
     if isinstance(cache, SpillCache):
         cache.conversation.check_step()
 
 
-def look_ahead(behind: Any) -> Hook:
-    """Returns what is to be called before a decoder layer: it starts evaluating the one `behind` it.
+def look_ahead(following: Any) -> Hook:
+    """Return a hook for a decoder layer that starts the evaluation of the `following` layer.
 
-    Nothing happens with another cache, or while a prompt is read.
+    The hook does nothing with another cache, or while a prompt is processed.
     """
 
     @_interruptible
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        layers, index = getattr(_passed_cache(options), "layers", []), behind.self_attn.layer_idx
+        layers, index = getattr(_passed_cache(options), "layers", []), following.self_attn.layer_idx
         spilled = layers[index] if index < len(layers) else None
         if not isinstance(spilled, SpillLayer):
             return
@@ -188,14 +185,14 @@ def look_ahead(behind: Any) -> Hook:
         if engine is None or hidden is None or rotation is None or hidden.shape[1] != 1:
             return
         with torch.no_grad():
-            queries = estimated(behind, hidden, rotation)
+            queries = estimated(following, hidden, rotation)
         engine.ahead(spilled.number, as_array(queries[:, :, 0].float().contiguous()))
 
     return hook
 
 
 def estimated(layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Returns the queries [batch, heads, tokens, dim] that `layer` would have if `hidden` [batch, tokens, width] entered it.
+    """Return the queries [batch, heads, tokens, dim] of `layer` for the input `hidden` [batch, tokens, width].
 
     `rotation`: cosines and sines [batch, tokens, dim] of the tokens' positions.
     """
@@ -209,16 +206,16 @@ def estimated(layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, to
     return queries * cosines + torch.cat([-second, first], -1) * sines
 
 
-def _can_be_estimated(layer: Any, behind: Any) -> bool:
-    """Whether the layer behind has the parts that `estimated` needs, and the rotary embedding that this one has.
+def _can_be_estimated(layer: Any, following: Any) -> bool:
+    """Return whether `estimated` supports the `following` layer, and both layers use the same rotary embedding.
 
-    In Gemma 3, where global layers follow local ones, it has another.
+    They do not in Gemma 3, where a global layer follows a local one.
     """
-    if not hasattr(getattr(behind, "self_attn", None), "q_proj") or not hasattr(behind, "input_layernorm"):
+    if not hasattr(getattr(following, "self_attn", None), "q_proj") or not hasattr(following, "input_layernorm"):
         return False
-    return _kind(layer) == _kind(behind)
+    return _kind(layer) == _kind(following)
 
 
 def _kind(layer: Any) -> Any:
-    """Return the type of attention of a decoder layer; None if it has none, or the family has only one."""
+    """Return the attention type of a decoder layer; None if the layer has none, or the family has only one."""
     return getattr(layer, "attention_type", None) or getattr(getattr(layer, "self_attn", None), "layer_type", None)

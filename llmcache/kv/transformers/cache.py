@@ -1,6 +1,7 @@
-"""SpillCache: a cache for transformers' models whose keys and values lie in tiers, of which each token attends to some.
+"""SpillCache: a KV cache for transformers' models that keeps keys and values in memory and SSD tiers.
 
-Its layers of full attention are spilled and share a `Conversation`; those with a sliding window stay transformers' own.
+Each new token attends to a part of them. Layers with full attention are spilled and share a `Conversation`; layers with a
+sliding window stay transformers' own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.tensors import dtype_name
 
 TAG = "_llmcache_layer"
-"""Attribute of keys on their way from a cache to attention: the layer that they belong to."""
+"""Attribute of keys that a cache passes to attention: the SpillLayer that they belong to."""
 
 _HINT = "use transformers' own cache for this model"
 _REFUSED = {
@@ -38,24 +39,25 @@ _REFUSED = {
 
 
 class SpillCache(Cache):
-    """A cache for a model that `enable` was called for: pass it as `cache`. A context manager.
+    """A KV cache for a model on which `enable` was called: pass it as `cache`. It is a context manager.
 
         enable(model)
         with SpillCache(model.config, token_budget=1024, path="/mnt/nvme") as cache:
             model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
-    Contexts of up to `full_tokens` are attended to fully, as fast as with transformers' own cache (None: as far as that is
-    faster than choosing, which is *measured*, and fits the memory below; then runs that shall be the same must name it).
-    Beyond, `policy`, by name, chooses what a new token attends to: `token_budget` tokens, or the share `alpha` of the
-    context (0.2 if neither is given), sink and window included: the first and last tokens, which are attended in any case
-    (None: as many as suit the policy). Prompts are attended to exactly. `path`: the spill file, kept on `close`; a
-    directory: a file in it that is removed then; None: all stays in memory. `ssd`: "file", or "csd" for the *emulated*
-    computational SSD with `profile`. `cpu_pages` of 16 tokens per layer and sequence stay in memory (default: a quarter of
-    what can be had, or the token budget where that is more), and beside them of what a file gave last up to two token
-    budgets, no more than an eighth of the context; `gpu_pages` that were used lately stay in the memory of the
-    device that the model runs on, over all layers and sequences together. `lookahead`: the next layer is evaluated and
-    fetched while one computes; `exact` False takes what an estimate of its queries chose. `options`: further settings of
-    the policy. UsageError names a setting, or a property of the model, that is not supported.
+    Contexts of up to `full_tokens` tokens get full attention. By default, this is the *measured* length from which choosing
+    tokens is faster, but at most the length that fits in memory; set it explicitly for reproducible runs.
+    In longer contexts, `policy` (a name) chooses the tokens that a new token attends to: `token_budget` tokens, or the share
+    `alpha` of the context (default 0.2). Both include the sink and window, the first and last tokens, which are always
+    attended to (default: as the policy prefers). Prompts get full attention. `options` are further settings of the policy.
+
+    `path` is the spill file, which `close` keeps; if it is a directory, `close` removes the file; if None, all pages stay in
+    memory. `ssd` is "file", or "csd" for the *emulated* computational SSD with `profile`. `cpu_pages` pages of 16 tokens per
+    layer and sequence stay in memory (default: a quarter of the available memory, but at least the token budget). In
+    addition, the rows last read from the file stay in memory: up to two token budgets, at most an eighth of the context.
+    `gpu_pages`, counted over all layers and sequences, are cached in the memory of the model's device. With `lookahead`, the
+    next layer is evaluated and fetched while the current one computes; with `exact=False`, it then attends to the tokens
+    chosen for its estimated queries. UsageError names an unsupported setting, or an unsupported property of the model.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class SpillCache(Cache):
         full_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        config = getattr(config, "config", config)  # a model is taken as well
+        config = getattr(config, "config", config)  # accept a model as well
         chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
             *chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
@@ -95,66 +97,66 @@ class SpillCache(Cache):
 
     @property
     def store(self) -> KvStore:
-        """The store of the spilled layers, numbered without those in between that are not; UsageError while it is empty."""
+        """The store, which numbers the spilled layers only; UsageError while the cache is empty."""
         return self.conversation.store
 
     @property
     def traffic(self) -> Traffic:
-        """What moved between tiers so far; UsageError while it is empty."""
+        """The traffic between tiers since the start; UsageError while the cache is empty."""
         return self.store.traffic
 
     @property
     def ids(self) -> Int64s:
-        """Ids of the tokens [batch, tokens] that it holds; -1 for those that the model got as embeddings."""
+        """Token ids [batch, tokens]; -1 for tokens that the model received as embeddings."""
         return self.conversation.ids
 
     def check(self) -> None:
-        """DataError if a forward pass ended between a spilled layer and a sliding one: their tokens differ."""
+        """Raise DataError if a forward pass ended between a spilled and a sliding layer, so that their lengths differ."""
         if any(layer.get_seq_length() != self.conversation.length for layer in self._stock()):
             raise broken_off()
 
-    # What transformers asks of a cache
+    # Interface of transformers' Cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns the tokens of each sequence, padding included, wherever they are."""
+        """Return the tokens of each sequence, padding included, over all tiers."""
         return int(self.layers[layer_idx].get_seq_length())
 
     def reset(self) -> None:
-        """Forgets everything: a new conversation may begin, of another batch too."""
+        """Discard all tokens; the next conversation may have another batch size."""
         self.conversation.close()
-        # Before transformers 5 a sliding layer that is reset keeps as many zeros as it had keys: new ones are made.
+        # Before transformers 5, a reset sliding layer keeps as many zeros as it had keys, so create new layers.
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, SpillLayer):
                 self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence i what sequence `beam_idx[i]` was; pages are shared, not copied."""
+        """Replace sequence i by sequence `beam_idx[i]`; pages are shared, not copied."""
         self.conversation.choose(_numbers(beam_idx))
         for layer in self._stock():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Makes `repeats` of every sequence, one after the other."""
+        """Replace every sequence by `repeats` consecutive copies."""
         if self.conversation.length:
             self.conversation.choose(np.repeat(np.arange(self.conversation.store.batch), repeats))
         for layer in self._stock():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps only the sequences `indices`."""
+        """Keep only the sequences `indices`."""
         self.conversation.choose(_numbers(indices))
         for layer in self._stock():
             layer.batch_select_indices(indices)
 
     def crop(self, tokens: int) -> None:
-        """Takes the last `-tokens` tokens away if that is negative, else cuts to `tokens`.
+        """Remove the last `-tokens` tokens if `tokens` is negative, else keep the first `tokens`.
 
-        0 does what transformers of the version at hand means by it: nothing from 5.0 on, before that everything goes.
+        The installed transformers defines the meaning of 0: no change from 5.0 on, and before that an empty cache.
         """
-        length, tokens = self.conversation.length, int(tokens)  # 5.17 gives a tensor
+        length, tokens = self.conversation.length, int(tokens)  # transformers 5.17 passes a tensor
         if not length:
             return
-        # A sliding layer may refuse: nothing has changed then.
+        # A sliding layer may refuse to crop, so crop those first: nothing has changed if one does.
         for layer in self._stock():
             layer.crop(tokens)
         if tokens < 0 or (tokens == 0 and version_of(transformers.__version__) >= (5, 0)):
@@ -162,20 +164,24 @@ class SpillCache(Cache):
         else:
             self.conversation.crop(tokens)
 
-    # Keeping it
+    # Saving and restoring
 
     def save(self) -> None:
-        """Writes everything to the spill file, so that `restore` goes on exactly here; between steps, and it may go on."""
+        """Write everything to the spill file, so that `restore` continues from here. Call it between steps only.
+
+        The conversation can continue afterwards.
+        """
         self.conversation.save(list(self._stock()))
 
     @classmethod
     def restore(cls, model: Any, path: str | Path, policy: str = "mass", **options: Any) -> SpillCache:
-        """Return a cache that continues the spill file at `path`, for `model` itself; `options` as for a new cache.
+        """Return a cache that continues the spill file at `path` for `model`; `options` as for a new cache.
 
-        The file must be of a model with the same weights and settings (`identity_of`), at any path. Without a `save`, up to
-        15 tokens at the end are lost; of a model with sliding layers, all tokens after the last `save`. Policies that
-        remember attention begin with an empty memory. DataError: the file is of another model, damaged, or of a model with
-        sliding layers and not saved, or cropped or reordered after that. UsageError: the model cannot be identified.
+        The file must be from a model with the same weights and settings (`identity_of`); the model's path does not matter.
+        Without a `save`, up to 15 tokens at the end are lost; with sliding layers, all tokens after the last `save`.
+        Policies with a memory of past attention start with an empty one. DataError: the file is damaged, or from another
+        model, or the model has sliding layers and the file was not saved, or was cropped or reordered after the last save.
+        UsageError: the model cannot be identified.
         """
         cache = cls(model.config, policy, path=path, **options)
         try:
@@ -188,13 +194,13 @@ class SpillCache(Cache):
         return cache
 
     def __deepcopy__(self, memory: dict[int, Any]) -> SpillCache:
-        """Raises TypeError: a spill file has one owner."""
+        """Raise TypeError: a spill file has one owner."""
         raise TypeError("SpillCache: cannot be copied; call save(), and restore copies of the file")
 
-    # The end
+    # Closing
 
     def close(self) -> None:
-        """Ends it: threads, the device and a spill file without a name are gone. It may begin again."""
+        """Stop the threads and the device, and remove a temporary spill file; the cache can then be used again."""
         self.conversation.close()
 
     def __enter__(self) -> SpillCache:
@@ -205,9 +211,9 @@ class SpillCache(Cache):
 
 
 class SpillLayer(CacheLayerMixin):
-    """One layer of full attention: hands new keys on to attention, which knows by a tag to ask the conversation.
+    """A layer with full attention: it tags new keys, so that the attention function passes them to the conversation.
 
-    Sequences of all layers change together: only the cache can be cropped, reordered or reset, not one layer of it.
+    The layers of a cache change together: a single one cannot be cropped, reordered or reset.
     """
 
     is_sliding = False
@@ -220,12 +226,12 @@ class SpillLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, *arguments: Any) -> None:
-        """Does nothing: the conversation begins with the first token."""
+        """Do nothing: the conversation begins with the first token."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the new keys, tagged, and values: attention over what is stored happens when they arrive there."""
+        """Return the new keys, tagged, and the new values; the attention function reads the stored ones."""
         self.conversation.expect(self.number)
         if key_states.dtype != value_states.dtype:
             key_states, value_states = _of_one_type(key_states, value_states)
@@ -234,21 +240,21 @@ class SpillLayer(CacheLayerMixin):
         return tagged, value_states
 
     def get_seq_length(self, *arguments: Any) -> int:
-        """Returns the tokens of each sequence, those before the step that is under way."""
+        """Return the tokens of each sequence, without those of a step in progress."""
         return self.conversation.length
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        """Returns for how many tokens a mask is made, and from which on: all. `query`: new tokens, or their positions."""
+        """Return the length and offset of a mask over all tokens. `query`: the new tokens' number or positions."""
         return self.conversation.length + (query.shape[0] if torch.is_tensor(query) else int(query)), 0
 
     def get_max_length(self) -> int:
-        """Returns -1: there is no bound."""
+        """Return -1: the length is unlimited."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name up to transformers 5.0
 
     def reset(self) -> None:
-        """Ends the conversation, of all layers."""
+        """Close the conversation of all layers."""
         self.conversation.close()
 
     def _only_together(self, *arguments: Any) -> None:
@@ -259,9 +265,9 @@ class SpillLayer(CacheLayerMixin):
 
 
 def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in the type of autocast, which attention would cast them to; UsageError if they differ without it.
+    """Return both in autocast's type, to which attention would cast them; UsageError if the types differ without autocast.
 
-    Under autocast rotary embeddings leave keys in float32, while values are in half precision.
+    Under autocast, rotary embeddings produce float32 keys, while values are in half precision.
     """
     if not torch.is_autocast_enabled(keys.device.type):
         types = f"keys are {keys.dtype}, values {values.dtype}"
@@ -271,16 +277,16 @@ def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor
 
 
 def checked_text_config(config: Any) -> Any:
-    """Return the configuration of the text model of `config`; UsageError names a property that is not supported."""
+    """Return the configuration of the text model of `config`; UsageError names an unsupported property."""
     if not hasattr(config, "get_text_config"):
         hint = "SpillCache(model.config, ...)"
         raise UsageError(f"config: a {type(config).__name__}, not the configuration of a transformers model", hint)
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError("is_encoder_decoder: encoder-decoder models are not supported", _HINT)
-    for name, what in _REFUSED.items():
+    for name, kind_is in _REFUSED.items():
         if getattr(text, name, None):
-            raise UsageError(f"{name}: {what} not supported", _HINT)
+            raise UsageError(f"{name}: {kind_is} not supported", _HINT)
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
         if kind not in ("full_attention", "sliding_attention"):
             raise UsageError(f"layer_types: '{kind}' of layer {index} is not supported", _HINT)
@@ -288,10 +294,10 @@ def checked_text_config(config: Any) -> Any:
 
 
 def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
-    """Returns the layers of a cache for a model with `config`, as transformers makes them, those of full attention spilled.
+    """Return the layers that transformers creates for a model with `config`, with spilled layers for full attention.
 
-    `conversation_of(n, alone)` makes the conversation of n spilled layers; `alone`: there are no others. UsageError names
-    what of the model is not supported.
+    `conversation_of(n, alone)` returns a conversation for n spilled layers; `alone` is True if all layers are spilled.
+    UsageError names an unsupported property of the model.
     """
     text = checked_text_config(config)
     try:

@@ -1,11 +1,11 @@
-"""Conversation: what the layers of a cache share, a store, a policy and an engine; and attention over them.
+"""Conversation: the store, policy and engine that the layers of a cache share, and attention over them.
 
-It begins with `DenseLayers`: every token attends to all, exactly, until there are more than `SpillSettings.full_tokens`. The
-store takes over then, between two steps.
+A conversation starts in `DenseLayers`, with full attention. When the context exceeds `SpillSettings.full_tokens`, the
+store takes over between two steps.
 
-A prompt is attended to exactly, by transformers' own attention over the keys as they come, and stored layer by layer. So
-are several tokens at once behind it (chunked prefill, assisted decoding, the next turn), over everything that is stored.
-A single token attends to what the policy chooses.
+A prompt gets full attention by transformers' own function; so do several new tokens at once (chunked prefill, assisted
+decoding, the next turn), over all stored tokens. A single new token attends to the tokens that the policy chooses. Each
+layer stores its new keys and values right after its attention.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from llmcache.memory import tightest
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
-"""Id of a token that was given as an embedding."""
+"""Id of a token that the model received as an embedding."""
 MEMORY_SHARE = 0.25
-"""Of the memory that can be had when a cache with a spill file begins: so much keeps pages where nothing is said of it."""
+"""Share of the available memory for pages in front of a spill file, if `cpu_pages` is not set."""
 GPU_SHARE = 0.5
-"""Of a GPU's free memory, that short contexts may take: its weights are there already, and prompts need the rest."""
+"""Share of a GPU's free memory for short contexts; prompts need the rest."""
 RECENT_BUDGETS = 2
-"""Of the rows that were read lately so many token budgets stay in memory, for the next tokens attend to much the same."""
+"""Number of token budgets of read rows that stay in memory, because consecutive tokens attend to similar rows."""
 
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
-"""More than the processor's cache holds of most models, and few enough to take no time."""
+"""Number of layers and steps in a measurement; for most models, these layers exceed the CPU cache."""
 
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 
 
 @dataclass(frozen=True)
 class SpillSettings:
-    """Settings of a cache, as `SpillCache` takes them; `chosen` are those of the policy. UsageError names what is wrong."""
+    """Settings of a `SpillCache`; `chosen` are those of the policy. UsageError names an invalid setting."""
 
     policy: type[KvPolicy]
     chosen: PolicySettings
@@ -95,14 +95,14 @@ class SpillSettings:
         if self.full_tokens and self.policy.needs_weights:
             hint = "omit full_tokens: this policy counts the attention of every step"
             raise UsageError(f"full_tokens: the policy {self.policy.name!r} must choose from the first token on", hint)
-        # A shape of nothing: what does not fit whatever the model is must be said now, and not within its first step.
+        # Check against an empty shape now, so that settings that fit no model fail before the first step.
         self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
 
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
-        """Returns what the store of a model of `shape` is made from, with the spill file `path`.
+        """Return the configuration of the store for a model of `shape`, with the spill file `path`.
 
-        Sink and window are as the policy would have them unless given; the pool beside a file takes its share of memory, or
-        the budget where that is more.
+        The policy sets the sink and window by default. The default pool in front of a file is a share of the available
+        memory, or the token budget if that is larger.
         """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
@@ -117,15 +117,13 @@ class SpillSettings:
         return StoreConfig(*known, threads=self.threads, cpu_rows=rows, interleaved=self.policy.interleaved)
 
     def most_full(self, shape: KvShape, batch: int, device: torch.device) -> int:
-        """Returns how many tokens may be attended to fully where that is faster than choosing: as `full_tokens` says, or as
-        far as they may be in memory.
-        """
+        """Return the most tokens that may get full attention: `full_tokens` if set, else as many as fit in memory."""
         if self.full_tokens is not None:
             return self.full_tokens
         if self.policy.needs_weights or self.gpu_pages is not None:
             return 0
         if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps what was freed
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps freed memory
             free_bytes = torch.cuda.mem_get_info(device)[0] + unused
             return int(GPU_SHARE * free_bytes) // (batch * shape.layers * shape.token_bytes)
         if self.cpu_pages is not None:
@@ -134,12 +132,12 @@ class SpillSettings:
 
 
 def free_tokens(shape: KvShape, batch: int) -> int:
-    """Returns how many tokens of each sequence fit `MEMORY_SHARE` of the memory to be had."""
+    """Return how many tokens of each sequence fit in `MEMORY_SHARE` of the available memory."""
     return int(MEMORY_SHARE * tightest().available_bytes) // (batch * shape.layers * shape.token_bytes)
 
 
 def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
-    """Returns the policy called `name` and its settings made of `options`; UsageError names an option that it has not."""
+    """Return the policy called `name` and its settings from `options`; UsageError names an unknown option."""
     policy = policy_class(name)
     known = {entry.name for entry in dataclasses.fields(policy.settings_class)}
     for option in options:
@@ -151,10 +149,10 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
 
 @dataclass
 class Call:
-    """A call of an attention function of transformers: `stock` is its own, `options` all other arguments.
+    """Arguments of a call of an attention function: `stock` is transformers' own, `options` its further arguments.
 
-    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] of the new tokens alone; `mask`
-    [batch or 1, heads or 1, tokens, all tokens], None where nothing is hidden but what comes later.
+    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only; `mask`
+    is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
     """
 
     module: Any
@@ -167,15 +165,15 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """New tokens of each sequence."""
+        """The number of new tokens of each sequence."""
         return int(self.query.shape[2])
 
     def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Returns what transformers makes of other keys, values and mask."""
+        """Return the output of the stock attention for the given keys, values and mask."""
         return self.stock(self.module, self.query, key, value, mask, **self.options)
 
     def run_chosen(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """As `run`, of keys whose number differs from layer to layer: cuDNN plans for each number, some 20 ms a layer."""
+        """Like `run`, but without cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer."""
         if self.query.device.type != "cuda":
             return self.run(key, value, mask)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -183,9 +181,10 @@ class Call:
 
 
 class Conversation:
-    """A batch of sequences of equal length; begins with the first token, or as a file restores it, ends with `close`.
+    """A batch of sequences of equal length. It begins with the first token or a restored file, and ends with `close`.
 
-    `layers`: how many are spilled; `alone`: the model has no others, so that a step that failed can be taken back.
+    `layers` is the number of spilled layers. `alone` is True if the model has no others, so that a failed step can be rolled
+    back.
     """
 
     def __init__(self, settings: SpillSettings, layers: int, alone: bool = True) -> None:
@@ -193,12 +192,12 @@ class Conversation:
         self.model = "unidentified"
         self._unidentified: UsageError | None = None
         self._pid = os.getpid()
-        self._noted: tuple[Int64s | None, Int64s | None] = None, None
+        self._step_tokens: tuple[Int64s | None, Int64s | None] = None, None
         self._store: KvStore | None = None
         self.engine: KvEngine | None = None  # None before the first step
-        self._dense: DenseLayers | None = None  # while it is short; the store has a beginning of it then, or nothing
+        self._dense: DenseLayers | None = None  # while the context is short; the store then has its beginning, or nothing
         self._most_full, self._is_measured = 0, False
-        self._own_file: Path | None = None  # in a directory, until it is closed
+        self._own_file: Path | None = None  # a temporary file in a directory
         self._padding_known = False
         self._is_restored = False
         self._done: set[int] = set()
@@ -207,7 +206,7 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence, padding included."""
+        """The tokens of each sequence, padding included."""
         if self._dense is not None:
             return self._dense.length
         return self._store.length if self._store is not None else 0
@@ -221,35 +220,35 @@ class Conversation:
 
     @property
     def ids(self) -> Int64s:
-        """Ids of the tokens [batch, tokens]; UsageError before the first."""
+        """Token ids [batch, tokens]; UsageError before the first token."""
         return self.store.ids if self._dense is None else self._dense.ids
 
     @property
     def engine_ahead(self) -> KvEngine | None:
-        """The engine, if layers are evaluated before their queries are there."""
+        """The engine if lookahead applies to the next step, else None."""
         return self.engine if self.settings.lookahead and self.length > 0 and self._dense is None else None
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that keys and values take on the host, or while the context is short on the device; no index."""
+        """Bytes of keys and values in host memory, or on the device while the context is short; without the index."""
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
     @property
     def needs_identity(self) -> bool:
-        """True if the next token begins a spill file that may be restored later."""
+        """True if the next token creates a spill file that can be restored later."""
         path = self.settings.path
         return self._store is None and path is not None and not path.is_dir()
 
     def identify(self, model: str | UsageError) -> None:
-        """Set the identity of the model that the spill file will name, or why the model cannot be identified."""
+        """Set the model identity to write to the spill file, or the reason why the model cannot be identified."""
         self._unidentified = model if isinstance(model, UsageError) else None
         self.model = "unidentified" if isinstance(model, UsageError) else model
 
     # Attention
 
     def expect(self, layer: int) -> None:
-        """Note that attention of spilled layer `layer` comes next; UsageError if that of the previous layer did not come."""
+        """Record that attention of spilled `layer` runs next; UsageError if that of the previous one did not run."""
         self._check_thread()
         if self._expected is not None:
             hint = "call enable(model) first; after an error, call reset() of the cache"
@@ -257,14 +256,14 @@ class Conversation:
         self._expected = layer
 
     def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
-        """Notes the ids and positions of the tokens that come [batch, tokens], None for those that are not known.
+        """Record ids and positions [batch, tokens] of the new tokens, None if unknown.
 
-        Forgets keys that did not come to attention because a forward pass was broken off between the two.
+        Keys of a forward pass that failed before its attention are discarded.
         """
-        self._expected, self._noted, self._thread = None, (ids, positions), threading.get_ident()
+        self._expected, self._step_tokens, self._thread = None, (ids, positions), threading.get_ident()
 
     def check_step(self) -> None:
-        """UsageError if a forward pass has ended and not all layers have attended."""
+        """Raise UsageError if a forward pass has ended without the attention of every spilled layer."""
         self._check_thread()
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
         if missing:
@@ -272,7 +271,7 @@ class Conversation:
             raise UsageError(f"model: {missing} of {self.layers} spilled layers did not run their attention", hint)
 
     def _check_thread(self) -> None:
-        """UsageError if another thread has begun a forward pass since this one did."""
+        """Raise UsageError if another thread has started a forward pass since this one did."""
         if self._thread not in (0, threading.get_ident()):
             raise UsageError("cache: two threads use it at the same time", "give each thread a cache of its own")
 
@@ -283,7 +282,7 @@ class Conversation:
         engine = self.engine or self._begin(call)
         self._check(layer, call)
         if not self._done:
-            self._note_padding(engine.policy, call.mask)
+            self._update_padding(engine.policy, call.mask)
             if self._dense is not None and not self._stays_full(call):
                 self._hand_over(engine)
                 self._dense = None
@@ -303,7 +302,7 @@ class Conversation:
         return output
 
     def _stays_full(self, call: Call) -> bool:
-        """Whether all is attended to in this step too; measures what is faster when that begins to matter."""
+        """Return whether this step has full attention; measure the break-even once the context exceeds `SHORT`."""
         tokens = self.length + call.tokens
         if SHORT < tokens <= self._most_full and not self._is_measured:
             self._most_full = min(self._most_full, break_even(self.settings, call))
@@ -311,7 +310,7 @@ class Conversation:
         return tokens <= self._most_full
 
     def _hand_over(self, engine: KvEngine) -> None:
-        """Gives the store the tokens that it has not; after an error it may be called again."""
+        """Append to the store the tokens that only `_dense` has; the call can be repeated after an error."""
         dense, store = self._dense, self.store
         if dense is None or store.length == dense.length:
             return
@@ -323,7 +322,7 @@ class Conversation:
 
     def _check(self, layer: int, call: Call) -> None:
         if (self._dense or self.store).layer_length(layer) > self.length:
-            self._take_back()
+            self._roll_back()
         shape, batch = self.store.shape, self.store.batch
         if len(call.query) != batch:
             raise UsageError(
@@ -339,8 +338,8 @@ class Conversation:
                 f"dtype: keys are {dtype}, but those of the cache {shape.dtype}", "call reset() of the cache first"
             )
 
-    def _take_back(self) -> None:
-        """Takes a step back that an error has broken off; DataError where that cannot be done."""
+    def _roll_back(self) -> None:
+        """Roll back a step that failed halfway; DataError if there are sliding layers."""
         if not self.alone:
             raise broken_off()
         self._done = set()
@@ -357,8 +356,8 @@ class Conversation:
         output = call.run(keys, values, call.mask)
         if before is not None:
             before.release()
-        asked = call.query if engine.policy.needs_weights else call.query[:, :, :0]
-        engine.prefill(layer, as_array(asked.float()), as_array(call.key), as_array(call.value))
+        kept_queries = call.query if engine.policy.needs_weights else call.query[:, :, :0]
+        engine.prefill(layer, as_array(kept_queries.float()), as_array(call.key), as_array(call.value))
         return output
 
     def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
@@ -374,8 +373,8 @@ class Conversation:
         gathered.release()
         return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
 
-    def _note_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
-        """Tells the policy where sequences begin, until that cannot change any more: while one is all padding."""
+    def _update_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
+        """Pass the first token of each sequence to the policy, in each step until every sequence has one."""
         if not self._padding_known:
             policy.pad(first_tokens(mask, self.store.batch))
             self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())
@@ -384,16 +383,16 @@ class Conversation:
                 policy.restored()
 
     def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
-        """Ids and positions of the newest tokens, as the model got them."""
+        """Return and clear the recorded ids and positions of the newest tokens; replace those that are unknown."""
         shape = (self.store.batch, count)
-        (ids, positions), self._noted = self._noted, (None, None)
+        (ids, positions), self._step_tokens = self._step_tokens, (None, None)
         if ids is None or ids.shape != shape:
             ids = np.full(shape, UNKNOWN_ID, np.int64)
         if positions is None or positions.shape != shape:
             positions = np.broadcast_to(np.arange(self.length, self.length + count), shape)
         return ids, positions
 
-    # Beginning and end
+    # Opening and closing
 
     def _begin(self, call: Call) -> KvEngine:
         batch, kv_heads, _, head_dim = call.key.shape
@@ -411,11 +410,11 @@ class Conversation:
         app, exact = settings.lookahead, settings.exact
         self.engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
-        # A GPU attends to all that fits its memory faster than the host chooses.
+        # On a GPU, full attention is faster as long as the context fits in its memory.
         self._is_measured = settings.full_tokens is not None or call.key.device.type == "cuda"
         if self._stays_full(call):
             dense, store = DenseLayers(self.layers), self.store
-            if store.length:  # what a file had that was restored
+            if store.length:  # the tokens of a restored file
                 for layer in range(self.layers):
                     gathered = store.gather(layer, store.everything)
                     dense.append(layer, *_tensors(gathered, call))
@@ -425,7 +424,7 @@ class Conversation:
         return self.engine
 
     def _file(self) -> Path | None:
-        """The spill file: one of its own where the path is a directory."""
+        """Return the path of the spill file; in a directory, that of a new temporary file."""
         path = self.settings.path
         if path is None or not path.is_dir():
             return path
@@ -436,7 +435,7 @@ class Conversation:
     def restore(self, dtype: str) -> None:
         """Continue the spill file, for the model that `identify` named and keys of type `dtype`.
 
-        DataError: the file is of another model, or damaged.
+        DataError: the file is damaged, or from another model.
         """
         path = self.settings.path
         if path is None or path.is_dir():
@@ -448,9 +447,9 @@ class Conversation:
         self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
-        """Writes what no page is full of yet, and the states of `sliding` layers: all or nothing; between steps only.
+        """Write incomplete pages and the states of `sliding` layers atomically. Call it between steps only.
 
-        UsageError: nothing would be left of it, as the spill file has no name of the user's.
+        UsageError: the spill file is temporary.
         """
         store = self.store
         if self._own_file is not None or self.settings.path is None:
@@ -460,7 +459,7 @@ class Conversation:
         if self.engine is not None:
             self.engine.rest()
         if any((self._dense or store).layer_length(layer) > self.length for layer in range(self.layers)):
-            self._take_back()
+            self._roll_back()
         if self.engine is not None:
             self._hand_over(self.engine)
         try:
@@ -471,14 +470,14 @@ class Conversation:
             self.engine.policy.saved()
 
     def close(self) -> None:
-        """End it; a spill file that the user named stays. It may begin again.
+        """Close the conversation, and keep a spill file that the user named. The next token starts a new one.
 
-        In a forked child nothing is closed or removed: the files are the parent's.
+        A forked child closes and removes nothing, because the files belong to the parent.
         """
         if os.getpid() != self._pid:
             return
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
-        self._done, self._expected, self._noted, self._padding_known = set(), None, (None, None), False
+        self._done, self._expected, self._step_tokens, self._padding_known = set(), None, (None, None), False
         self._is_restored = False
         if engine is not None:
             engine.close()
@@ -487,14 +486,14 @@ class Conversation:
             if store is not None:
                 store.close()
         finally:
-            if own_file is not None:  # an interrupt may have come before there was a store
+            if own_file is not None:  # it may exist without a store after an interrupt
                 with contextlib.suppress(FileNotFoundError):
                     _remove(own_file)
 
     # Changing sequences
 
     def crop(self, tokens: int) -> None:
-        """Cuts every sequence to its first `tokens`."""
+        """Cut every sequence to its first `tokens`."""
         if self._store is not None and tokens < self.length:
             self._cut(tokens)
 
@@ -504,18 +503,18 @@ class Conversation:
         if self._dense is not None:
             self._dense.crop(tokens)
         self.store.crop(min(tokens, self.store.length))
-        self._padding_known = False  # what follows may begin elsewhere, if nothing but padding is left
+        self._padding_known = False  # a sequence may consist of padding only again
         if self.engine is not None:
             self.engine.policy.cropped(tokens)
 
     def choose(self, index: Int64s) -> None:
-        """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
+        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
         if self._store is None:
             return
         if self.engine is not None:
             self.engine.rest()
         if self._dense is not None:
-            self._store.crop(self._store.length)  # of a hand-over that an error has broken off
+            self._store.crop(self._store.length)  # undo a hand-over that failed halfway
             self._dense.choose(index)
         self._store.select(index)
         if self.engine is not None:
@@ -523,7 +522,7 @@ class Conversation:
 
 
 def broken_off() -> DataError:
-    """What is raised where layers are in the middle of a step that cannot be taken back."""
+    """Return the error for a step that failed halfway and cannot be rolled back."""
     hint = "call reset() of the cache and start again: sliding layers cannot go back"
     return DataError("cache: the model stopped in the middle of an earlier step", hint)
 
@@ -534,49 +533,49 @@ def broken_off() -> DataError:
 def no_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
 ) -> Output:
-    """Attends to nothing, for prompts whose keys are all that matters."""
+    """Return zeros: attention for prompts of which only the keys and values are needed."""
     batch, heads, tokens, _ = query.shape
     return value.new_zeros(()).expand(batch, tokens, heads, value.shape[3]), None
 
 
-_known: dict[Any, int] = {}
+_break_evens: dict[Any, int] = {}
 
 
 def break_even(settings: SpillSettings, call: Call) -> int:
-    """Returns up to how many tokens a decode step attends to all in less time than the policy chooses some of them.
+    """Return the largest context, in tokens, at which full attention is faster than choosing tokens.
 
-    `call`: any of this model's. *Measured* on keys drawn by chance, once in a process for each kind of model, settings and
-    batch, in some tenths of a second; rounded up to a power of two, as a process like this one shall find the same.
+    *Measured* on random keys with the shapes of `call`, once in a process for each combination of settings, shapes, type and
+    device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same result.
     """
     settings = dataclasses.replace(
         settings, path=None, ssd="file", cpu_pages=None, gpu_pages=None, lookahead=False, timeline=NO_TIMELINE
     )
     shapes = (call.query.shape[:2], *(side.shape[1::2] for side in (call.key, call.value)))
     kind = (settings, shapes, call.key.dtype, call.key.device)
-    if kind not in _known:
+    if kind not in _break_evens:
         both = (dataclasses.replace(settings, full_tokens=full) for full in (NEVER, 0))
         found = crossing(*([_layer_s(one, call, tokens) for tokens in LENGTHS] for one in both))
-        _known[kind] = found if found in (0, NEVER) else 1 << max(0, found - 1).bit_length()
-    return max(SHORT, _known[kind])
+        _break_evens[kind] = found if found in (0, NEVER) else 1 << max(0, found - 1).bit_length()
+    return max(SHORT, _break_evens[kind])
 
 
 def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
-    """Seconds of a layer in the middle of some steps after `tokens`; not the first of them, which compiles or indexes."""
+    """Return the median time of a decode step after `tokens` tokens, in seconds per layer, without the warm-up step."""
     random = torch.Generator().manual_seed(0)
     keys, values = (
         torch.randn((*side.shape[:2], tokens, side.shape[3]), generator=random).to(side.device, side.dtype)
         for side in (call.key, call.value)
     )
     query, key, value = (side[:, :, -1:] for side in (call.query, call.key, call.value))
-    once = dataclasses.replace(call, query=query, key=key, value=value, mask=None)
-    prompt = dataclasses.replace(once, query=query.expand(-1, -1, tokens, -1), key=keys, value=values, stock=no_attention)
+    decode = dataclasses.replace(call, query=query, key=key, value=value, mask=None)
+    prompt = dataclasses.replace(decode, query=query.expand(-1, -1, tokens, -1), key=keys, value=values, stock=no_attention)
     measured, taken = Conversation(settings, MEASURED_LAYERS), []
     try:
         with torch.no_grad():
-            for one in (prompt, *[once] * (MEASURED_STEPS + 1)):
+            for call_ in (prompt, *[decode] * (MEASURED_STEPS + 1)):
                 begin_s = time.perf_counter()
                 for layer in range(measured.layers):
-                    measured.attend(layer, one)
+                    measured.attend(layer, call_)
                 taken.append(time.perf_counter() - begin_s)
     finally:
         measured.close()
@@ -584,10 +583,10 @@ def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
 
 
 def _remove_orphans(directory: Path) -> None:
-    """Takes away the files of caches whose processes were killed: nobody holds their locks."""
+    """Remove the temporary files of caches whose processes were killed: their locks are free."""
     for path in directory.iterdir():
         if _OWN_NAME.fullmatch(path.name):
-            with contextlib.suppress(LlmcacheError, OSError):  # in use, or another user's
+            with contextlib.suppress(LlmcacheError, OSError):  # in use, or owned by another user
                 file = RawFile(path, os.O_RDWR)
                 try:
                     file.lock()
@@ -597,7 +596,7 @@ def _remove_orphans(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Takes away a spill file that nobody named, with all that has its name behind one of its own: tables, new files."""
+    """Remove a temporary spill file, and the files whose names end with its name, such as page tables."""
     for other in path.parent.iterdir():
         if other.name.endswith(f"-{path.name}"):
             other.unlink(missing_ok=True)
@@ -605,7 +604,7 @@ def _remove(path: Path) -> None:
 
 
 def _refuse_backward(output: torch.Tensor) -> None:
-    """Makes a backward pass through attention to stored keys an error: they are copies, through which nothing flows."""
+    """Make a backward pass through `output` an error: stored keys are copies, through which no gradient flows."""
 
     def refuse(gradient: torch.Tensor) -> None:
         raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
@@ -622,7 +621,7 @@ def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
-    """Returns an output [batch, 1, heads, dim] of which `shares` [batch, heads] go to `values` [batch, kv_heads, dim]."""
+    """Replace `shares` [batch, heads] of an output [batch, 1, heads, dim] by `values` [batch, kv_heads, dim]."""
     each = np.repeat(values, shares.shape[1] // values.shape[1], axis=1)
     target, share = (torch.from_numpy(side).to(output.device) for side in (each[:, None], shares[:, None, :, None]))
     found = torch.lerp(output.float(), target, share)
@@ -630,7 +629,7 @@ def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.
 
 
 def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
-    """Weights of attention [batch, heads, k]: those of the model if it gives any, else computed again."""
+    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
     if weights is None:
         batch, heads, _, dim = call.query.shape
         grouped = call.query.float().view(batch, keys.shape[1], -1, dim)

@@ -1,7 +1,7 @@
-"""Short contexts: attended to fully, from tensors like those of transformers' own cache, and how long they may be.
+"""Dense attention for short contexts, over tensors like those of transformers' own cache.
 
-To choose takes about the same time for a few tokens as for many; to attend to all takes time by the token. So there is a
-length below which choosing is slower, and no better: it differs by model, machine and policy, and is measured.
+The time to choose tokens hardly depends on the context; the time of full attention grows with it. Below the break-even,
+which depends on model, machine and policy and is measured, full attention is both faster and exact.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from llmcache.arrays import Int64s
 Sides = tuple[torch.Tensor, torch.Tensor]
 
 SHORT = 1024
-"""Contexts up to here are attended to fully without a measurement: nothing gains from choosing among so few."""
+"""Contexts of up to this many tokens get full attention without a measurement: choosing does not pay off."""
 LENGTHS = (1024, 4096)
-"""Tokens at which both ways are measured; lines through them meet at the break-even."""
+"""Context lengths at which both methods are measured; lines through the times meet at the break-even."""
 NEVER = 1 << 62
 
 
 class DenseLayers:
-    """Keys and values of the layers of a batch, [batch, kv_heads, tokens, dim] each, with room behind them.
+    """Keys and values of the layers of a batch, [batch, kv_heads, tokens, dim] each, with spare room at the end.
 
-    Transformers' own cache copies all that it has at each token; here that happens once in `ROOM`.
+    Transformers' own cache copies all tensors for each new token; this one once in `ROOM` tokens.
     """
 
     ROOM = 256
@@ -38,66 +38,66 @@ class DenseLayers:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence, those of a step that is under way not included."""
+        """The tokens of each sequence, without those of a step in progress."""
         return int(self.ids.shape[1])
 
     @property
     def size_bytes(self) -> int:
-        """Memory that they take; nothing is in their room, so the kernel has given none for it."""
+        """Bytes of the keys and values, without the spare room, which the kernel has not populated."""
         pairs = zip(self._sides, self._lengths, strict=True)
         return sum(side[:, :, :length].numel() * side.element_size() for sides, length in pairs for side in sides)
 
     def layer_length(self, layer: int) -> int:
-        """Returns the tokens a layer has, those of a step that is under way included."""
+        """Return the tokens of a layer, including those of a step in progress."""
         return self._lengths[layer]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Sides:
-        """Adds keys and values of new tokens; returns all of them, which must not be kept."""
-        news, first = (key, value), self._lengths[layer]
+        """Append keys and values of new tokens; return those of all tokens, valid until the next call."""
+        new_sides, first = (key, value), self._lengths[layer]
         end = first + key.shape[2]
-        with _apart():
+        with _without_autograd():
             if not self._sides[layer] or end > self._sides[layer][0].shape[2]:
-                self._grow(layer, end + self.ROOM, news)
-            for side, new in zip(self._sides[layer], news, strict=True):
+                self._grow(layer, end + self.ROOM, new_sides)
+            for side, new in zip(self._sides[layer], new_sides, strict=True):
                 side.narrow(2, first, end - first).copy_(new)
         self._lengths[layer] = end
-        return news if first == 0 else self.rows(layer, 0)
+        return new_sides if first == 0 else self.rows(layer, 0)
 
-    def _grow(self, layer: int, room: int, news: Sides) -> None:
-        sides = [new.new_empty((*new.shape[:2], room, new.shape[3])) for new in news]
+    def _grow(self, layer: int, room: int, new_sides: Sides) -> None:
+        sides = [new.new_empty((*new.shape[:2], room, new.shape[3])) for new in new_sides]
         for side, old in zip(sides, self._sides[layer], strict=False):
             side[:, :, : old.shape[2]] = old
         self._sides[layer] = sides
 
     def rows(self, layer: int, start: int) -> Sides:
-        """Returns the keys and values of a layer from token `start` on, not copied."""
+        """Return views of the keys and values of a layer from token `start` on."""
         keys, values = self._sides[layer]
         count = self._lengths[layer] - start
         return keys.narrow(2, start, count), values.narrow(2, start, count)
 
     def commit(self, ids: Int64s, positions: Int64s) -> None:
-        """Ends a step after all layers: takes the ids and positions [batch, tokens] of its tokens."""
+        """Finish a step after all layers: append the ids and positions [batch, tokens] of its tokens."""
         if not self.length:
             self.ids, self.positions = ids, positions
         else:
             self.ids, self.positions = np.append(self.ids, ids, 1), np.append(self.positions, positions, 1)
 
     def crop(self, tokens: int) -> None:
-        """Cuts every sequence to its first `tokens`; takes a step that is under way back."""
+        """Cut every sequence to its first `tokens`, and roll back a step in progress."""
         self._lengths = [min(tokens, length) for length in self._lengths]
         self.ids, self.positions = self.ids[:, :tokens], self.positions[:, :tokens]
 
     def choose(self, index: Int64s) -> None:
-        """Makes sequence i what sequence `index[i]` was; there may be more or fewer than before."""
-        with _apart():
+        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
+        with _without_autograd():
             for layer, sides in enumerate(self._sides):
                 self._sides[layer] = [side[torch.from_numpy(index).to(side.device)] for side in sides]
         self.ids, self.positions = self.ids[index], self.positions[index]
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Beside autograd and inference mode: nothing flows back through what is kept, and it outlives the mode."""
+def _without_autograd() -> Iterator[None]:
+    """Leave autograd and inference mode: no gradient flows through stored tensors, and they outlive the mode."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -106,9 +106,9 @@ def _apart() -> Iterator[None]:
 
 
 def crossing(dense_s: Sequence[float], chosen_s: Sequence[float]) -> int:
-    """Returns where lines through the times at both `LENGTHS` meet: 0 if choosing is faster from the beginning on."""
+    """Return where lines through the times at both `LENGTHS` meet, in tokens; 0 if choosing is always faster."""
     slopes = [(side[1] - side[0]) / (LENGTHS[1] - LENGTHS[0]) for side in (dense_s, chosen_s)]
-    gain_s = dense_s[0] - chosen_s[0]  # of choosing
+    gain_s = dense_s[0] - chosen_s[0]
     if slopes[0] <= slopes[1]:
         return 0 if gain_s > 0 else NEVER
     return max(0, int(LENGTHS[0] - gain_s / (slopes[0] - slopes[1])))

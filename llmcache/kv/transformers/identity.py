@@ -1,7 +1,7 @@
-"""The identity of a model: a digest of everything that its keys and values depend on besides the tokens.
+"""The identity of a model: a digest of everything except the tokens that determines its keys and values.
 
-It covers each byte of the weights and buffers of the model's body, and its configuration without the settings that do not
-change keys. It does not depend on the model's path, so a copy of a model restores the spill files of the original.
+It covers all bytes of the weights and buffers of the model's body, and the configuration without the settings that do not
+affect keys. The path of the model has no effect, so a copy of a model restores the spill files of the original.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NEUTRAL = frozenset(
         "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "name_or_path",
     }
 )  # fmt: skip
-"""Settings of a configuration that do not change keys; names that begin with "_" do not either."""
+"""Settings that do not affect keys; those whose names begin with "_" do not either."""
 _CACHED = "_llmcache_identity"
 
 
 def identity_of(model: Any, fresh: bool = False) -> str:
-    """Return the identity of `model`, 32 hexadecimal digits after the model's type.
+    """Return the identity of `model`: its type and 32 hexadecimal digits.
 
-    The result is kept on the model and computed again when one of its tensors was replaced or changed in place, or if
-    `fresh`. Takes about a second for each 10 GB of weights. UsageError: some weights cannot be read.
+    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes about
+    1 s for each 10 GB of weights. UsageError: some weights cannot be read.
     """
     body = model.base_model
     tensors = dict(_tensors(body))
@@ -51,7 +51,7 @@ def identity_of(model: Any, fresh: bool = False) -> str:
 
 
 def _tensors(body: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a module by name: its state, which includes scales of quantized layers, and its buffers."""
+    """Yield the tensors of a module by name: its buffers and its state, which includes the scales of quantized layers."""
     found: dict[str, Any] = {**dict(body.named_buffers()), **body.state_dict()}
     for name, tensor in sorted(found.items()):
         if not torch.is_tensor(tensor):
@@ -69,7 +69,7 @@ def _unidentified(name: str, why: str) -> UsageError:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in `config`, nested ones included, that may change keys."""
+    """Return the settings in `config`, nested ones included, that may affect keys."""
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -78,7 +78,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yield the checksums of the bytes of `tensor`, and the bytes behind the last whole chunk."""
+    """Yield the checksums of the whole chunks of `tensor`, and then the remaining bytes."""
     flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
     whole = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
     if whole:

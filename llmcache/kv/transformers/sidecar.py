@@ -1,9 +1,9 @@
-"""What of a saved conversation is in no spill file: the states of sliding layers, in a small file beside it.
+"""The sidecar: a small file next to a spill file with the parts of a saved conversation that the spill file lacks.
 
-A save must be whole or not be: the states are written under a name of their own, and count once the page tables name
-them, which say at the same time what the spill file holds. The states of the save before are taken away after that.
-Until then, and while the conversation goes on without another save, the spill file has at least all pages that were full
-when it was saved last; the tokens behind them are in here too.
+It contains the states of sliding layers and the tokens of incomplete pages. A save is atomic: the sidecar gets a new name,
+and takes effect when the page tables, which describe the spill file, name it. Then the previous sidecar is removed. A
+conversation that continues after a save can still be restored to it, because the spill file keeps all pages that were
+complete at the last save.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _HINT = "restore the files that save() wrote, or compute the context again"
 
 
 def path_of(spill: Path, name: str) -> Path:
-    """Returns where the states called `name` of a spill file are; it ends like its own (--spill globs)."""
+    """Return the path of the sidecar `name`; it ends with the name of the spill file, as `--spill` patterns expect."""
     return spill.with_name(f"sliding-{name}-{spill.name}")
 
 
 def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
-    """Writes the states of sliding `layers` beside the spill file of `store`; returns their name, "" for no layers.
+    """Write the states of sliding `layers` next to the spill file of `store`; return the sidecar's name, "" for no layers.
 
-    EnvironmentProblem if there is no room.
+    EnvironmentProblem: the file cannot be written.
     """
     if not layers:
         return ""
     states = [{"keys": layer.keys.cpu(), "values": layer.values.cpu()} for layer in layers]
     ids, positions, rows = store.tail()
     tail = [[_as_bytes(array) for array in arrays] for arrays in rows]
-    told = {"tokens": store.length, "states": states, "tail": tail, "ids": _as_bytes(ids), "positions": _as_bytes(positions)}
-    saved = io.BytesIO()  # torch.save does not say what is wrong with a file
-    torch.save({**told, "before": _digest(store, store.length - ids.shape[1])}, saved)
+    data = {"tokens": store.length, "states": states, "tail": tail, "ids": _as_bytes(ids), "positions": _as_bytes(positions)}
+    saved = io.BytesIO()  # torch.save does not report the reason when a file cannot be written
+    torch.save({**data, "before": _digest(store, store.length - ids.shape[1])}, saved)
     name = secrets.token_hex(8)
     path = path_of(spill, name)
     try:
@@ -57,19 +57,19 @@ def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
 
 
 def prune(spill: Path, store: KvStore) -> None:
-    """Takes away the states of earlier saves, and of one that failed: all that the page tables do not name."""
-    with contextlib.suppress(OSError, LlmcacheError):  # they are in nobody's way
-        told = Tables.read(spill)
-        named = {path_of(spill, name).name for name in (store.sidecar, "" if told is None else told.sidecar)}
+    """Remove the sidecars that the page tables do not name: those of earlier and of failed saves."""
+    with contextlib.suppress(OSError, LlmcacheError):  # leftover files do no harm
+        tables = Tables.read(spill)
+        named = {path_of(spill, name).name for name in (store.sidecar, "" if tables is None else tables.sidecar)}
         for path in spill.parent.iterdir():
             if path.name.startswith("sliding-") and path.name.endswith(f"-{spill.name}") and path.name not in named:
                 remove(path)
 
 
 def read(spill: Path, store: KvStore, layers: list[Any], device: Any) -> None:
-    """Gives fresh sliding `layers` their states, and takes `store` back to the moment that these are of.
+    """Restore the states of new sliding `layers`, and roll `store` back to the time of the save.
 
-    DataError if there are none, or of another conversation.
+    DataError: the sidecar is missing, damaged, or of another conversation.
     """
     if not layers:
         return
@@ -84,8 +84,8 @@ def read(spill: Path, store: KvStore, layers: list[Any], device: Any) -> None:
         raise DataError(f"{path}: damaged ({error})", _HINT) from error
     whole = tokens - ids.shape[1]
     if len(states) != len(layers) or store.length < whole or _digest(store, whole) != before:
-        told = f"of {len(states)} layers after {tokens} tokens, not of the {len(layers)} after {store.length}"
-        raise DataError(f"{path}: states {told} of this conversation", _HINT)
+        states_are = f"of {len(states)} layers after {tokens} tokens, not of the {len(layers)} after {store.length}"
+        raise DataError(f"{path}: states {states_are} of this conversation", _HINT)
     if store.length != tokens:
         store.crop(whole)
         if tokens > whole:
@@ -105,7 +105,6 @@ def _append(store: KvStore, tail: list[list[torch.Tensor]], ids: Any, positions:
 
 
 def _digest(store: KvStore, tokens: int) -> str:
-    """What the ids and positions of the first `tokens` tokens are told by."""
     sides = [np.ascontiguousarray(side[:, :tokens]).tobytes() for side in (store.ids, store.positions)]
     return hashlib.sha256(b"".join([str(store.ids.shape[0]).encode(), *sides])).hexdigest()
 
@@ -114,5 +113,5 @@ def _as_bytes(array: Any) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
 
 
-def _as_array(data: torch.Tensor, dtype: np.dtype[Any], form: tuple[int, ...]) -> Any:
-    return data.cpu().numpy().view(dtype).reshape(form)
+def _as_array(data: torch.Tensor, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    return data.cpu().numpy().view(dtype).reshape(shape)

@@ -1,8 +1,7 @@
-"""Tensors as numpy arrays and back, without copying; attention masks cut to the tokens that count; and the gpu tier.
+"""Conversions between tensors and numpy arrays without copies, attention masks of chosen tokens, and the GPU tier.
 
-Numpy has no bfloat16, so its bits travel as uint16. Masks are made for all tokens, as a model knows no others. The gpu tier
-keeps pages that were sent lately in the memory of the device that attention computes on: one pair of arrays and one order
-of use for all layers, so a layer that needs much takes from one that needs little.
+Numpy has no bfloat16, so its bits are passed as uint16. The GPU tier caches the pages last sent to the device: one pair
+of arrays with one LRU order for all layers, so that a layer that needs more pages can take slots of another.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llmcache.kv.tiers import repeated
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of `dtype` in a spill file; UsageError for a type that has none."""
+    """Return the name of `dtype` in a spill file; UsageError for an unsupported type."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         known = ", ".join(DTYPES)
@@ -32,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Returns `tensor` as numpy has it, sharing its memory where it lies on the host."""
+    """Return `tensor` as an array that shares its memory if that is on the host."""
     found = tensor.detach().cpu()
     if found.dtype == torch.bfloat16:
         return found.view(torch.int16).numpy().view(np.uint16)
@@ -40,17 +39,17 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns `array` as a tensor of `dtype` on `device`, sharing its memory on the host; uint16 are bits of bfloat16."""
+    """Return `array` as a tensor of `dtype` on `device`, sharing host memory; uint16 stands for the bits of bfloat16."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(array).to(device)
 
 
 def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
-    """Returns the first token of each sequence that is not padding [batch], by the newest query's row of `mask`.
+    """Return the first token of each sequence [batch] that is not padding, from the newest query's row of `mask`.
 
-    `mask` [batch or 1, heads or 1, queries, tokens], booleans or numbers to add; None: there is no padding. A sequence
-    that is all padding so far has as its first the one after the last.
+    `mask` [batch or 1, heads or 1, queries, tokens] is boolean or additive; None means no padding. For a sequence of padding
+    only, the result is the number of tokens.
     """
     if mask is None:
         return np.zeros(batch, np.int64)
@@ -60,26 +59,26 @@ def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:
-    """Returns which entries of `mask` let a token be seen."""
+    """Return which entries of `mask` make a token visible, as booleans."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) -> torch.Tensor | None:
-    """Returns the columns of `mask` [batch or 1, heads or 1, 1, tokens] at `positions` [batch, kv_heads, k], for `query`
-    [batch, heads, 1, dim]; what is `repeated` is hidden.
+    """Return the mask [batch, heads, 1, k] of the chosen `positions` [batch, kv_heads, k], with `repeated` ones hidden.
 
-    [batch, heads, 1, k]; the mask itself where all tokens are there, as every head then has the same.
+    `mask` [batch or 1, heads or 1, 1, tokens] is returned unchanged if all tokens are chosen. `query` [batch, heads, 1, dim]
+    gives the heads, type and device. Returns None if no token is hidden.
     """
     (batch, kv_heads, count), heads = positions.shape, query.shape[1]
-    again = repeated(positions)
+    is_repeated = repeated(positions)
     found = mask
     if mask is not None and count != mask.shape[3]:
         index = torch.from_numpy(positions).to(mask.device).repeat_interleave(heads // kv_heads, 1)
         found = mask.expand(batch, heads, -1, -1).gather(3, index[:, :, None])
-    if not again.any():
+    if not is_repeated.any():
         return found
-    hidden = again.repeat(heads // kv_heads, 1)[:, :, None]
-    if found is None:  # of every layer and step, mostly: made at once
+    hidden = is_repeated.repeat(heads // kv_heads, 1)[:, :, None]
+    if found is None:  # the common case, in every layer and step: computed in one operation
         least = np.float32(torch.finfo(query.dtype).min)
         return torch.from_numpy(hidden * least).to(query.device, query.dtype)
     least = False if found.dtype == torch.bool else torch.finfo(found.dtype).min
@@ -87,7 +86,7 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
 
 
 class TorchFastTier:
-    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; sizes are those of the first page put there."""
+    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; the first page that is put sets the page size."""
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dtype, self.device = pages, dtype, device
@@ -97,24 +96,24 @@ class TorchFastTier:
         self._values: torch.Tensor | None = None
 
     def have(self, layer: int, pages: Int64s) -> Flags:
-        """Returns for each of `pages` whether it is there, and counts it as used."""
+        """Return which of `pages` are cached, and mark them as used."""
         found = np.array([(layer, page) in self._slots for page in pages.tolist()], np.bool_)
         for page in pages[found].tolist():
             self._slots.move_to_end((layer, page))
         return found
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Copies pages [n, kv_heads, page_tokens, dim], in place of the longest unused; ValueError if n is more than fit."""
+        """Copy pages [n, kv_heads, page_tokens, dim] over the least recently used; ValueError if there are too many."""
         if len(pages) > self.pages:
             raise ValueError(f"pages: must be at most {self.pages} at once, not {len(pages)}")
         slots = torch.tensor([self._slot(layer, page) for page in pages.tolist()], dtype=torch.int64, device=self.device)
-        self._keys = self._filled(self._keys, slots, keys)
-        self._values = self._filled(self._values, slots, values)
+        self._keys = self._write(self._keys, slots, keys)
+        self._values = self._write(self._values, slots, values)
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values [batch, kv_heads, k, dim] on the device: head h's rows `offsets` in `pages`, both [.., k].
+        """Return keys and values [batch, kv_heads, k, dim] on the device, of the rows `offsets` in `pages`, both [..., k].
 
-        ValueError if a page had to go for others of the same gather.
+        ValueError: a page of the same gather was evicted.
         """
         used, where = np.unique(pages, return_inverse=True)
         missing = [page for page in used.tolist() if (layer, page) not in self._slots]
@@ -126,13 +125,13 @@ class TorchFastTier:
         return self._keys[index], self._values[index]
 
     def drop(self, pages: Int64s) -> None:
-        """Forgets pages, in all layers."""
-        gone = set(pages.tolist())
-        for key in [key for key in self._slots if key[1] in gone]:
+        """Remove pages from all layers."""
+        dropped = set(pages.tolist())
+        for key in [key for key in self._slots if key[1] in dropped]:
             self._free.append(self._slots.pop(key))
 
     def _slot(self, layer: int, page: int) -> int:
-        """The slot for a page: its own, a free one, or that of the page that was not used for longest."""
+        """Return the slot for a page: its own, a free one, or that of the least recently used page."""
         if (layer, page) in self._slots:
             slot = self._slots.pop((layer, page))
         elif self._free:
@@ -142,9 +141,9 @@ class TorchFastTier:
         self._slots[layer, page] = slot
         return slot
 
-    def _filled(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any]) -> torch.Tensor:
-        sent = as_tensor(np.ascontiguousarray(rows), self.dtype, self.device)
+    def _write(self, side: torch.Tensor | None, slots: torch.Tensor, rows: NDArray[Any]) -> torch.Tensor:
+        copied = as_tensor(np.ascontiguousarray(rows), self.dtype, self.device)
         if side is None:
-            side = torch.empty((self.pages, *sent.shape[1:]), dtype=self.dtype, device=self.device)
-        side[slots] = sent
+            side = torch.empty((self.pages, *copied.shape[1:]), dtype=self.dtype, device=self.device)
+        side[slots] = copied
         return side

@@ -1,7 +1,7 @@
-"""Clients of the benchmarks: plain scripts, each its own process, that print a line of JSON for each event.
+"""Clients of the benchmarks: scripts that run in their own process and print one line of JSON per event.
 
-Events: load; step (a token, a pass), with `start` (seconds since the client began), `seconds` and what else is told of it;
-end, with the client's own memory (`anon_bytes`) and how much was `wrong`.
+Events: load; step (a token or a pass), with `start` (seconds since the client began), `seconds` and fields of the client;
+end, with the client's private memory (`anon_bytes`) and the number of `wrong` MiB.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-Told = dict[str, int]
+StepFields = dict[str, int]
 
 
 def say(**fields: object) -> None:
-    """Print one event at once; the reader samples the storage counters when it sees it."""
+    """Print one event at once; the reader of the output samples the storage counters when it arrives."""
     print(json.dumps(fields), flush=True)
 
 
 def anon_bytes() -> int:
-    """Return the private memory and page tables of this process; pages that it shares with its forks count in part."""
+    """Return the private memory and page tables of this process; pages shared with forks count proportionally."""
     rows = (
         line.split() for name in ("status", "smaps_rollup") for line in Path("/proc/self", name).read_text().splitlines()
     )
@@ -31,25 +31,25 @@ def anon_bytes() -> int:
 def steps(
     begin: float,
     count: int,
-    step: Callable[[int], Callable[[], Told]],
+    step: Callable[[int], Callable[[], StepFields]],
     seconds: float = float("inf"),
     pause: float = 0.0,
     anon: Callable[[], int] = anon_bytes,
 ) -> None:
-    """Take steps, and end: `count` of them, or until one ends `seconds` after `begin`, with a pause between them.
+    """Run and report `count` steps, or as many as begin within `seconds` of `begin`, with a pause between them.
 
-    `step(index)` is timed; it returns a function that is called afterwards and returns more fields of the step's event.
-    `anon` returns the client's own memory.
+    `step(index)` is timed; it returns a function that is called afterwards and returns more fields of the event. `anon`
+    returns the client's private memory.
     """
     wrong = 0
     say(event="load", seconds=time.perf_counter() - begin)
     for index in range(count):
         start = time.perf_counter()
-        telling = step(index)
+        finish = step(index)
         took = time.perf_counter() - start
-        told = telling()
-        wrong += told.get("wrong", 0)
-        say(event="step", index=index, start=start - begin, seconds=took, **told)
+        fields = finish()
+        wrong += fields.get("wrong", 0)
+        say(event="step", index=index, start=start - begin, seconds=took, **fields)
         if time.perf_counter() - begin > seconds:
             break
         if pause:

@@ -1,13 +1,13 @@
-"""Losses of texts whose prompt a method of kvpress has cut to a budget; a program: kvpress needs a transformers of its own.
+"""Losses of texts whose prompts a method of kvpress has compressed to a budget.
 
-`python -m tools.bench.clients.kvpress_losses MODEL TEXTS.npz THREADS BUDGET...`, with the packages of `.venv/kvpress` before
-the environment's, prints as JSON what is told of each method and budget, and of the full cache. TEXTS: `ids` [texts, tokens]
-and `following`, what they go on with.
+`python -m tools.bench.clients.kvpress_losses MODEL TEXTS.npz THREADS BUDGET...` prints the outcomes of each method and
+budget and of the full cache as JSON. The packages of `.venv/kvpress` must precede the environment's, because kvpress needs
+its own version of transformers. TEXTS: `ids` [texts, tokens], and `following`, the tokens after them.
 
-All methods cut the same prompt, which is read once. Differs from kvpress: its hook cuts the cache in place, one method a
-prompt; Gemma 3's sliding layers are left alone in a model for text as well, as `SpillCache` leaves them; ExpectedAttention
-is given the rotary embedding of full attention there. What comes after the prompt is kept, as by kvpress: attention is to
-that and the budget. SnapKV has a window of 64 tokens, which are all that it keeps with a budget of 64.
+The prompt is read once and compressed by all methods. Differs from kvpress: its hook cuts the cache in place, one method
+per prompt. Gemma 3's sliding layers are not compressed in models for text either, as in `SpillCache`; ExpectedAttention gets
+the rotary embedding of full attention there. As in kvpress, all tokens after the prompt are kept in addition to the budget.
+SnapKV has a window of 64 tokens, which is all that it keeps with a budget of 64.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from llmcache.kv.bench.task import Candidate, Told
 
 PRESSES = {"snapkv": SnapKVPress, "expected": ExpectedAttentionPress, "knorm": KnormPress, "streaming": StreamingLLMPress}
 Kept = dict[Candidate, list[tuple[torch.Tensor, torch.Tensor]]]
-"""Keys and values [1, heads, budget, dim] of the layers of full attention, in their order."""
+"""Keys and values [1, heads, budget, dim] of the layers with full attention, in their order."""
 
 
 def presses(budgets: list[int], tokens: int) -> dict[Candidate, Any]:
-    """Return each method with its own settings, made to keep each of `budgets` of `tokens`."""
-    # kvpress rounds down what its ratio keeps: half a token more is safe from the last bit.
+    """Return each method with its default settings, for each of `budgets` out of `tokens`."""
+    # kvpress rounds the number of kept tokens down; half a token more makes the result independent of the last bit.
     return {
         Candidate(f"kvpress-{name}", budget): kind(compression_ratio=1 - (budget + 0.5) / tokens)
         for name, kind in PRESSES.items()
@@ -47,7 +47,7 @@ def presses(budgets: list[int], tokens: int) -> dict[Candidate, Any]:
 
 
 def read(model: Any, cache: Any, ids: Int64s, methods: dict[Candidate, Any]) -> Kept:
-    """Read the prompt `ids` [1, tokens] into `cache`, which keeps all of it; return what each method would keep."""
+    """Read the prompt `ids` [1, tokens] into `cache`, uncompressed; return the selection of each method."""
     kept: Kept = defaultdict(list)
 
     def cut(module: Any, _inputs: Any, options: dict[str, Any], output: Any) -> None:
@@ -64,7 +64,7 @@ def read(model: Any, cache: Any, ids: Int64s, methods: dict[Candidate, Any]) -> 
     hooks = []
     for layer, place in zip(model.model.layers, cache.layers, strict=True):
         if not place.is_sliding:
-            layer.self_attn.rotary_emb = rotary  # as kvpress does, which asks for it there
+            layer.self_attn.rotary_emb = rotary  # the attribute that kvpress reads
             hooks.append(layer.self_attn.register_forward_hook(cut, with_kwargs=True))
     logits(model, cache, ids)
     for hook in hooks:
@@ -73,7 +73,7 @@ def read(model: Any, cache: Any, ids: Int64s, methods: dict[Candidate, Any]) -> 
 
 
 def cut_cache(model: Any, whole: Any, kept: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> Any:
-    """Return a cache with a sequence for each of what is `kept`, of one budget, and the sliding layers of `whole`."""
+    """Return a cache with one sequence per selection in `kept`, all of one budget, and the sliding layers of `whole`."""
     cache, layers = stock(model), iter(zip(*kept, strict=True))
     for index, layer in enumerate(whole.layers):
         if layer.is_sliding:
@@ -85,8 +85,9 @@ def cut_cache(model: Any, whole: Any, kept: list[list[tuple[torch.Tensor, torch.
 
 
 def follow(model: Any, cache: Any, following: Int64s, begin: int, batch: int = 1) -> Floats:
-    """Return what `subject.follow` does of each of `batch` sequences, the first of `following` [1, n] being at `begin`
-    however little is kept.
+    """Return log-probabilities as `subject.follow` does, for each of `batch` sequences.
+
+    The first token of `following` [1, n] is at position `begin`, however few tokens are kept.
     """
     found = []
     for at, token in enumerate(torch.from_numpy(following[0, :-1]).to(model.device)):
@@ -100,11 +101,10 @@ def follow(model: Any, cache: Any, following: Int64s, begin: int, batch: int = 1
 
 
 def main() -> int:
-    """Read each text and go on with it, with each cache."""
     path, threads, budgets = sys.argv[2], int(sys.argv[3]), [int(word) for word in sys.argv[4:]]
     torch.set_num_threads(threads)
     model = Subject(sys.argv[1]).model
-    told: dict[Candidate, Told] = defaultdict(Told)
+    outcomes: dict[Candidate, Told] = defaultdict(Told)
     with np.load(path) as texts:
         pairs = list(zip(texts["ids"][:, None], texts["following"][:, None], strict=True))
     for number, (ids, following) in enumerate(pairs):
@@ -113,14 +113,14 @@ def main() -> int:
         whole = stock(model)
         kept = read(model, whole, ids, presses(budgets, tokens))
         full = follow(model, copy.deepcopy(whole), following, tokens)[0]
-        told[Candidate("kvpress-full", None)].add_text(full, full, true)
+        outcomes[Candidate("kvpress-full", None)].add_text(full, full, true)
         for budget in budgets:
             alike = [one for one in kept if one.budget == budget]
             cache = cut_cache(model, whole, [kept[one] for one in alike])
             for one, said in zip(alike, follow(model, cache, following, tokens, len(alike)), strict=True):
-                told[one].add_text(said, full, true)
+                outcomes[one].add_text(said, full, true)
     versions = {name: version(name) for name in ("kvpress", "transformers")}
-    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in told.items()]}))
+    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in outcomes.items()]}))
     return 0
 
 

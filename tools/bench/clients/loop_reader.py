@@ -1,8 +1,8 @@
-"""Client: reads a file from begin to end, again and again, in one thread; tells of each pass how many MiB were `wrong`.
+"""Client: reads a file from begin to end repeatedly, in one thread; the event of a pass has the number of `wrong` MiB.
 
-`--how read` preads blocks into one buffer, `direct` does so with O_DIRECT, `mmap` touches every 4 KiB page.
-`--check FILE` compares the CRC of every MiB with a JSON list (see `crcs`), and counts wrong ones.
-`--compute SECONDS` sleeps in place of computing, as long for each pass, a part of it after each block.
+`--how read` preads blocks into one buffer, `direct` does so with O_DIRECT, and `mmap` touches every 4 KiB page. `--check
+FILE` compares the CRC of every MiB with a JSON list (see `crcs`) and counts wrong ones. `--compute SECONDS` sleeps for this
+time in each pass, in equal parts after the blocks, in place of computing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 MIB = 1 << 20
 
 
 def crcs(path: Path) -> list[int]:
-    """Return the CRC of every MiB of a file."""
     with path.open("rb") as file:
         return [zlib.crc32(block) for block in iter(lambda: file.read(MIB), b"")]
 
 
 class LoopReader:
-    """Gives the blocks of one file, a MiB each, one after the other."""
+    """Yields the blocks of a file, 1 MiB each, in order."""
 
     def __init__(self, path: str, how: str) -> None:
         self.how = how
@@ -42,7 +41,7 @@ class LoopReader:
         self.map = memoryview(mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)) if how == "mmap" else None
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield every block; a short file is an error."""
+        """Yield every block; EOFError if the file has become shorter."""
         for offset in range(0, self.size, MIB):
             size = min(MIB, self.size - offset)
             if self.map is not None:
@@ -58,21 +57,20 @@ class LoopReader:
 
 
 def run_pass(reader: LoopReader, expected: list[int] | None, compute_s: float = 0.0) -> int:
-    """Read the file once, spending `compute_s` on it; returns how many MiB were wrong."""
+    """Read the file once, sleeping `compute_s` in total; return the number of wrong MiB."""
     wrong = 0
     pause_s = compute_s / max(1, -(-reader.size // MIB))
     for index, block in enumerate(reader.blocks()):
         if expected is not None:
             wrong += zlib.crc32(block) != expected[index]
         elif reader.how == "mmap":
-            bytes(block[::4096])  # one byte of each page: faults it, copies next to nothing
+            bytes(block[::4096])  # faults every page and copies only one byte of each
         if pause_s:
             time.sleep(pause_s)
     return wrong
 
 
 def main() -> None:
-    """Run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("--how", choices=("read", "mmap", "direct"), default="read")
@@ -86,7 +84,7 @@ def main() -> None:
     begin = time.perf_counter()
     reader = LoopReader(args.file, args.how)
 
-    def one_pass(_index: int) -> Callable[[], Told]:
+    def one_pass(_index: int) -> Callable[[], StepFields]:
         wrong = run_pass(reader, expected, args.compute)
         return lambda: {"wrong": wrong}
 

@@ -1,5 +1,5 @@
-/* preads FILE SECONDS BYTES [RATE]: says "ready", waits for a line, then reads the file from end to end, again and again,
- * BYTES at a time with pread, at most RATE times a second; prints {"ops": N, "seconds": S}. */
+/* preads FILE SECONDS BYTES [RATE]: prints "ready" and waits for a line. Then it reads the file from begin to end
+ * repeatedly, BYTES at a time with pread, at most RATE times a second, and prints {"ops": N, "seconds": S}. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +35,7 @@ int main(int count, char **words)
 	getchar();
 	begin = end = now();
 	while (end - begin < seconds) {
-		/* The clock costs as much as a small read: asked seldom. */
+		/* Reading the clock takes as long as a small read. */
 		for (int i = 0; i < (bytes > 65536 ? 8 : 256); i++, ops++) {
 			if (pread(file, buffer, bytes, offset) != (ssize_t)bytes)
 				return 1;

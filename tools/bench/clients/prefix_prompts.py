@@ -1,7 +1,7 @@
-"""Asks llama.cpp for completions of prompts of random tokens, one after the other, and says how long each took.
+"""Completes prompts of random tokens with llama.cpp, in sequence, and reports the time of each.
 
-Prompts are `shared` tokens that all have in common and `own` ones of their own; the last `question` of these differ with
---turn. Prints JSON lines: load, a line for each prompt, end.
+Prompts consist of `shared` tokens that all have in common and `own` tokens, the last `question` of which change with --turn.
+Prints JSON lines: load, one line per prompt, end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def prompts(shared: int, own: int, question: int, count: int, turn: int) -> list
 
 
 def cache_of(where: str, shared_tier: str | None) -> Any:
-    """Return the cache that `where` names: ours in a directory, or disk:DIR for llama-cpp-python's own; None for none."""
+    """Return the cache at `where`: a PrefixCache in a directory, llama-cpp-python's own for disk:DIR, None for an empty
+    string.
+    """
     if not where:
         return None
     if where.startswith("disk:"):
@@ -42,7 +44,6 @@ def cache_of(where: str, shared_tier: str | None) -> Any:
 
 
 def main() -> None:
-    """Load the model and ask for every prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--cache", default="", help="directory; disk:DIR for the cache of llama-cpp-python [no cache]")
@@ -57,7 +58,7 @@ def main() -> None:
     context = args.shared + args.own + args.tokens + 64
     threads = {"n_threads": args.threads, "n_threads_batch": args.threads}
     model = llama_cpp.Llama(args.model, n_ctx=context, flash_attn=True, verbose=False, **threads)
-    model.eval([1, 2])  # pages of the model that the first answer needs are in memory, as in a server
+    model.eval([1, 2])  # loads the pages of the model that the first answer needs, as in a running server
     model.reset()
     cache = cache_of(args.cache, args.shared_tier)
     model.set_cache(cache)
@@ -76,7 +77,6 @@ def main() -> None:
 
 
 def _token_bytes(model: Any) -> int:
-    """Bytes of the state of one token, as the library serializes it."""
     import llama_cpp
 
     model.eval([1])

@@ -2,11 +2,12 @@
 
 The wheel `xllamacpp` embeds the server; the client sets the path of the model and silences the log. For each turn it sends
 the chat and `--prompt` new random tokens over HTTP, and reads an answer of `--answer` tokens. A step is one token of an
-answer; the first step of a turn includes the evaluation of the prompt. The server samples as it does by default, from a
-fixed seed: greedily, a model with random weights soon repeats one token, and of an MoE model the same experts. `crc` covers
-all tokens up to this step with their log-probabilities: the same over plain storage and over a mount, or a byte was wrong.
+answer; the first step of a turn includes the evaluation of the prompt. The server samples with its default settings and a
+fixed seed. With greedy sampling, a model with random weights would soon repeat one token, and an MoE model would use the
+same experts again. `crc` covers all tokens up to this step with their log-probabilities; it differs between plain storage
+and a mount only if a byte was wrong.
 
-With `--pause` each token is a request of its own, because the server decodes ahead of a client that waits.
+With `--pause` each token is a separate request, because the server decodes ahead of a client that waits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-# For a script, Python searches its directory for modules and not the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 SITE = Path(sys.prefix) / "server"
 """Where `setup_server` of tools/_setup.sh installs the wheel."""
@@ -81,7 +82,6 @@ def chat(address: str, turns: int, prompt_tokens: int, answer_tokens: int, at_on
 
 
 def main() -> None:
-    """Start the server, then time the tokens of each turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--turns", type=int, default=2)
@@ -96,7 +96,7 @@ def main() -> None:
     tokens = chat(server.listening_address, args.turns, args.prompt, args.answer, at_once)
     crc = 0
 
-    def token(_index: int) -> Callable[[], Told]:
+    def token(_index: int) -> Callable[[], StepFields]:
         nonlocal crc
         crc = zlib.crc32(repr(tuple(next(tokens))).encode(), crc)
         return lambda: {"crc": crc}

@@ -1,8 +1,8 @@
 """Client: reads a safetensors file as the safetensors library does for transformers.
 
-The header is read with read(), then the file is mapped and every tensor is a slice of the mapping: weights of the right
-type are used where they lie. Loading looks at every tensor once, in the order of the header; a pass (what a token takes)
-goes over the tensors in the order in which a decoder computes, but of the embedding it takes one row.
+The header is read with read(). Then the file is mapped and every tensor is a slice of the mapping, used in place. Loading
+touches every tensor once in the order of the header. A pass (one token) touches the tensors in the order in which a decoder
+computes, but only one row of the embedding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-# Run as a script, Python looks for modules beside it and not in the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from llmcache.fs.layout.tensors import compute_key, is_embedding
-from tools.bench.clients import Told, steps
+from tools.bench.clients import StepFields, steps
 
 PAGE = 4096
 ROW_BYTES = 4096
@@ -47,12 +47,11 @@ class Tensors:
 
 
 def touch(data: memoryview) -> int:
-    """Fault every page of `data`, copying next to nothing; returns a checksum of what was touched."""
     return zlib.crc32(bytes(data[::PAGE]) + bytes(data[-1:]))
 
 
 def token(tensors: Tensors, order: list[str], index: int) -> int:
-    """Go over what one token needs; returns a checksum."""
+    """Read the data that one token needs; return a checksum."""
     crc = 0
     for name in order:
         data = tensors[name]
@@ -64,7 +63,6 @@ def token(tensors: Tensors, order: list[str], index: int) -> int:
 
 
 def main() -> None:
-    """Load, then run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)
@@ -76,7 +74,7 @@ def main() -> None:
         touch(tensors[name])
     order = sorted(tensors.places, key=compute_key)
 
-    def one_pass(index: int) -> Callable[[], Told]:
+    def one_pass(index: int) -> Callable[[], StepFields]:
         crc = token(tensors, order, index)
         return lambda: {"crc": crc}
 

@@ -1,7 +1,7 @@
-"""Client: reads files as a stage of a pattern says (see `tools/bench/patterns.py`), pass by pass.
+"""Client: reads files as a stage of a pattern specifies (see `tools/bench/patterns.py`), pass by pass.
 
-PLAN is the JSON of the stage; FILE the files by their numbers. A stage of several readers is a process that forks one for
-each; they start every pass together, and a pass lasts until the last of them has finished it.
+PLAN is the JSON of the stage, FILE the files in the order of their numbers. For a stage of several readers, the process
+forks one child per reader. They start each pass together, and a pass lasts until the last of them has finished it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Python looks for modules in the directory of a script, not in the repository.
+# Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tools.bench.clients import Told, anon_bytes, steps
+from tools.bench.clients import StepFields, anon_bytes, steps
 
 PAGE = 4096
 MIB = 1 << 20
@@ -33,7 +33,7 @@ class Reader:
     def __init__(self, plan: dict[str, Any], fds: list[int]) -> None:
         self.how: str = plan["how"]
         self.idle_s: float = plan["idle_s"]
-        self.passes = [array("Q", one) for one in plan["passes"]]  # lists of integers need four times the memory
+        self.passes = [array("Q", one) for one in plan["passes"]]  # lists of integers take four times the memory
         self.fds = fds
         self.views: list[memoryview] = []
         if self.how == "mmap":
@@ -58,7 +58,7 @@ class Reader:
                 self.memory[self.copied_bytes : self.copied_bytes + size] = self.views[number][first : first + size]
                 self.copied_bytes += size
             else:
-                bytes(self.views[number][first : first + size : PAGE])  # faults each page, copies next to nothing
+                bytes(self.views[number][first : first + size : PAGE])  # faults every page and copies only one byte of each
         if not flat:
             time.sleep(self.idle_s)
 
@@ -73,13 +73,13 @@ class Reader:
 
 
 def opened(plan: dict[str, Any], files: list[str]) -> Reader:
-    """Return a reader with file descriptors of its own."""
+    """Return a reader with its own file descriptors."""
     flags = os.O_RDONLY | (os.O_DIRECT if plan["how"] == "direct" else 0)
     return Reader(plan, [os.open(file, flags) for file in files])
 
 
 class Forks:
-    """A process for each reader; all of them run a pass between two meetings at a barrier."""
+    """A process for each reader. All run a pass between two barriers."""
 
     def __init__(self, plans: list[dict[str, Any]], files: list[str], shared: bool) -> None:
         context = multiprocessing.get_context("fork")
@@ -107,7 +107,7 @@ class Forks:
             raise
 
     def run_pass(self, _index: int) -> None:
-        """Have every reader run its next pass."""
+        """Let every reader run its next pass."""
         self.barrier.wait()
         self.barrier.wait()
 
@@ -118,7 +118,6 @@ class Forks:
 
 
 def main() -> None:
-    """Run the passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     parser.add_argument("files", nargs="+")
@@ -129,7 +128,7 @@ def main() -> None:
     forks = Forks(plans, args.files, stage["shared"]) if len(plans) > 1 else None
     reader = forks or opened(plans[0], args.files)
 
-    def one_pass(index: int) -> Callable[[], Told]:
+    def one_pass(index: int) -> Callable[[], StepFields]:
         reader.run_pass(index)
         return dict
 

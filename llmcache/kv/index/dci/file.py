@@ -1,9 +1,9 @@
-"""Indexes beside a spill file: one file with the arrays of all trees, bound to what the spill file holds.
+"""Index files next to spill files: the arrays of all trees, with the identity of the spill file.
 
 0   magic, version, length of the header, its CRC
-20  header, JSON: the identity; for each index where it belongs, its settings, its scale and its arrays with their
-    types, shapes, offsets and CRCs
-    the arrays as they lie in memory, each from a multiple of 64 on
+20  header, JSON: the identity; for each index its place, settings, scale and arrays with types, shapes, offsets and
+    CRCs
+    the arrays as in memory, each aligned to 64 bytes
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _ALIGN = 64
 _HINT = "delete it: the index is rebuilt from the keys"
 
 Place = tuple[int, ...]
-"""Where an index belongs: layer, sequence, head."""
+"""The layer, sequence and head of an index."""
 
 
 def path_of(spill: Path) -> Path:
-    """Returns where the indexes of a spill file are; the name ends like its own (--spill globs)."""
+    """Return the path of the indexes of a spill file; it ends with the name of that file, as `--spill` patterns expect."""
     return spill.with_name(f"dci-{spill.name}")
 
 
 def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
-    """Writes indexes in place of those that are there, as a whole. EnvironmentProblem if it cannot.
+    """Write `indexes`, by their places, to `path` atomically; EnvironmentProblem if that fails.
 
-    `indexes`: by their places. `identity`: what must be the same when they are restored, as plain data.
+    `identity` is a dict for JSON that must be the same on a restore.
     """
     entries, arrays, at = [], [], 0
     for place, index in indexes.items():
@@ -90,9 +90,9 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
 
 
 def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
-    """Returns what `save_indexes` has written. DataError: damaged, of another version, or of another spill file.
+    """Return the indexes that `save_indexes` has written. DataError: damaged, of another version, or of another spill file.
 
-    EnvironmentProblem: not there, or it cannot be read.
+    EnvironmentProblem: the file does not exist, or cannot be read.
     """
     with explained(path, "reading an index"):
         data = np.fromfile(path, np.uint8)
@@ -136,7 +136,7 @@ def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
             raise DataError(f"{path}: {reprlib.repr(name)}: damaged {where}", _HINT)
         found[name] = part.view(dtype).reshape(shape).copy()
     tree = Tree(**found)
-    # Compiled loops go through these arrays without looking at their ends.
+    # Compiled loops do not check the bounds of these arrays.
     fault = misfit_of(tree, settings) or fault_of(tree)
     if fault:
         raise DataError(f"{path}: tree: {fault} {where}", _HINT)
@@ -147,7 +147,7 @@ def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
 
 
 def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
-    """Returns which array of a tree, as it is saved, has not the type or the size that its state tells; None if none."""
+    """Return a message about an array of a saved tree whose type or size contradicts the tree's state, or None."""
     one = empty_tree(1, 1, 0, np.zeros((1, 2), np.float32))
     for name in Tree._fields:
         array, wanted = getattr(tree, name), getattr(one, name)
@@ -166,15 +166,15 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
 
 
 def fault_of(tree: Tree) -> str | None:
-    """Returns what is wrong with a tree, None if nothing is.
+    """Return a message about an inconsistency of a tree, or None.
 
-    All points are reached from the root, once; pages, nodes, levels and the places of tokens tell the same.
+    Each point must be reachable from the root, once, and pages, nodes, levels and the places of tokens must agree.
     """
     return next((fault for check in (_records, _chains, _tokens, _levels) for fault in check(tree)), None)
 
 
 def _records(tree: Tree) -> Iterator[str]:
-    """Faults of single pages and nodes; what is told of others counts only if there is none before."""
+    """Yield faults of single pages and nodes. The other checks require that there are none."""
     slots, used_pages, used_nodes = (int(tree.state[at]) for at in (SLOTS, PAGES, NODES))
     if not (1 <= used_nodes <= len(tree.nodes) and 0 <= used_pages <= len(tree.pages) and slots >= 1):
         yield "more pages or nodes are in use than exist"
@@ -194,36 +194,35 @@ def _records(tree: Tree) -> Iterator[str]:
 
 
 def _chains(tree: Tree) -> Iterator[str]:
-    """Every page in use is on the chain of its node, once."""
+    """Yield an error unless each page in use is once in the chain of its node."""
     pages, nodes = tree.pages[: tree.state[PAGES]], tree.nodes[: tree.state[NODES]]
     used, live = np.flatnonzero(pages[:, COUNT] > 0), np.flatnonzero(nodes[:, LEVEL] > 0)
-    seen, held = np.zeros(len(pages), np.int64), np.zeros(len(nodes), np.int64)
+    seen, points = np.zeros(len(pages), np.int64), np.zeros(len(nodes), np.int64)
     owners = live[nodes[live, HEAD] != NONE]
     at = nodes[owners, HEAD]
-    for _ in range(len(pages) + 1):  # all chains at a time
+    for _ in range(len(pages) + 1):  # follow all chains together
         if not len(at):
             break
         if (pages[at, HOME] != owners).any():
             yield "a chain of pages leads into another node"
         np.add.at(seen, at, 1)
-        np.add.at(held, owners, pages[at, COUNT])
-        goes_on = pages[at, FOLLOW] != NONE
-        owners, at = owners[goes_on], pages[at, FOLLOW][goes_on]
+        np.add.at(points, owners, pages[at, COUNT])
+        continues = pages[at, FOLLOW] != NONE
+        owners, at = owners[continues], pages[at, FOLLOW][continues]
     if len(at) or (seen[used] != 1).any() or seen.sum() != len(used) or len(used) != tree.state[LIVE_PAGES]:
         yield "a page is on no chain, or on two"
-    if (held[live] != nodes[live, SIZE]).any():
+    if (points[live] != nodes[live, SIZE]).any():
         yield "a node has a wrong number of points"
 
 
 def _filled(tree: Tree) -> tuple[Int64s, Ints]:
-    """The slots in use, and the levels of the points in them."""
     slots = int(tree.state[SLOTS])
     filled = np.flatnonzero(np.arange(slots) < tree.pages[: tree.state[PAGES], COUNT, None])
     return filled, tree.nodes[tree.pages[filled // slots, HOME], LEVEL]
 
 
 def _tokens(tree: Tree) -> Iterator[str]:
-    """The places of tokens and the tokens of places; points above the lowest level own a node of the level below."""
+    """Check that places and tokens agree, and that each point above the lowest level owns a node of the level below."""
     filled, levels = _filled(tree)
     tokens = tree.tokens[filled]
     places = tokens.astype(np.int64) - int(tree.state[BASE])
@@ -246,7 +245,7 @@ def _tokens(tree: Tree) -> Iterator[str]:
 
 
 def _levels(tree: Tree) -> Iterator[str]:
-    """No level is empty, and all are counted."""
+    """Check that no level is empty, and that the population of each is correct."""
     top, (filled, levels) = int(tree.state[LEVELS]), _filled(tree)
     found = np.bincount(levels, minlength=len(tree.population))
     if len(found) > len(tree.population) or (found != tree.population).any():

@@ -1,11 +1,11 @@
-"""DciIndex: the DCI-tree of one key head, its knobs, and how keys become what it holds.
+"""DciIndex: the DCI-tree of one key head, its settings, and the transformation of keys.
 
 Source: icecache.txt, section 4.2, equations 2 and 3. With s a power of two, rows are k / s and lifts are
-sqrt(c^2 - |k|^2) / s; products of such rows are those of the paper times (c / s)^2, so their order is the same, and keys
-need not be written anew when c grows.
+sqrt(c^2 - |k|^2) / s. Products of such rows are those of the paper times (c / s)^2, so their order is the same, and keys
+need not be rewritten when c grows.
 
-One thread at a time changes an index, and none asks it meanwhile; any number may ask it at a time when none changes it: the
-rooms that queries need belong to threads (`_Rooms`). The policies keep to that with one job per head.
+One thread at a time changes an index, while no other queries it; otherwise any number of threads may query it, because the
+buffers of queries belong to threads (`_Rooms`). The policies ensure this with one job per head.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ from llmcache.kv.index.dci.tree import (
 )
 
 CHUNK = 4096
-"""Keys that a build turns into float32 at a time."""
+"""Keys that a build converts to float32 at a time."""
 HEADROOM = 1.125
-"""By how much c exceeds the largest norm when it has to grow: lifts are computed anew, parents stay as they are."""
+"""Factor of c over the largest norm when c has to grow: lifts are recomputed, parents stay."""
 LARGEST = 2.0**15
-"""Numbers of this size and more are not put into halves: the largest is 65504."""
+"""Limit of numbers stored as fp16, whose largest is 65504."""
 LEAST = 1e-30
-"""c of keys that are all zero."""
+"""c if all keys are zero."""
 ROOM = 10
-"""c / s is at most 2^ROOM at first: halves stay exact far below the largest, and c may grow by 2^5 before s has to."""
+"""Initially, c / s is at most 2^ROOM: fp16 keeps its precision far below LARGEST, and c may grow by 2^5 before s must."""
 
 
 @dataclass(frozen=True)
 class DciSettings:
-    """How a tree is built and asked.
+    """Settings for the construction and the queries of a tree.
 
-    `promotion` is the paper's r; `first_promotion` that from the lowest level, which the authors' code sets apart: nodes of
-    the lowest level are to fill pages. `field_of_view`: how many nodes a query opens on each level; `visit`: what share of
-    all keys these may hold on a level, on top of `visit_each` for each key that is asked for. `build_view`: field of view
-    of the search for a parent; 0: all, for a nearest parent without exception. `simple`, `composite`: indices of P-DCI;
-    `retrieve`: the share of a node's keys (at least k) that P-DCI lets through to products of keys; 1: all of them, then no
-    random directions are kept. `margin`: a level is left before its bounds are reached when the points below the next node
-    would have to be so many standard deviations better than those seen so far, relative to the points above them, to be
-    among the best; infinity: never.
-    Differs from the paper: a query opens at most so many nodes (in algorithm 4, up to k for each node of the level above)
-    and stops early by `margin`: 1.5 % of 256 k keys looked at instead of 2.1 %, at the same recall. And by default it looks
-    at all keys of a node (the authors' code at .6 to .8 of them): at 64 k clustered keys, with one projection and .8, a
-    query takes 1.9 times as long and finds .88 of the best instead of .94.
+    `promotion` is the paper's r; `first_promotion` is that of the lowest level, which the authors' code also separates,
+    because the lowest nodes should fill pages. `field_of_view`: nodes that a query opens per level; `visit`: limit of the
+    visited keys per level as a share of all keys, plus `visit_each` for each requested key. `build_view`: field of view of
+    the search for a parent; 0: all, for exact parents. `simple`, `composite`: indices of P-DCI; `retrieve`: share of a
+    node's keys (at least k) that P-DCI passes on to exact products; 1: all, without random directions. `margin`: a query
+    leaves a level early if the points below the next node would have to exceed the visited ones, relative to their parents,
+    by this many standard deviations to be among the best; infinity: never.
+
+    Differs from the paper: a query opens a limited number of nodes (in algorithm 4, up to k for each node of the level
+    above) and stops early by `margin`; it visits 1.5 % instead of 2.1 % of 256 Ki keys, at the same recall. By default, a
+    query visits all keys of a node (the authors' code 0.6 to 0.8 of them): at 64 Ki clustered keys, with one projection and
+    0.8, a query takes 1.9 times as long, and recall falls from 0.94 to 0.88.
+
     Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
 
@@ -105,45 +106,44 @@ class DciSettings:
 
     @property
     def directions(self) -> int:
-        """How many random directions each key is projected on."""
+        """The number of random directions on which each key is projected."""
         return self.simple * self.composite if self.retrieve < 1 else 0
 
     def visited(self, keys: int, k: int) -> int:
-        """Returns how many keys a query for `k` of `keys` may visit on each level."""
+        """Return how many of `keys` a query for `k` may visit on each level."""
         return max(1, int(self.visit * keys) + self.visit_each * k)
 
 
 @dataclass
 class Scale:
-    """`unit` is s, `bound` is c; both 0 until there are keys."""
+    """`unit` is s, `bound` is c; both are 0 until there are keys."""
 
     unit: float = 0.0
     bound: float = 0.0
 
     def grow(self, largest: float) -> None:
-        """Makes keys of norm up to `largest` fit: exactly at first (the paper's c), with some headroom later."""
+        """Increase c for keys of norm up to `largest`: exactly at first (the paper's c), later with headroom."""
         first = not self.bound
         self.bound = max(largest, LEAST) * (1 if first else HEADROOM)
         if first or self.bound / self.unit >= LARGEST:
             self.unit = float(2.0 ** (np.ceil(np.log2(self.bound)) - ROOM))
 
     def rows(self, keys: Floats) -> NDArray[np.uint16]:
-        """Returns the bits of keys [..., dim] as halves."""
+        """Return the bits of keys [..., dim] as fp16."""
         bits: NDArray[np.uint16] = (keys * np.float32(1 / self.unit)).astype(np.float16).view(np.uint16)
         return bits
 
     def stretch(self, norms: Floats) -> Floats:
-        """Returns what makes queries of these norms as long as all transformed keys are; 1 for zeros."""
+        """Return the factors that give queries with these norms the length of transformed keys; 1 for zero queries."""
         return np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
 
     def lifts(self, norms: Doubles) -> Floats:
-        """Returns the last coordinates of keys with these norms."""
+        """Return the last coordinates of keys with these norms."""
         return (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
 
 
 class Nearest(NamedTuple):
-    """What a query found, best first: `tokens` and `slots` [k], `scores` [k] (products of query and key), and how many
-    keys it computed a product with."""
+    """The result of a query, best first: `tokens`, `slots` and `scores` (products) [k]; the number of computed products."""
 
     tokens: Int64s
     scores: Floats
@@ -152,16 +152,16 @@ class Nearest(NamedTuple):
 
 
 class DciIndex:
-    """An index of keys of `dim` numbers of tokens from number `base` on.
+    """An index of keys of `dim` numbers, of tokens from number `base` on.
 
-    Memory: 2 dim + 13 bytes a slot and 4 a token, 4 more a slot for each random direction, and up to a quarter more for
-    growth; `size_bytes` tells. Pages are about four fifths full after a build, and half full at least after splits, but for
-    one of each node: 340 bytes a key of 128 numbers, measured.
+    Memory: 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a quarter for
+    growth (`size_bytes`). Pages are about four fifths full after a build, and at least half full after splits, except for
+    one page of each node; measured: 340 bytes per key of 128 numbers.
 
-    Differs from the paper: a key is looked for a parent one level above its own, as section 4.2 says; algorithms 1 and 2
-    ask for its own level. A key promoted above all levels starts one new level, not several, which would be empty; all
-    that hung under the root then hangs under it. A key lies on its own level only, so a query's best are those of all
-    levels it has come through, as algorithm 4 has it. c may grow: what is in the tree stays where it is.
+    Differs from the paper: the parent of a key is searched one level above its own, as section 4.2 says; algorithms 1 and 2
+    search the key's own level. A key promoted above all levels starts a single new level, because several would be empty;
+    all points below the root become its children. A key is on its own level only, so that a query returns the best of all
+    levels it has visited, as in algorithm 4. c may grow without a change of the tree.
     """
 
     def __init__(self, dim: int, settings: DciSettings | None = None, base: int = 0) -> None:
@@ -175,33 +175,30 @@ class DciIndex:
 
     @property
     def dim(self) -> int:
-        """Numbers of a key."""
+        """The numbers of a key."""
         return int(self.tree.state[DIM])
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all arrays, room that is not in use included."""
+        """Memory of all arrays, including unused room."""
         return sum(array.nbytes for array in self.tree)
 
     def levels_of(self, tokens: Int64s) -> Ints:
-        """Returns the levels that tokens are promoted to by chance: line 4 of algorithm 2.
-
-        They depend on the seed and the token, not on what came before.
-        """
+        """Return the random levels of tokens (line 4 of algorithm 2), which depend only on the seed and the token."""
         chance, levels = _uniform(tokens, self.settings.seed), np.ones(len(tokens), np.int32)
-        bar = self.settings.first_promotion
+        threshold = self.settings.first_promotion
         for level in range(2, MAX_LEVELS):
-            promoted = chance < bar
+            promoted = chance < threshold
             if not promoted.any():
                 break
             levels[promoted] = level
-            bar *= self.settings.promotion
+            threshold *= self.settings.promotion
         return levels
 
     def insert(self, keys: Floats, tokens: Int64s) -> None:
-        """Adds `keys` [n, dim], float32, of `tokens` [n], ascending and not in the index.
+        """Add `keys` [n, dim], float32, of `tokens` [n], ascending and not in the index.
 
-        ValueError: a key is not finite, a token is there or lies before the first. An empty index is built in one go.
+        ValueError: a key is not finite, or a token is in the index or before `base`. An empty index is built in one step.
         """
         self._check(keys, tokens)
         if not len(tokens):
@@ -232,7 +229,7 @@ class DciIndex:
             raise ValueError("tokens: some are already in the index")
 
     def _fit(self, largest: float) -> None:
-        """Makes c at least `largest`; what depends on it is computed anew."""
+        """Increase c to at least `largest`, and recompute what depends on it."""
         old, bound = self.scale.unit, self.scale.bound
         if bound and largest <= bound:
             return
@@ -249,7 +246,7 @@ class DciIndex:
             self.tree.projections.reshape(len(rows), len(directions))[part] = products
 
     def build(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
-        """Builds the tree level by level from the top; algorithm 2."""
+        """Build the tree level by level from the top; algorithm 2."""
         levels = (np.unique(levels, return_inverse=True)[1] + 1).astype(np.int32)  # "Remove the empty levels"
         top = int(levels.max())
         self.tree.state[LEVELS] = self.tree.nodes[ROOT, LEVEL] = top
@@ -266,7 +263,7 @@ class DciIndex:
             lay(self.tree, level, members, np.cumsum(sizes), nodes, flat, lifts, tokens)
 
     def _add(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
-        """Adds to a tree that has keys: new levels first, then level by level from the top; algorithm 1, lines 27 to 37."""
+        """Add keys to a non-empty tree: new levels first, then level by level from the top; algorithm 1, lines 27 to 37."""
         for index in np.flatnonzero(levels > self.tree.state[LEVELS]):
             levels[index] = min(int(levels[index]), int(self.tree.state[LEVELS]) + 1)
             if levels[index] > self.tree.state[LEVELS]:
@@ -279,21 +276,21 @@ class DciIndex:
                 attach(self.tree, bits[mine].reshape(-1), lifts[mine], tokens[mine], level, nodes)
 
     def _nodes_for(self, bits: NDArray[np.uint16], lifts: Floats, level: int) -> Ints:
-        """The nodes that keys `bits` [n, dim] of a level belong to: those below their nearest points of the next."""
+        """Return the nodes for keys `bits` [n, dim] of a level: those below their nearest points on the next level."""
         if level == self.tree.state[LEVELS]:
             return np.zeros(len(lifts), np.int32)
         keys = bits.view(np.float16).astype(np.float32)
         view = self.settings.build_view or ALL
         slots, counts = self._ask(keys, lifts, level + 1, 1, (view, ALL, np.inf), 1.0)[1:3]
-        lost = np.flatnonzero(counts == 0)  # all that was in view leads nowhere
-        if len(lost):
-            slots[lost] = self._ask(keys[lost], lifts[lost], level + 1, 1, (ALL, ALL, np.inf), 1.0)[1]
+        unplaced = np.flatnonzero(counts == 0)  # no node in view has points
+        if len(unplaced):
+            slots[unplaced] = self._ask(keys[unplaced], lifts[unplaced], level + 1, 1, (ALL, ALL, np.inf), 1.0)[1]
         return self.tree.children[slots[:, 0]]
 
     def _ask(
         self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int, float], share: float
     ) -> tuple[Floats, Ints, Ints, Int64s]:
-        """Algorithm 4 for each of `keys`: scores and slots [n, k], how many there are, how many products were computed."""
+        """Run algorithm 4 for each of `keys`; return scores and slots [n, k], their numbers, and the numbers of products."""
         count = len(keys)
         scores, slots = np.empty((count, k), np.float32), np.empty((count, k), np.int32)
         found = scores, slots, np.empty(count, np.int32), np.empty(count, np.int64)
@@ -303,9 +300,9 @@ class DciIndex:
         return found
 
     def query(self, queries: Floats, k: int) -> list[Nearest]:
-        """Returns (about) the `k` keys that have the largest products with each of `queries` [n, dim]; algorithm 4.
+        """Return about the `k` keys with the largest products for each of `queries` [n, dim]; algorithm 4.
 
-        Looks wider than the settings say until it has found as many. Any number of threads may ask.
+        Widens the search until it has found enough keys. Any number of threads may call it.
         """
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [n, {self.dim}], not {queries.dtype} {queries.shape}")
@@ -319,15 +316,14 @@ class DciIndex:
             view, visit = 2 * view, 2 * visit
 
     def _within(self, queries: Floats, k: int, view: int, visit: int) -> list[Nearest]:
-        """What is found in `view` nodes a level and `visit` keys a level."""
         knobs = self.settings
         limits = (view, visit, float(knobs.margin))
-        factor, asked = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
-        if knobs.retrieve < 1:  # T_Q makes queries as long as keys are, which the bounds of P-DCI need
+        factor, scaled = np.ones(len(queries), np.float32), np.ascontiguousarray(queries)
+        if knobs.retrieve < 1:  # T_Q gives queries the length of keys, as the bounds of P-DCI require
             factor = self.scale.stretch(np.linalg.norm(queries, axis=1).astype(np.float32))
-            asked = asked * factor[:, None]
+            scaled = scaled * factor[:, None]
         lifts = np.zeros(len(queries), np.float32)
-        scores, slots, counts, touched = self._ask(asked, lifts, EVERY_LEVEL, k, limits, knobs.retrieve)
+        scores, slots, counts, touched = self._ask(scaled, lifts, EVERY_LEVEL, k, limits, knobs.retrieve)
         units = np.float32(self.scale.unit) / factor
         return [
             Nearest(
@@ -340,9 +336,9 @@ class DciIndex:
         ]
 
     def remove(self, tokens: Int64s) -> None:
-        """Takes tokens away: what hung under them gets the nearest of the other parents; empty levels go.
+        """Remove tokens; their children get new nearest parents, and empty levels are removed.
 
-        ValueError: one is not in the index; then nothing has changed.
+        ValueError: a token is not in the index; nothing has changed.
         """
         base = int(self.tree.state[BASE])
         inside = (tokens >= base) & (tokens - base < len(self.tree.where))
@@ -359,13 +355,16 @@ class DciIndex:
 
 
 class _Rooms(threading.local):
-    """Room for a query, kept by each thread: candidates twice (the heap of a level is a copy), nodes, the best."""
+    """Buffers for a query, kept by each thread: two sets of candidates (the heap of a level is a copy), nodes, the best."""
 
     def __init__(self) -> None:
         self._arrays: tuple[NDArray[np.generic], ...] = ()
 
     def fit(self, points: int, k: int) -> tuple[NDArray[np.generic], ...]:
-        """Returns scores, slots, nodes and what is above them, keys, rest and places for a tree of `points`, and k best."""
+        """Return buffers for scores, slots, nodes, their parents' scores, keys, rest, places and the k best.
+
+        `points`: the size of the tree.
+        """
         if not self._arrays or len(self._arrays[2]) < points + 1 or len(self._arrays[-1]) < k:
             size = points + points // 4 + 1
             types = (np.float32, np.int32, np.int32, np.float32, np.uint32, np.uint32, np.int32)
@@ -378,7 +377,7 @@ _rooms = _Rooms()
 
 
 def norms_of(keys: Floats) -> Doubles:
-    """Returns the norms of keys [n, dim]; ValueError if one is not finite."""
+    """Return the norms of keys [n, dim]; ValueError if one is not finite."""
     norms: Doubles = np.sqrt(np.einsum("ij,ij->i", keys, keys, dtype=np.float64))
     if not np.isfinite(norms).all():
         raise ValueError(f"keys: must be finite, but key {int(np.argmin(np.isfinite(norms)))} is not")
@@ -386,14 +385,14 @@ def norms_of(keys: Floats) -> Doubles:
 
 
 def random_directions(count: int, dim: int, seed: int) -> Floats:
-    """Returns `count` random unit vectors of `dim` numbers and the lift."""
+    """Return `count` random unit vectors of `dim` numbers and the lift."""
     drawn = np.random.default_rng(seed).standard_normal((count, dim + 1), dtype=np.float32)
     unit: Floats = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
     return unit
 
 
 def _uniform(tokens: Int64s, seed: int) -> Doubles:
-    """Numbers in [0, 1) by SplitMix64 (Steele, Lea and Flood, 2014): one draw of Random(0, 1) stands for the whole loop."""
+    """Return numbers in [0, 1) by SplitMix64 (Steele, Lea and Flood, 2014), one per token instead of repeated draws."""
     start = np.uint64((seed * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) % 2**64)
     z = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

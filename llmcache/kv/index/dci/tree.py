@@ -1,16 +1,16 @@
-"""The DCI-tree of one key head: its arrays, how they grow, and the compiled loops that ask and change it.
+"""The DCI-tree of one key head: its arrays, their growth, and the compiled loops that query and change it.
 
-A point (a key) lies in one slot; `page_slots` slots are a page; a chain of pages is a node: the points that share a parent.
-A point of a level above the lowest owns the node below it. Node 0 is the root. Levels count from 1, the lowest.
-Everything is an array of numbers, so that a tree is saved and restored as it lies.
+A point (a key) is in one slot; `page_slots` slots are a page; a chain of pages is a node, which contains the points with the
+same parent. A point above the lowest level owns the node below it. Node 0 is the root. Levels count from 1, the lowest.
+All data are arrays of numbers, so that a tree is saved and restored without a conversion.
 
-The query is algorithm 4: a node at a time by P-DCI, the best nodes of a level opened at the next. Points are added by
-algorithm 1, lines 28 to 35; parents have been found and room has been made (`with_room`) before. Many keys that come
-at once are laid out by algorithm 2. Differs from the paper there: its loop adds keys in the order of their tokens, so that
-a key whose parents come later hangs elsewhere; from the top down every key can choose among all parents of the next level.
+A query is algorithm 4: P-DCI searches a node, and the best nodes of a level are opened on the next. Points are added by
+algorithm 1, lines 28 to 35; the caller has found the parents and reserved room (`with_room`). Many keys at once are laid
+out by algorithm 2. Differs from the paper: its loop adds keys in the order of tokens, so that a key whose best parent comes
+later gets another; from the top down, each key can choose among all parents of the next level.
 
-numba keeps compiled loops by the date of their file alone, so the places of the arrays are here; what the loops call outside
-it is `widened` and `select`.
+numba's cache depends on the date of this file only, so the indexes of array fields are here; the loops call only `widened`,
+`select` and `sort` in other files.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ MAX_LEVELS = 32
 LEVELS, PAGES, NODES, FREE_PAGE, FREE_NODE, KEYS, BASE, SLOTS, DIM, LIVE_PAGES = range(10)
 COUNT, FOLLOW, HOME = range(3)
 HEAD, OWNER, LEVEL, SIZE = range(4)
-"""Places in `Tree.state`: levels, pages and nodes ever used, heads of the free lists, points, the number of the first
-token that may come, slots a page, numbers a key, pages in use."""
+"""Indexes in `Tree.state`: levels, pages and nodes ever used, heads of the free lists, points, the number of the first
+possible token, slots per page, numbers per key, pages in use. Then those of `Tree.pages` and `Tree.nodes`."""
 
 EVERY_LEVEL = 0
-"""As a target: points of all levels are found (the paper's -1)."""
+"""As a target: find points of all levels (the paper's -1)."""
 RECORD = 4
-"""Numbers of a record of a page or node."""
+"""Numbers in the record of a page or node."""
 FIRST = 512
-"""Points that are looked at before it is asked whether the rest is hopeless; then twice as many, and so on."""
+"""Points to visit before the first check whether the rest is hopeless; doubled for each further check."""
 LINE = 32
-"""Halves in a cache line."""
+"""fp16 numbers in a cache line."""
 ALL = np.iinfo(np.int64).max
-"""As a field of view or as keys to visit: without a bound."""
+"""As a field of view or as keys to visit: no limit."""
 
 Ints = NDArray[np.int32]
 
 
 class Tree(NamedTuple):
-    """The arrays: by slot, by page, by node, by token, and of the whole."""
+    """Arrays by slot, by page, by node, by token, and of the whole tree."""
 
     rows: NDArray[np.uint16]
-    """[slots * dim] keys / s, the bits of halves; s is a power of two, so that halves stay exact."""
+    """[slots * dim] keys / s, the bits of fp16; s is a power of two, so that no precision is lost."""
     lifts: Floats
     """[slots] the last coordinate of equation 2, times c / s."""
     tokens: Ints
-    """[slots] the number of the token."""
+    """[slots] token numbers."""
     children: Ints
     """[slots] the node below the point, or NONE."""
     projections: Floats
     """[slots * directions] products with the random directions of P-DCI."""
     pages: Ints
-    """[pages, 4] COUNT: slots in use, which come first; FOLLOW: the next page of the node (of the free list), or NONE; HOME:
-    the node. A record to a page, so that a query finds all of it with one miss of the cache."""
+    """[pages, 4] COUNT: slots in use, from the first; FOLLOW: the next page of the node (or free list), or NONE; HOME: the
+    node. One record per page, so that a query reads it with one cache miss."""
     nodes: Ints
-    """[nodes, 4] HEAD: the first page, or NONE (in the free list the next node); OWNER: the token of the point above, NONE
-    for the root and free nodes; LEVEL: that of the points in it, 0 for free nodes; SIZE: points in it."""
+    """[nodes, 4] HEAD: the first page, or NONE (in the free list, the next node); OWNER: the token of the point above, NONE
+    for the root and free nodes; LEVEL: that of its points, 0 for free nodes; SIZE: number of points."""
     where: Ints
     """[tokens] the slot of token BASE + i, or NONE."""
     population: Int64s
-    """[MAX_LEVELS + 1] points of each level."""
+    """[MAX_LEVELS + 1] number of points on each level."""
     state: Int64s
     directions: Floats
     """[simple * composite, dim + 1] random unit vectors."""
@@ -84,7 +84,7 @@ _TYPES |= dict.fromkeys(("tokens", "children", "pages", "nodes", "where"), np.in
 
 
 def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree:
-    """Returns a tree with an empty root, for tokens from number `base` on."""
+    """Return a tree with an empty root, for tokens from number `base` on."""
     state, population = np.zeros(16, np.int64), np.zeros(MAX_LEVELS + 1, np.int64)
     state[[LEVELS, NODES, FREE_PAGE, FREE_NODE, BASE, SLOTS, DIM]] = 1, 1, NONE, NONE, base, page_slots, dim
     arrays: dict[str, NDArray[Any]]
@@ -95,23 +95,23 @@ def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree
 
 
 def sizes_of(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
-    """Returns how long the arrays of a tree are that has so many."""
+    """Return the lengths of the arrays of a tree with these numbers of pages, nodes and tokens."""
     slots = pages * int(tree.state[SLOTS])
     sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
     return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
 
 
 def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
-    """Returns the tree with room for `pages` and `nodes` more and for tokens below number `last`; itself if it has it.
+    """Return the tree with room for `pages` and `nodes` more and for tokens below number `last`.
 
-    Arrays grow by a quarter, so that appending costs a fixed number of copies of each number, and no more than a fifth
-    of them is ever unused.
+    Arrays grow by a quarter, so that appends copy each number a constant number of times on average, and at most a fifth is
+    unused.
     """
     has = [len(tree.pages), len(tree.nodes), len(tree.where)]
     needs = [int(tree.state[PAGES]) + pages, int(tree.state[NODES]) + nodes, last - int(tree.state[BASE])]
-    if all(needed <= there for needed, there in zip(needs, has, strict=True)):
+    if all(needed <= old for needed, old in zip(needs, has, strict=True)):
         return tree
-    room = [max(needed, there + there // 4) if needed > there else there for needed, there in zip(needs, has, strict=True)]
+    room = [max(needed, old + old // 4) if needed > old else old for needed, old in zip(needs, has, strict=True)]
     changed: dict[str, NDArray[Any]] = {}
     for name, size in sizes_of(tree, *room).items():
         array: NDArray[Any] = getattr(tree, name)
@@ -123,29 +123,29 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
 
 
 def trimmed(tree: Tree) -> Tree:
-    """Returns the tree without the room it does not use: what is saved."""
+    """Return the tree without unused room, for a file."""
     used = np.flatnonzero(tree.where >= 0)
     sizes = sizes_of(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
     return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
-"""Of all that is compiled here: without the GIL, sums in any order."""
+"""Options of all compiled functions: release the GIL, allow sums in any order."""
 
 
 def compiled(function: Any) -> Any:
-    """Returns `function` compiled when first called, and kept on disk."""
+    """Return `function`, compiled on its first call and cached on disk."""
     return numba.njit(cache=True, **OPTIONS)(function)
 
 
 def part(function: Any) -> Any:
-    """Returns a function that compiled ones call, compiled with them: alone, each kept and callable, takes twice as long."""
+    """Return `function` for use in compiled functions only: a separate compilation of each would take twice as long."""
     return numba.extending.register_jitable(**OPTIONS)(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_ahead(typing_context: Any, array: Any, index: Any) -> Any:
-    """Begins to load the cache line of an entry of a flat array: the processor cannot guess where nodes lie."""
+    """Prefetch the cache line of an element of a flat array: the CPU cannot predict the addresses of nodes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
@@ -161,7 +161,7 @@ def fetch_ahead(typing_context: Any, array: Any, index: Any) -> Any:
 
 @part
 def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-untyped-def]
-    """Begins to load a page."""
+    """Prefetch a page."""
     fetch_ahead(children, page * slots)
     first = page * slots * dim
     for at in range(first, first + pages[page, COUNT] * dim, LINE):
@@ -170,7 +170,7 @@ def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-unty
 
 @part
 def product(rows, index, key):  # type: ignore[no-untyped-def]
-    """The product of a key and row `index` of halves."""
+    """Return the product of a key and row `index` of fp16 numbers."""
     at = np.uint64(index * key.size)
     total = np.float32(0)
     for j in range(key.size):
@@ -180,7 +180,7 @@ def product(rows, index, key):  # type: ignore[no-untyped-def]
 
 @part
 def four_products(rows, index, key):  # type: ignore[no-untyped-def]
-    """The products of a key and four rows from `index` on: the key is read once for all of them."""
+    """Return the products of a key and four rows from `index` on, reading the key once."""
     dim = key.size
     at = np.uint64(index * dim)
     second, third, fourth = at + np.uint64(dim), at + np.uint64(2 * dim), at + np.uint64(3 * dim)
@@ -196,13 +196,13 @@ def four_products(rows, index, key):  # type: ignore[no-untyped-def]
 
 @part
 def similarity(tree, slot, key, lift):  # type: ignore[no-untyped-def]
-    """The product of transformed keys (equation 2; a query has lift 0, equation 3), times (c / s)^2."""
+    """Return the product of transformed keys (equation 2; a query has lift 0, equation 3), times (c / s)^2."""
     return product(tree.rows, slot, key) + lift * tree.lifts[slot]
 
 
 @part
 def unpacked(rows, index, dim):  # type: ignore[no-untyped-def]
-    """Returns row `index` of halves as float32."""
+    """Return row `index` of fp16 numbers as float32."""
     key = np.empty(dim, np.float32)
     for j in range(dim):
         key[j] = widened(rows[index * dim + j])
@@ -211,7 +211,7 @@ def unpacked(rows, index, dim):  # type: ignore[no-untyped-def]
 
 @part
 def sink(scores, slots, at, size):  # type: ignore[no-untyped-def]
-    """Restores a heap whose least is on top, after its entry `at` was replaced; of equal scores the later slot is less."""
+    """Restore a min-heap after its entry `at` was replaced; of equal scores, the later slot is smaller."""
     score, slot = scores[at], slots[at]
     while True:
         down = 2 * at + 1
@@ -230,7 +230,7 @@ def sink(scores, slots, at, size):  # type: ignore[no-untyped-def]
 
 @part
 def best_first(scores, slots):  # type: ignore[no-untyped-def]
-    """Sorts both by scores, the largest first; of equal ones the earlier slot."""
+    """Sort both by descending scores; of equal scores, the earlier slot is first."""
     for at in range(scores.size // 2 - 1, -1, -1):
         sink(scores, slots, at, scores.size)
     for last in range(scores.size - 1, 0, -1):
@@ -241,9 +241,10 @@ def best_first(scores, slots):  # type: ignore[no-untyped-def]
 
 @part
 def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyped-def]
-    """Appends every point of `nodes` with its similarity; returns the new count.
+    """Append every point of `nodes` with its similarity; return the new count.
 
-    One call for many nodes: each call counts references to the arrays of the tree, which takes as long as ten keys.
+    One call for many nodes, because each call updates the reference counts of the tree's arrays, which takes as long as ten
+    keys.
     """
     rows, children, pages, size, dim = tree.rows, tree.children, tree.pages, tree.state[SLOTS], tree.state[DIM]
     for index in range(nodes.size):
@@ -254,41 +255,41 @@ def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyp
             after = pages[page, FOLLOW]
             if after != NONE:
                 fetch_page(rows, children, pages, after, size, dim)
-            first, held = page * size, pages[page, COUNT]
-            for at in range(0, held - 3, 4):
+            first, points = page * size, pages[page, COUNT]
+            for at in range(0, points - 3, 4):
                 a, b, c, d = four_products(rows, first + at, key)
                 scores[count + at], scores[count + at + 1], scores[count + at + 2], scores[count + at + 3] = a, b, c, d
-            for at in range(held - held % 4, held):
+            for at in range(points - points % 4, points):
                 scores[count + at] = product(rows, first + at, key)
-            for at in range(held):
+            for at in range(points):
                 slots[count + at] = first + at
-            if lift:  # for a query it would be read for nothing
-                for at in range(held):
+            if lift:  # 0 for a query, where reading the lifts would be wasted
+                for at in range(points):
                     scores[count + at] += lift * tree.lifts[first + at]
-            count += held
+            count += points
             page = after
     return count
 
 
 @part
-def bound(tree, slot, asked, simple):  # type: ignore[no-untyped-def]
-    """P-DCI's lower bound of the distance: least over composite indices of the largest over their simple indices."""
-    at = slot * asked.size
+def bound(tree, slot, projected, simple):  # type: ignore[no-untyped-def]
+    """Return P-DCI's lower bound of the distance: the minimum over composite indices of their simple indices' maximum."""
+    at = slot * projected.size
     least = np.float32(np.inf)
-    for first in range(0, asked.size, simple):
+    for first in range(0, projected.size, simple):
         largest = np.float32(0)
         for j in range(first, first + simple):
-            largest = max(largest, abs(tree.projections[at + j] - asked[j]))
+            largest = max(largest, abs(tree.projections[at + j] - projected[j]))
         least = min(least, largest)
     return least
 
 
 @part
-def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
-    """Appends the `take` points of a node (all, if it has fewer) that have the least bounds: Prioritized-DCI-Query.
+def prioritized(tree, node, key, lift, projected, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
+    """Append the `take` points of a node with the smallest bounds: Prioritized-DCI-Query.
 
-    Differs from the paper's source (Li & Malik, 2017): the points with the least bounds are chosen from all bounds of the
-    node, not met one by one along sorted lists: a node has tens of points, and nothing is to be kept sorted.
+    Differs from the source (Li & Malik, 2017): the points are chosen from all bounds of the node, not found one by one in
+    sorted lists, because a node has only tens of points.
     """
     take = min(take, tree.nodes[node, SIZE])
     bounds, places = scores[count:], slots[count:]
@@ -297,8 +298,8 @@ def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count
     while page != NONE:
         first = page * tree.state[SLOTS]
         for slot in range(first, first + tree.pages[page, COUNT]):
-            # A heap of the least bounds, the largest of them on top.
-            value = -bound(tree, slot, asked, simple)
+            # A heap of the smallest bounds, with the largest of them on top.
+            value = -bound(tree, slot, projected, simple)
             if seen < take:
                 bounds[seen], places[seen] = value, slot
                 seen += 1
@@ -316,7 +317,7 @@ def prioritized(tree, node, key, lift, asked, simple, take, scores, slots, count
 
 @part
 def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped-def]
-    """Copies the points found on a level behind `half`, as a heap whose best is on top: scores are turned around."""
+    """Copy the points found on a level to index `half` and after it, as a heap with the best on top: scores are negated."""
     records, size = tree.nodes.reshape(-1), count - start
     for at in range(size):
         scores[half + at], slots[half + at] = -scores[start + at], slots[start + at]
@@ -329,9 +330,9 @@ def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped
 
 @part
 def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  # type: ignore[no-untyped-def]
-    """Takes nodes below the best of `left` points off a heap, until they have `batch` points; those without are passed over.
+    """Pop the best of `left` points off a heap and open the nodes below them until these have `batch` points.
 
-    Up to `limits`: nodes, points. Returns how many points are left (0 when a limit is reached), and the new width.
+    Empty nodes are skipped. `limits`: nodes, points. Returns how many points are left (0 at a limit), and the new width.
     """
     view, visit = limits
     pages = tree.pages.reshape(-1)
@@ -355,12 +356,12 @@ def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  #
 
 @part
 def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-def]
-    """True if points below a point with score `best` or less can hardly be among the `k` best of `scores`.
+    """Return True if points below a point with score `best` or less are unlikely to be among the `k` best of `scores`.
 
-    `spread`: number, sum and sum of squares of the differences of the points seen from those above them.
+    `spread`: number, sum and sum of squares of the differences between visited points and their parents.
     """
     if scores.size < max(k, 2 * FIRST):
-        return False  # there is little to be saved
+        return False  # too few points to save time
     chosen = rest[3][:k]
     select(scores, k, rest[0], rest[1], rest[2], chosen)
     least = np.float32(np.inf)
@@ -372,13 +373,16 @@ def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-
 
 @part
 def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore[no-untyped-def]
-    """Collects candidates in `scratch`; returns from where on they belong to the target, their number, and the products."""
+    """Collect candidates in `scratch`; return where those of the target level start, and the number of all.
+
+    That is also the number of products.
+    """
     scores, slots, nodes, above = scratch[:4]
     view, visit, simple, margin = limits
     half, patient = scores.size // 2, np.isinf(margin)
-    asked = np.empty(tree.directions.shape[0] if share < 1 else 0, np.float32)
-    for index in range(asked.size):
-        asked[index] = projection(tree.directions[index], key, lift)
+    projected = np.empty(tree.directions.shape[0] if share < 1 else 0, np.float32)
+    for index in range(projected.size):
+        projected[index] = projection(tree.directions[index], key, lift)
     spread = np.zeros(3)
     width, first, left, batch, nodes[0] = 1, 0, 0, visit if patient else FIRST, ROOT
     heap, heap_slots = scores[half:half], slots[half:half]
@@ -389,7 +393,7 @@ def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore
         if share < 1:
             for index in range(first, width):
                 take = max(k, int(np.ceil(share * tree.nodes[nodes[index], SIZE])))
-                count = prioritized(tree, nodes[index], key, lift, asked, simple, take, scores, slots, count)
+                count = prioritized(tree, nodes[index], key, lift, projected, simple, take, scores, slots, count)
         else:
             count = scan(tree, nodes[first:width], key, lift, scores, slots, count)
             if left and not patient:
@@ -410,7 +414,7 @@ def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore
 
 @part
 def note_spread(tree, nodes, above, scores, spread):  # type: ignore[no-untyped-def]
-    """Adds up how much the scores of points differ from those of the points above them."""
+    """Add to `spread` the differences between the scores of points and of their parents."""
     at = 0
     for index in range(nodes.size):
         for _ in range(tree.nodes[nodes[index], SIZE]):
@@ -423,7 +427,7 @@ def note_spread(tree, nodes, above, scores, spread):  # type: ignore[no-untyped-
 
 @part
 def projection(direction, key, lift):  # type: ignore[no-untyped-def]
-    """The product of a transformed key with a random direction."""
+    """Return the product of a transformed key with a random direction."""
     total = lift * direction[key.size]
     for j in range(key.size):
         total += direction[j] * key[j]
@@ -432,10 +436,10 @@ def projection(direction, key, lift):  # type: ignore[no-untyped-def]
 
 @compiled
 def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: ignore[no-untyped-def]
-    """Finds for each of `keys` [n, dim] the points of level `target` (or EVERY_LEVEL) most similar to it; algorithm 4.
+    """Find for each of `keys` [n, dim] the most similar points of level `target` (or EVERY_LEVEL); algorithm 4.
 
-    `limits`: field of view, points to visit a level, simple indices, margin. `scratch`: see `_Rooms`. `found`: scores
-    and slots [n, k], best first, then for each key how many there are and how many products were computed.
+    `limits`: field of view, points to visit per level, simple indices, margin. `scratch`: see `_Rooms`. `found`: scores and
+    slots [n, k], best first, and for each key the number of points and of products.
     """
     out_scores, out_slots, counts, touched = found
     scores, slots = scratch[:2]
@@ -461,7 +465,7 @@ def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: igno
 
 @part
 def new_page(tree, node):  # type: ignore[no-untyped-def]
-    """Puts an empty page in front of the chain of a node and returns it."""
+    """Add an empty page to the front of the chain of a node and return it."""
     state = tree.state
     page = state[FREE_PAGE]
     if page == NONE:
@@ -478,7 +482,7 @@ def new_page(tree, node):  # type: ignore[no-untyped-def]
 
 @part
 def free_page(tree, page):  # type: ignore[no-untyped-def]
-    """Takes a page out of the chain of its node."""
+    """Remove a page from the chain of its node."""
     node, after = tree.pages[page, HOME], tree.pages[page, FOLLOW]
     if tree.nodes[node, HEAD] == page:
         tree.nodes[node, HEAD] = after
@@ -495,7 +499,7 @@ def free_page(tree, page):  # type: ignore[no-untyped-def]
 
 @part
 def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
-    """Returns a node without pages, for points of `level` below the point of token `owner`."""
+    """Return an empty node for points of `level` below the point of token `owner`."""
     node = tree.state[FREE_NODE]
     if node == NONE:
         node = tree.state[NODES]
@@ -508,7 +512,7 @@ def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
 
 @part
 def free_node(tree, node):  # type: ignore[no-untyped-def]
-    """Gives back a node that has no pages."""
+    """Free a node without pages."""
     tree.nodes[node, OWNER], tree.nodes[node, LEVEL], tree.nodes[node, SIZE] = NONE, 0, 0
     tree.nodes[node, HEAD] = tree.state[FREE_NODE]
     tree.state[FREE_NODE] = node
@@ -516,7 +520,7 @@ def free_node(tree, node):  # type: ignore[no-untyped-def]
 
 @part
 def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyped-def]
-    """Writes a point, of which the halves are row `index` of `bits`, to a slot."""
+    """Write a point to a slot; `index` is its row in `bits`."""
     dim = tree.state[DIM]
     for j in range(dim):
         tree.rows[slot * dim + j] = bits[index * dim + j]
@@ -526,7 +530,7 @@ def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyp
 
 @part
 def project(tree, slot, key):  # type: ignore[no-untyped-def]
-    """Writes the products of the point in a slot with the random directions."""
+    """Write the products of the point in a slot with the random directions."""
     count = tree.directions.shape[0]
     for index in range(count):
         tree.projections[slot * count + index] = projection(tree.directions[index], key, tree.lifts[slot])
@@ -534,7 +538,7 @@ def project(tree, slot, key):  # type: ignore[no-untyped-def]
 
 @part
 def move(tree, old, new):  # type: ignore[no-untyped-def]
-    """Copies a point to another slot; the old one is to be given up."""
+    """Copy a point to another slot."""
     count = tree.directions.shape[0]
     place(tree, new, tree.rows, old, tree.lifts[old], tree.tokens[old], tree.children[old])
     for index in range(count):
@@ -543,7 +547,7 @@ def move(tree, old, new):  # type: ignore[no-untyped-def]
 
 @part
 def page_for(tree, node, key, lift):  # type: ignore[no-untyped-def]
-    """Returns the page of a node that a new key belongs to: that of its nearest sibling; split if it is full."""
+    """Return the page of a node for a new key: that of its nearest sibling, split if it is full."""
     page = tree.nodes[node, HEAD]
     if page == NONE:
         return new_page(tree, node)
@@ -562,9 +566,9 @@ def page_for(tree, node, key, lift):  # type: ignore[no-untyped-def]
 
 @part
 def split(tree, page, key, lift):  # type: ignore[no-untyped-def]
-    """Moves the half of a full page that is on the side of `key` to a new one, and returns that.
+    """Move the half of a full page that is on the side of `key` to a new page, and return that.
 
-    The sides are told by two pivots: the new key, and the key of the page that is farthest from it.
+    The sides are separated by two pivots: the new key, and the key of the page that is farthest from it.
     """
     slots, first = tree.state[SLOTS], page * tree.state[SLOTS]
     towards, order = np.empty(slots, np.float32), np.arange(slots).astype(np.int32)
@@ -575,22 +579,22 @@ def split(tree, page, key, lift):  # type: ignore[no-untyped-def]
     for i in range(slots):
         towards[i] -= similarity(tree, first + i, pivot, pivot_lift)
     best_first(towards, order)
-    leaves = slots // 2
-    fresh = new_page(tree, tree.pages[page, HOME])
-    for i in range(leaves):
-        move(tree, first + order[i], fresh * slots + i)
-    keep = order[leaves:]
+    moved = slots // 2
+    new = new_page(tree, tree.pages[page, HOME])
+    for i in range(moved):
+        move(tree, first + order[i], new * slots + i)
+    keep = order[moved:]
     sort(keep)
     for i in range(keep.size):
         if keep[i] != i:
             move(tree, first + keep[i], first + i)
-    tree.pages[page, COUNT], tree.pages[fresh, COUNT] = slots - leaves, leaves
-    return fresh
+    tree.pages[page, COUNT], tree.pages[new, COUNT] = slots - moved, moved
+    return new
 
 
 @compiled
 def attach(tree, bits, lifts, tokens, level, nodes):  # type: ignore[no-untyped-def]
-    """Adds keys at `level`, each to its node; `bits` [n * dim]."""
+    """Add keys at `level`, each to its node; `bits` [n * dim]."""
     dim = tree.state[DIM]
     for index in range(nodes.size):
         child = new_node(tree, tokens[index], level - 1) if level > 1 else NONE
@@ -601,7 +605,7 @@ def attach(tree, bits, lifts, tokens, level, nodes):  # type: ignore[no-untyped-
 
 @part
 def add(tree, node, bits, index, dim, lift, token, child):  # type: ignore[no-untyped-def]
-    """Adds a point to a node."""
+    """Add a point to a node."""
     key = unpacked(bits, index, dim)
     page = page_for(tree, node, key, lift)
     slot = page * tree.state[SLOTS] + tree.pages[page, COUNT]
@@ -613,7 +617,7 @@ def add(tree, node, bits, index, dim, lift, token, child):  # type: ignore[no-un
 
 @compiled
 def start_level(tree, bits, lift, token):  # type: ignore[no-untyped-def]
-    """Adds a key as the first of a new level: all that hung under the root hangs under it now."""
+    """Add a key as the first of a new level; the points below the root become its children."""
     level = tree.state[LEVELS] + 1
     child = new_node(tree, token, level - 1)
     take_over(tree, child, ROOT)
@@ -626,7 +630,7 @@ def start_level(tree, bits, lift, token):  # type: ignore[no-untyped-def]
 
 @part
 def take_over(tree, node, other):  # type: ignore[no-untyped-def]
-    """Gives the pages of `other` to `node`, which has none."""
+    """Move the pages of `other` to `node`, which has none."""
     tree.nodes[node, HEAD], tree.nodes[node, SIZE] = tree.nodes[other, HEAD], tree.nodes[other, SIZE]
     tree.nodes[other, HEAD], tree.nodes[other, SIZE] = NONE, 0
     page = tree.nodes[node, HEAD]
@@ -637,7 +641,7 @@ def take_over(tree, node, other):  # type: ignore[no-untyped-def]
 
 @part
 def detach(tree, slot):  # type: ignore[no-untyped-def]
-    """Takes a point out of its page: the last of the page fills the place; pages that fit into one are joined."""
+    """Remove a point from its page: the last point of the page replaces it, and a small page is merged with another."""
     slots = tree.state[SLOTS]
     page = slot // slots
     node = tree.pages[page, HOME]
@@ -655,7 +659,7 @@ def detach(tree, slot):  # type: ignore[no-untyped-def]
 
 @part
 def join(tree, page):  # type: ignore[no-untyped-def]
-    """Moves what is left of a page to another of its node that has room for all of it, if there is one."""
+    """Move the points of a page to another page of its node that has room for all, if there is one."""
     slots = tree.state[SLOTS]
     other = tree.nodes[tree.pages[page, HOME], HEAD]
     while other != NONE and (other == page or tree.pages[other, COUNT] + tree.pages[page, COUNT] > slots):
@@ -670,9 +674,9 @@ def join(tree, page):  # type: ignore[no-untyped-def]
 
 @compiled
 def take_away(tree, token):  # type: ignore[no-untyped-def]
-    """Takes a token away, and its level if that has become empty.
+    """Remove a token, and its level if that is now empty.
 
-    Returns the node that hung under it, which is not in the tree any more: its points need new parents (`rehang`); or NONE.
+    Returns the removed node below it, whose points need new parents (`rehang`), or NONE.
     """
     slot = tree.where[token - tree.state[BASE]]
     level = tree.nodes[tree.pages[slot // tree.state[SLOTS], HOME], LEVEL]
@@ -692,7 +696,7 @@ def take_away(tree, token):  # type: ignore[no-untyped-def]
 
 @part
 def drop_level(tree, level):  # type: ignore[no-untyped-def]
-    """Closes the gap of an empty level: the levels above move down by one. Nodes of the lowest level just end."""
+    """Remove an empty level: the levels above move down by one. Nodes on the lowest level are freed."""
     state = tree.state
     for node in range(state[NODES]):
         if tree.nodes[node, LEVEL] == level == 1 and node != ROOT:
@@ -709,7 +713,7 @@ def drop_level(tree, level):  # type: ignore[no-untyped-def]
 
 @compiled
 def slots_of(tree, node):  # type: ignore[no-untyped-def]
-    """Returns the slots of the points of a node."""
+    """Return the slots of the points of a node."""
     slots = np.empty(tree.nodes[node, SIZE], np.int32)
     seen, page = 0, tree.nodes[node, HEAD]
     while page != NONE:
@@ -722,7 +726,7 @@ def slots_of(tree, node):  # type: ignore[no-untyped-def]
 
 @compiled
 def rehang(tree, node, bits, parents):  # type: ignore[no-untyped-def]
-    """Moves the points of a node that is not in the tree, in the order of `slots_of`, into the nodes `parents`."""
+    """Move the points of a removed node, in the order of `slots_of`, to the nodes `parents`."""
     dim = tree.state[DIM]
     slots = slots_of(tree, node)
     lifts, tokens, children = tree.lifts[slots], tree.tokens[slots], tree.children[slots]
@@ -735,9 +739,9 @@ def rehang(tree, node, bits, parents):  # type: ignore[no-untyped-def]
 
 @compiled
 def lay(tree, level, members, ends, nodes, bits, lifts, tokens):  # type: ignore[no-untyped-def]
-    """Lays a level out, node after node, the pages of a node side by side.
+    """Write the points of a level to pages, node by node, with adjacent pages for each node.
 
-    `members` are numbers of keys in `bits` [n * dim], `lifts` and `tokens` [n]; up to `ends` [i] they belong to `nodes` [i].
+    `members` are rows in `bits` [n * dim], `lifts` and `tokens` [n]; those up to `ends` [i] belong to `nodes` [i].
     """
     tree.population[level] = members.size
     tree.state[KEYS] += members.size
@@ -751,7 +755,7 @@ def lay(tree, level, members, ends, nodes, bits, lifts, tokens):  # type: ignore
 
 @part
 def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-untyped-def]
-    """Writes the points of a node to new pages."""
+    """Write the points of a node to new pages."""
     slots, dim, first = tree.state[SLOTS], tree.state[DIM], tree.state[PAGES]
     pages = -(-members.size // slots)
     for page in range(first, first + pages):
@@ -771,11 +775,11 @@ def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-un
 
 @part
 def arrange(bits, lifts, members, slots, dim):  # type: ignore[no-untyped-def]
-    """Orders the points of a node so that those of a page are alike: halved by two far points until a page holds them.
+    """Order the points of a node so that those of a page are similar: bisect them by two distant points until a page fits.
 
-    Halves are whole pages, so that only the last page of a node is not full.
+    Halves are whole pages, so that only the last page of a node is partly filled.
     """
-    ends = np.empty(64, np.int64)  # of the parts that wait, the next on top
+    ends = np.empty(64, np.int64)  # a stack of the ends of pending parts
     start, waiting, ends[0] = 0, 1, members.size
     while waiting:
         size = ends[waiting - 1] - start
@@ -790,10 +794,10 @@ def arrange(bits, lifts, members, slots, dim):  # type: ignore[no-untyped-def]
 
 @part
 def halve(bits, lifts, members, dim):  # type: ignore[no-untyped-def]
-    """Sorts points by which of two far ones they are nearer to."""
+    """Sort points by which of two distant points they are nearer to."""
     sides = np.zeros(members.size, np.float32)
     pivot = members[0]
-    for sign in (0, 1, -1):  # the first only tells which is far
+    for sign in (0, 1, -1):  # the first pass only finds a distant point
         key, lift = unpacked(bits, pivot, dim), lifts[pivot]
         far, least = pivot, np.float32(np.inf)
         for i in range(members.size):
