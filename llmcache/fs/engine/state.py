@@ -20,12 +20,12 @@ kernel a reply may wait only for the following:
   `engine.WAIT_S`, because libfuse blocks other requests for a path while it is opened. After an OPEN that did not wait that
   long, clients may read old data until it is dropped.
 
-Why there is no deadlock: each of these waits ends when storage replies, or at its time limit. The evictor, the pin service
-and the thread that invalidates pages wait for the kernel, but no thread that owes a reply waits for them, and they hold
-neither a lock nor an unfinished fetch while they wait. A writer only queues the ranges to invalidate; until they are
-invalidated, opens clear `keep_cache` (`operations.py`). At unmount, `libfuse.Notifier.close` rejects further notifications
-and waits for those under way while requests are still served. Ranges that are still queued at that point are not
-invalidated.
+Why there is no deadlock: each of these waits ends when storage replies, or at its time limit. Loaders, the evictor, the pin
+service and the thread that invalidates pages wait for the kernel without a limit. But apart from the waits above, no thread
+that owes a reply waits for them, and while they wait, they hold neither a lock nor an unfinished fetch. A writer only queues
+the ranges to invalidate; until they are invalidated, opens clear `keep_cache` (`operations.py`). At unmount,
+`libfuse.Notifier.close` rejects further notifications and waits for those under way while requests are still served; ranges
+that are still queued are not invalidated.
 """
 
 from __future__ import annotations
