@@ -292,7 +292,7 @@ class File:
     step: int = 1  # one extent in this number is observed
     first_run: int = -1  # place of its runs of slices
     unplaced: bool = False  # there was no room for its extents: it is watched as a whole until there is
-    programs: dict[int, Program | None] = field(default_factory=dict)  # by PID; None for this process (a warm-up)
+    programs: dict[int, Program | None] = field(default_factory=dict)  # by PID; None for a warm-up, and for PID 0
     warmups: int = 0  # warm-ups that have it open
     looked_ns: int = 0  # when it was last checked whether its clients still have it open
 

@@ -83,7 +83,10 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 
 
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
-    """Return the mode: auto becomes steer if the whole budget may be locked, otherwise arena; the others stay."""
+    """Return `mode`; for auto, steer if the whole budget may be locked, otherwise arena.
+
+    EnvironmentProblem: mode steer cannot lock the budget.
+    """
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
