@@ -27,7 +27,7 @@ pytestmark = pytest.mark.stock
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = ROOT / "tests/e2e/llama_server.py"
-CONTEXT = 2048  # of each of two slots
+CONTEXT = 2048  # of each of the two slots
 TIMEOUT_S = 60
 
 
@@ -49,7 +49,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 @dataclass
 class Proxied:
-    """A proxy that runs, with its server."""
+    """A running proxy and its server."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -58,7 +58,7 @@ class Proxied:
     key: str = ""
 
     def post(self, route: str, body: Any, **more: Any) -> Any:
-        """Return the answer to a request; its status has to be 200."""
+        """Return the reply to a request, whose status must be 200."""
         status, data = self.request("POST", route, {**body, **more})
         assert status == 200, data
         return json.loads(data)
@@ -77,14 +77,14 @@ class Proxied:
         return self.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 8, **GREEDY, **more})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters, without what their names have in common."""
+        """Return the counters, without the common prefix of their names."""
         lines = [
             line.split() for line in self.request("GET", "/llmcache/metrics")[1].decode().splitlines() if line[0] != "#"
         ]
         return {name.removeprefix("llmcache_prefix_").removesuffix("_total"): float(value) for name, value in lines}
 
     def wait(self, **least: float) -> dict[str, float]:
-        """Return the counters once they have reached what `least` says."""
+        """Return the counters once they have reached the values of `least`."""
         deadline = time.monotonic() + TIMEOUT_S
         while any((found := self.metrics())[name] < value for name, value in least.items()):
             assert time.monotonic() < deadline, (least, found, self.log.read_text())
@@ -103,7 +103,7 @@ class Proxied:
         return sorted(self.directory.glob("*/*.state"))
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """End the proxy by a signal, and return its exit code."""
+        """End the proxy by a signal and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(TIMEOUT_S)
@@ -121,13 +121,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory of the user, where digests of files are remembered."""
+    """A cache directory of the user, which stores digests of files."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def start(tiny: Path, digests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Start a proxy with a server, and return it once it has identified the server; `options` are those of the proxy."""
+    """Start a proxy with a server and return it once it has identified the server; `options` are those of the proxy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(digests))
     running: list[Proxied] = []
 
@@ -213,10 +213,10 @@ def test_answers_are_passed_on_as_they_are(start: Start) -> None:
 
 
 def event(line: bytes) -> Any:
-    """What one event of a stream says, without names and times."""
+    """Return the content of an event of a stream, without names and times."""
     with contextlib.suppress(ValueError):
-        told = json.loads(line.removeprefix(b"data: "))
-        return told.get("content"), [choice.get("delta") for choice in told.get("choices", [])], told.get("stop")
+        fields = json.loads(line.removeprefix(b"data: "))
+        return fields.get("content"), [choice.get("delta") for choice in fields.get("choices", [])], fields.get("stop")
     return line
 
 
@@ -346,7 +346,7 @@ def test_the_limit_holds_and_a_running_server_can_be_attached(start: Start, tmp_
 
 
 def test_slots_that_the_server_clears_are_restored(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where slots share memory, the server clears the idle ones by default; the proxy sets that off, if it is not set."""
+    """If slots share memory, the server clears idle ones by default; the proxy disables that unless it is set."""
     prompts = [prompt(400, seed) for seed in range(2)]
     for value in ("1", "0"):
         monkeypatch.setenv("LLAMA_ARG_CACHE_IDLE_SLOTS", value)
