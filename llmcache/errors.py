@@ -125,7 +125,7 @@ def drop_output(stream: TextIO) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C is what ended the work: also where compiled code says so as SystemErrors because of it."""
+    """Return whether Ctrl-C is what ended the work: also where compiled code says so as SystemErrors because of it."""
     while isinstance(error, SystemError) and error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, KeyboardInterrupt)

@@ -48,7 +48,7 @@ def _beside(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yields a new file, open for writing, that takes the place of `path`: whole, and on the disk with its name. OSError.
+    """Yield a new file, open for writing, that takes the place of `path`: whole, and on the disk with its name. OSError.
 
     Nothing of it is left, and `path` is as it was, where an error ends the block. What failed to be written back is told
     to who has it open since before: it is this descriptor that is synced.
@@ -159,14 +159,14 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Takes a file away, if it is there; it does not come back after a crash of the machine. OSError."""
+    """Take a file away, if it is there; it does not come back after a crash of the machine. OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
         _sync_directory(path)
 
 
 def _sync_directory(path: str | os.PathLike[str]) -> None:
-    """Returns when the names in the directory of `path` are on the disk."""
+    """Return when the names in the directory of `path` are on the disk."""
     directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

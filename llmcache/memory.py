@@ -50,19 +50,19 @@ class Memory:
 
 
 def machine_memory(root: Path = Path("/")) -> Memory:
-    """Returns MemTotal, MemAvailable and MemFree of /proc/meminfo."""
+    """Return MemTotal, MemAvailable and MemFree of /proc/meminfo."""
     told = read(root / "proc/meminfo")
     return machine_of(*(_number(told, name) * 1024 for name in ("MemTotal", "MemAvailable", "MemFree")))
 
 
 def machine_of(total_bytes: int, available_bytes: int, free_bytes: int = 0) -> Memory:
-    """Returns a machine of so much memory, of which so much can be had."""
+    """Return a machine of so much memory, of which so much can be had."""
     margin = max(MACHINE_MARGIN_BYTES, int(total_bytes * MACHINE_MARGIN_SHARE))
     return Memory("machine", total_bytes, available_bytes, margin, free_bytes, MACHINE_RESERVE_BYTES)
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
-    """Returns the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
+    """Return the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
     return _limits(_groups(read(root / "proc/self/cgroup"), root))
 
 
@@ -133,7 +133,7 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def cgroup_version(root: Path = Path("/")) -> int | None:
-    """Returns the version of the cgroups that account this process's memory, None without."""
+    """Return the version of the cgroups that account this process's memory, None without."""
     lines = [line.split(":", 2)[1] for line in (root / "proc/self/cgroup").read_text().splitlines()]
     if any("memory" in controllers.split(",") for controllers in lines):
         return 1
@@ -158,7 +158,7 @@ def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
 
 
 def read(path: str | Path) -> bytes:
-    """Returns what a small file of the kernel says; many times a second, so without the layers of `open`. OSError."""
+    """Return what a small file of the kernel says; many times a second, so without the layers of `open`. OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -173,22 +173,22 @@ def _number(told: bytes, name: str) -> int:
 
 
 def places(root: Path = Path("/")) -> list[Memory]:
-    """Returns the machine, and the cgroups that have a limit."""
+    """Return the machine, and the cgroups that have a limit."""
     return [machine_memory(root), *cgroup_memory(root)]
 
 
 def tightest(root: Path = Path("/")) -> Memory:
-    """Returns the place with the least spare memory."""
+    """Return the place with the least spare memory."""
     return min(places(root), key=lambda memory: memory.spare_bytes)
 
 
 def total_bytes() -> int:
-    """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
+    """Return how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
     return min(memory.total_bytes for memory in places())
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:
-    """Returns how much this process may mlock."""
+    """Return how much this process may mlock."""
     if int(status_of(proc=root / "proc")["CapEff"], 16) >> CAP_IPC_LOCK & 1:
         return UNLIMITED
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -58,19 +58,19 @@ class Mount:
 
 
 def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
-    """Returns the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
+    """Return the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def read_bytes_of(pid: int) -> int:
-    """Returns what a process has had read from storage, in bytes; OSError if it is gone."""
+    """Return what a process has had read from storage, in bytes; OSError if it is gone."""
     with open(f"/proc/{pid}/io", encoding="ascii") as lines:
         return next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:"))
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
-    """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone.
+    """Return the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone.
 
     `proc` is there for tests on made-up trees.
     """

@@ -113,7 +113,7 @@ def library() -> Any:
 
 
 def has_tracepoint(name: str) -> bool:
-    """Whether the running kernel describes tracepoint `name` in its BTF, so that a program can be attached to it."""
+    """Return whether the running kernel describes tracepoint `name` in its BTF, so that a program can be attached to it."""
     return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
 
 

@@ -43,7 +43,7 @@ class Application:
     """
 
     def __init__(self, name: str, seed: int, files: Files) -> None:
-        """Takes files that cover every block which will be touched."""
+        """Take files that cover every block which will be touched."""
         self.random = np.random.default_rng(seed)
         self._name, self._seed, self._files = name, seed, files
         self._clock = np.random.default_rng([seed, 1])
@@ -76,12 +76,12 @@ class Application:
         self.touch(stream[done:], op)
 
     def picked(self, hot: Int64s, number: int) -> Int64s:
-        """Returns `number` of the blocks `hot`, the first of them more often."""
+        """Return `number` of the blocks `hot`, the first of them more often."""
         at = (len(hot) * self.random.random(number) ** SKEW).astype(np.int64)
         return hot[np.minimum(at, len(hot) - 1)]
 
     def shuffled(self, start: int, end: int) -> Int64s:
-        """Returns blocks start .. end - 1 in random order."""
+        """Return blocks start .. end - 1 in random order."""
         blocks = np.arange(start, end)
         self.random.shuffle(blocks)
         return blocks
@@ -92,7 +92,7 @@ class Application:
         self._pauses[self._touched] = self._pauses.get(self._touched, 0) + length_ns
 
     def trace(self, note: str) -> Trace:
-        """Returns everything touched as a trace; `note` tells what it is and what of it is invented."""
+        """Return everything touched as a trace; `note` tells what it is and what of it is invented."""
         blocks, ops = np.concatenate(self._blocks), np.concatenate(self._ops)
         starts = np.array([start for start, _ in self._files.values()])
         file = np.searchsorted(starts, blocks, side="right") - 1
@@ -110,7 +110,7 @@ class Application:
         )
 
     def _row_starts(self, blocks: Int64s, ops: Bytes, file: Int64s) -> Int64s:
-        """Returns where rows begin: adjacent blocks, touched alike and without a pause, are one row."""
+        """Return where rows begin: adjacent blocks, touched alike and without a pause, are one row."""
         begins = np.ones(len(blocks), bool)
         begins[1:] = (np.diff(blocks) != 1) | (np.diff(ops) != 0) | (np.diff(file) != 0)
         begins[[at for at in self._pauses if at < len(blocks)]] = True
@@ -120,7 +120,7 @@ class Application:
         return np.flatnonzero(within % REQUEST_BLOCKS == 0)
 
     def _times(self, rows: Int64s, count: Int64s) -> Int64s:
-        """Returns when each row begins, in nanoseconds from the start."""
+        """Return when each row begins, in nanoseconds from the start."""
         busy = np.concatenate(([0], np.cumsum(SETUP_NS + BLOCK_NS * count)[:-1]))
         waits = np.zeros(len(rows), np.int64)
         for at, length_ns in self._pauses.items():
@@ -350,7 +350,7 @@ def noisy(app: Application) -> None:
 
 
 def kilobytes(seed: int = 13) -> Trace:
-    """Returns AI Notes read and written in requests of 1 KiB: every block is touched four times in a row."""
+    """Return AI Notes read and written in requests of 1 KiB: every block is touched four times in a row."""
     notes = SHAPES["ai_notes"](seed)
     count = notes.count.astype(np.int64)
     within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)

@@ -22,7 +22,7 @@ FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
-    """Returns a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
+    """Return a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
 
     UsageError for a suffix that is unknown; DataError for contents that are wrong, or no rows.
     """
@@ -63,7 +63,7 @@ def _imported(path: Path) -> TraceReader:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix of `path` in lower case; UsageError for one that no format has."""
+    """Return the suffix of `path` in lower case; UsageError for one that no format has."""
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
         known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")
@@ -76,7 +76,7 @@ def _module(path: Path) -> Any:
 
 
 def _to_parquet(source: Path, target: Path, force: bool) -> int:
-    """Returns the rows written; other formats are read straight into the target, without a temporary Parquet file."""
+    """Return the rows written; other formats are read straight into the target, without a temporary Parquet file."""
     read = _copy if _suffix(source) == PARQUET else _module(source).read
     with TraceWriter(target, force=force) as writer:
         read(source, writer)

@@ -94,7 +94,7 @@ class _CsvImporter:
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
     def _numbered(self, paths: Any, ends: Int64s) -> Int64s:
-        """Returns the number of each path; a file is at least as large as what is accessed of it."""
+        """Return the number of each path; a file is at least as large as what is accessed of it."""
         coded = paths.dictionary_encode()
         numbers = np.empty(len(coded.dictionary), np.int64)
         for index, path in enumerate(coded.dictionary.to_pylist()):
@@ -145,7 +145,7 @@ class _CsvImporter:
 
 
 def _header(path: Path) -> tuple[list[str], bool]:
-    """Returns the names of the columns, and whether they stand in the file."""
+    """Return the names of the columns, and whether they stand in the file."""
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(iter(lambda: file.readline(_CHUNK_BYTES), ""))
         try:
@@ -168,7 +168,7 @@ def _header(path: Path) -> tuple[list[str], bool]:
 
 
 def _batches(path: Path, names: list[str], has_header: bool) -> Iterator[Any]:
-    """Yields record batches; what pyarrow cannot convert is a DataError that names the column."""
+    """Yield record batches; what pyarrow cannot convert is a DataError that names the column."""
     options = {
         "read_options": pyarrow.csv.ReadOptions(
             column_names=names, skip_rows=int(has_header), block_size=_CHUNK_BYTES, use_threads=False
@@ -208,7 +208,7 @@ def _quoted(path: bytes) -> bytes:
 
 
 def _lines(batch: Trace, numbers: Uint32s, paths: Any) -> Any:
-    """Returns the lines of a batch, as one buffer of bytes."""
+    """Return the lines of a batch, as one buffer of bytes."""
     cells = [
         paths.take(pa.array(np.searchsorted(numbers, batch.file))),
         _decimal(batch.first * BLOCK_BYTES),

@@ -74,12 +74,12 @@ def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
 
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
-    """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
+    """Return sizes in blocks, rounded up; an object without a size is counted as one block."""
     return np.maximum((sizes.astype(np.uint64) + BLOCK_BYTES - 1) // BLOCK_BYTES, 1)
 
 
 def _batches(path: Path) -> Iterator[tuple[int, Records]]:
-    """Yields (number of the first, records)."""
+    """Yield (number of the first, records)."""
     with readable(path):
         size_bytes = path.stat().st_size
         if size_bytes % RECORD.itemsize:
@@ -124,14 +124,14 @@ def write(reader: TraceReader, path: Path) -> None:
 
 
 def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
-    """Returns a new file of `rows` records, mapped. Its room is reserved: a full disk is an error here, not a SIGBUS."""
+    """Return a new file of `rows` records, mapped. Its room is reserved: a full disk is an error here, not a SIGBUS."""
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
     return np.memmap(path, RECORD, "r+", shape=(rows,))
 
 
 def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
+    """Yield the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
     seconds = (batch.t_ns // _SECOND_NS).astype(np.int64)
     if len(seconds) and int(seconds[-1]) >> 32:
         raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")

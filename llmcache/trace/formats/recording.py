@@ -114,7 +114,7 @@ class RecordingWriter:
 
 
 def kept_hint(path: Path) -> str:
-    """Returns the hint for an error that leaves the recording `path`."""
+    """Return the hint for an error that leaves the recording `path`."""
     return f"the rows recorded so far are in '{path}', which llmcache info, classify and convert read"
 
 
@@ -124,7 +124,7 @@ def no_rows() -> Columns:
 
 
 def recording_of(output: str | os.PathLike[str]) -> Path:
-    """Returns the name of the recording that becomes the trace `output`."""
+    """Return the name of the recording that becomes the trace `output`."""
     path = Path(output)
     return path.with_name(path.name + ENDING)
 
@@ -159,7 +159,7 @@ def _stream(path: Path, file: Any) -> Any:
 
 
 def _batches(path: Path, stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
-    """Yields whole batches with their metadata."""
+    """Yield whole batches with their metadata."""
     while True:
         try:
             batch, facts = stream.read_next_batch_with_custom_metadata()

@@ -116,7 +116,7 @@ class LogClock:
         self._has_begun = False
 
     def at(self, prefix: re.Match[str], number: int) -> int:
-        """Returns the time of line `number`; DataError if it is before that of the line above by more than a second."""
+        """Return the time of line `number`; DataError if it is before that of the line above by more than a second."""
         t_ns = self._told(prefix)
         if self._has_begun and t_ns < self._now_ns:
             if self._now_ns - t_ns > _STEP_NS:
@@ -148,7 +148,7 @@ def _fraction_ns(digits: str | None) -> int:
 
 
 def split(args: str) -> list[str]:
-    """Returns the arguments of a call, each as it stands in the log."""
+    """Return the arguments of a call, each as it stands in the log."""
     parts, start, depth = [], 0, 0
     for found in _SEPARATOR.finditer(args):
         token = found[0]
@@ -164,7 +164,7 @@ def split(args: str) -> list[str]:
 
 
 def unquoted(text: str) -> str:
-    """Returns the string that strace shows as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
+    """Return the string that strace shows as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
     quoted = os.fsencode(text.removesuffix("...").removeprefix('"').removesuffix('"'))
     return os.fsdecode(_ESCAPE.sub(_unescaped, quoted))
 
@@ -213,7 +213,7 @@ class FileNames:
         self._generations: dict[str, int] = {}
 
     def named(self, path: str) -> LoggedFile | None:
-        """Returns the file called `path`; None if that is a device or the like."""
+        """Return the file called `path`; None if that is a device or the like."""
         if path.startswith(_NOT_FILES) and not path.startswith("/dev/shm/"):
             return None
         if path not in self._names:
@@ -252,7 +252,7 @@ class Directory:
     path: str = ""
 
     def joined(self, path: str) -> str:
-        """Returns `path` from here, without "." and ".."; symbolic links are not followed."""
+        """Return `path` from here, without "." and ".."; symbolic links are not followed."""
         return os.path.normpath(os.path.join(self.path, path))
 
 
@@ -265,7 +265,7 @@ class Task:
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
-        """Returns the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
+        """Return the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
             self.table if "CLONE_FILES" in flags else dict(self.table),
@@ -284,7 +284,7 @@ class Tasks:
         self._early: dict[int, int] = {}
 
     def get(self, tid: int) -> Task:
-        """Returns `tid`. One not seen before is the child of a clone that has not returned; else it is taken for a thread.
+        """Return `tid`. One not seen before is the child of a clone that has not returned; else it is taken for a thread.
 
         Logs of `-e trace=` without the process calls show threads, but not where they come from.
         """
@@ -366,16 +366,16 @@ class StraceLog:
                 self.counts["calls_not_understood"] += 1  # arguments in another form, or a line that was cut
 
     def path(self, number: int) -> str:
-        """Returns the first path of the file that rows have as `number`."""
+        """Return the first path of the file that rows have as `number`."""
         return self._files.all[number].path
 
     def accessed(self) -> list[TraceFile]:
-        """Returns the files of all rows."""
+        """Return the files of all rows."""
         chosen = (file for file in self._files.all if file.number in self._accessed)
         return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
     def provenance(self) -> Provenance:
-        """Returns what is to be known of a trace that is made of the log."""
+        """Return what is to be known of a trace that is made of the log."""
         self.counts["threads_of_unknown_origin"] = self._tasks.adopted
         self.counts["clock_steps_back"] = self._clock.steps_back
         return Provenance(
@@ -394,7 +394,7 @@ class StraceLog:
         self.rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
 
     def _description(self, text: str, task: Task) -> Description | None:
-        """Returns what the descriptor written as `text` stands for; None if it is no file or not known.
+        """Return what the descriptor written as `text` stands for; None if it is no file or not known.
 
         What -y tells is trusted more than what was followed: a descriptor may have been replaced unseen.
         """
@@ -437,7 +437,7 @@ class StraceLog:
         self._note(call, task, file, start, length, op)
 
     def _path(self, args: list[str], task: Task) -> str:
-        """Returns the path that a directory descriptor and a path mean together."""
+        """Return the path that a directory descriptor and a path mean together."""
         path = unquoted(args[1])
         found = re.match(r"\w+<((?:[^<>\\]|\\.)*)>", args[0])
         if found:
@@ -593,7 +593,7 @@ def _op(name: str) -> int:
 
 
 def _told(place: str) -> int | None:
-    """Returns the offset in "[4096]" or "[0] => [4096]" (the first), None for NULL."""
+    """Return the offset in "[4096]" or "[0] => [4096]" (the first), None for NULL."""
     found = re.match(r"\[(\d+)\]", place)
     return int(found[1]) if found else None
 
