@@ -467,9 +467,9 @@ class TraceReader:
 
 
 class TraceWriter:
-    """Write a trace under a temporary name; `close` (or the end of a with block) gives it its own.
+    """Writes a trace to a temporary file; `close` (or the end of a with block) renames it to `path`.
 
-    Files may be added, and `provenance` be replaced, until it is closed; a size that is known grows with the writes.
+    Until then, files can be added and `provenance` can be replaced. A known file size grows with the writes.
     """
 
     def __init__(
