@@ -75,10 +75,10 @@ class TimeOrder:
         self._horizon = np.uint64(0)
 
     def put(self, records: Records, horizon_ns: int | None) -> Records:
-        """Returns, in order of time, what was put so far up to `horizon_ns`; all of it for None.
+        """Add `records`; return those up to `horizon_ns` (None: all), sorted by time.
 
-        At the same time fills come first: they preceded the access. A record older than the horizon before, which a
-        machine that stood still can cause, gets the time of that horizon.
+        Of records with equal times, fills come first, because they preceded the access. A record older than the previous
+        horizon, which a stalled machine can cause, gets the time of that horizon.
         """
         rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
         if not len(rows):

@@ -310,8 +310,8 @@ _remote(7, "Claude", "c", 40, ((0, 60), (4000, 4060)), 0.10, (100, 1200), retrie
 _remote(8, "Gemini", "d", 80, ((0, 80),), 0.02, (50, 500))
 
 
-# Shapes that are hard to cache, or that a loop detector easily misclassifies: several readers, noise, repeats, disorder, random
-# access, several models, partial reads, MoE models.
+# Shapes that are hard to cache, or that a loop detector easily misclassifies: several readers, noise, repeats, disorder,
+# random access, several models, partial reads, MoE models.
 
 _NOISE = (10**6, 10**7)
 
