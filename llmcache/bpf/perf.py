@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Attributes(ctypes.Structure):
-    """The first fields of struct perf_event_attr."""
+    """struct perf_event_attr; `rest` has the unused fields."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
