@@ -160,7 +160,7 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Take a file away, if it is there; it does not come back after a crash of the machine. OSError."""
+    """Remove a file durably, if it exists. OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
         _sync_directory(path)

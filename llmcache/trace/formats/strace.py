@@ -286,9 +286,10 @@ class Tasks:
         self._early: dict[int, int] = {}
 
     def get(self, tid: int) -> Task:
-        """Return the task `tid`. A new task is the child of an unfinished clone, if there is one, else a thread of the first.
+        """Return the task `tid`.
 
-        Logs of `-e trace=` without the process calls contain threads, but not their creation.
+        A task that is new is the child of an unfinished clone. If there is none, it is assumed to be a thread of the first
+        task: logs of `-e trace=` without the process calls contain threads, but not their creation.
         """
         if tid not in self._known:
             if self._cloning:
