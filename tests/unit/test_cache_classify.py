@@ -18,7 +18,7 @@ LEAST = 128 << 10
 
 
 def row(found: TraceClasses, ending: str, kind: str, op: str = READ_OP) -> Classification:
-    """The one class of its kind of the file whose path ends so."""
+    """Return the only class of its kind of the file whose path has this ending."""
     (only,) = (each for each in found.rows if each.path.endswith(ending) and (each.kind, each.op) == (kind, op))
     return only
 
@@ -28,12 +28,12 @@ def blocks(of: Classification) -> tuple[int | None, int | None, float]:
 
 
 def large(found: TraceClasses) -> set[tuple[str, str, str]]:
-    """Path, op and class of all rows but small ones."""
+    """Return path, op and class of all rows but small ones."""
     return {(each.path.rpartition("/")[2], each.op, each.kind) for each in found.rows if each.size_bytes >= LEAST}
 
 
 def one_file(accesses: list[tuple[int, int]], op: int = 0, size_bytes: int = 0) -> Trace:
-    """A trace of (first, count) in one file, a millisecond apart."""
+    """Return a trace of (first, count) in one file, a millisecond apart."""
     first, count = zip(*accesses, strict=True)
     files = [TraceFile(0, "/models/m.gguf", 1, 2, 0, size_bytes)]
     times = [number * 10**6 for number in range(len(accesses))]
@@ -47,7 +47,7 @@ def ai_notes(found: TraceClasses) -> None:
     write, read = row(found, "handwriting.db", LOOP, WRITE_OP), row(found, "weights.bin", LOOP)
     assert (*blocks(write), write.passes, write.order, write.active) == (0, 4999, 5000, 6, "ascending", True)
     assert (*blocks(read), read.passes, read.order, read.active) == (0, 9999, 10_000, 12, "ascending", True)
-    assert read.period_ns is not None and 8e9 < read.period_ns < 10e9  # pauses of 8 s, and every other time 2 s more
+    assert read.period_ns is not None and 8e9 < read.period_ns < 10e9  # pauses of 8 s, and 2 s more for every other one
     assert write.period_ns is not None and 16e9 < write.period_ns < 20e9
     assert large(found) == {
         ("setup.bin", "read", SEQ),
@@ -88,7 +88,7 @@ def remote(found: TraceClasses) -> None:
 
 
 def whole(file: str, size: int) -> Callable[[TraceClasses], None]:
-    """A hard loop is found whole."""
+    """Check that a hard loop is found completely."""
 
     def check(found: TraceClasses) -> None:
         loop = row(found, file, LOOP)
@@ -99,7 +99,7 @@ def whole(file: str, size: int) -> Callable[[TraceClasses], None]:
 
 
 def page_order(found: TraceClasses) -> None:
-    """Threads that mix their blocks make one loop."""
+    """Threads that interleave their blocks make one loop."""
     loop = next(each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP)
     assert loop.passes == 7 and blocks(loop)[2] == pytest.approx(9600, rel=0.01)
 
@@ -113,7 +113,7 @@ def multi_loop(found: TraceClasses) -> None:
 
 
 def prefill_decode(found: TraceClasses) -> None:
-    """What decoding reads is told from what only prefill reads."""
+    """Blocks that decoding reads are distinguished from those that only prefill reads."""
     decode, prefill = sorted(
         (each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP),
         key=lambda each: -each.passes,
@@ -124,7 +124,7 @@ def prefill_decode(found: TraceClasses) -> None:
 
 
 def moe_routing(found: TraceClasses) -> None:
-    """Experts are told from what all tokens read."""
+    """Experts are distinguished from blocks that all tokens read."""
     loops = [each for each in found.rows if each.path.endswith("experts.gguf") and each.kind == LOOP]
     (shared,) = (each for each in loops if each.passes == 120)
     assert (shared.size_bytes, len(shared.pieces), shared.regularity) == (8 * 60 * BLOCK_BYTES, 8, 1)
@@ -141,7 +141,7 @@ def model_switch(found: TraceClasses) -> None:
 
 
 def random(found: TraceClasses) -> None:
-    """No order is no loop."""
+    """Random accesses are no loop."""
     assert found.totals.loop_bytes == 0
     assert found.totals.hot_share > 0.7
 
@@ -154,9 +154,9 @@ CHECKS: dict[str, Callable[[TraceClasses], None]] = {
     "interleave": whole("model-a.gguf", 6000),
     "noisy": whole("model.gguf", 10_000),
 }
-"""What is checked of a shape beside that every access has one class; all at once, as classifying it takes a second."""
+"""Checks of a shape besides that every access has one class; all at once, because its classification takes a second."""
 FIRST_ROWS = {"random": 30_000, "noisy": 30_000, "interleave": 40_000, "page_order": 60_000}
-"""Of the longest, which go on like that."""
+"""Bytes to classify of the longest shapes, which continue in the same way."""
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -192,8 +192,8 @@ def test_the_order_of_a_loop(one_pass: list[tuple[int, int]], order: str, pieces
     assert (loop.kind, loop.order, loop.pieces) == (LOOP, order, pieces)
 
 
-def test_what_is_read_again_counts_once() -> None:
-    """A buffered reader looks at the end of a file and goes on: with the block again in which it stopped."""
+def test_a_repeated_block_counts_once() -> None:
+    """A buffered reader looks at the end of a file and continues with the block in which it stopped."""
     (seq,) = classify(one_file([(0, 49), (9000, 1), (48, 2100), (9001, 1)]).batches()).rows
     assert (seq.kind, seq.size_bytes) == (SEQ, 2150 * BLOCK_BYTES)
     within = classify(one_file([(0, 1000), *[(300, 2), (5000, 1), (310, 3)] * 100]).batches())
@@ -203,7 +203,7 @@ def test_what_is_read_again_counts_once() -> None:
     assert loop.size_bytes == 99 * BLOCK_BYTES + 7, "the last block of a file is not full"
 
 
-def test_loops_after_each_other_need_no_room_together() -> None:
+def test_loops_that_do_not_overlap_in_time_share_their_cache() -> None:
     found = classify(one_file([(0, 500)] * 6 + [(10_000, 800)] * 6).batches())
     assert found.totals.loop_bytes == 1300 * BLOCK_BYTES
     assert found.totals.loop_at_once_bytes == 800 * BLOCK_BYTES
@@ -214,7 +214,7 @@ def test_loops_after_each_other_need_no_room_together() -> None:
     assert timeless.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES, "all rows have one time"
 
 
-def test_tensors_are_named_where_they_lie() -> None:
+def test_rows_name_the_tensors_in_them() -> None:
     size = 100 * BLOCK_BYTES
     places = {"header": (0, 100), "blk.0.attn.weight": (4096, size - 4096), "blk.1.attn.weight": (size, size)}
     places["token_embd.weight"] = (2 * size, size)
@@ -225,7 +225,7 @@ def test_tensors_are_named_where_they_lie() -> None:
     assert row(found, "m.gguf", SEQ).tensors == ("token_embd.weight",)
 
 
-def test_the_document_sums_up_what_is_small() -> None:
+def test_the_document_sums_up_small_rows() -> None:
     found = classify(one_file([*[(0, 500), (9000, 2)] * 6, (20_000, 400)]).batches())
     document = found.document("t.parquet", min_bytes=64_000)
     assert (document["schema"], document["tier"], document["lost_events"]) == ("llmcache.classify/1", "test", 3)
@@ -240,7 +240,7 @@ SLICE = 70 * BLOCK_BYTES + 1000
 
 
 def mixture(layers: int, experts: int) -> Experts:
-    """Layers of an up tensor, its bias and a down tensor, whose slices begin and end within blocks."""
+    """Return layers of an up tensor, its bias and a down tensor, whose slices begin and end within blocks."""
     tensors, at = [], 100 * BLOCK_BYTES
     for layer in range(layers):
         for part, size in (("up_exps.weight", SLICE), ("up_exps.bias", 11_520), ("down_exps.weight", SLICE)):
@@ -251,8 +251,8 @@ def mixture(layers: int, experts: int) -> Experts:
 
 
 @pytest.mark.parametrize(("layers", "batch_rows"), [(1, 1 << 16), (5, 7)])
-def test_what_is_mapped_around_a_fault_is_no_use_of_an_expert(layers: int, batch_rows: int) -> None:
-    """Faults map 16 blocks, also of the slices beside, whose experts are not used, and of the next layer's."""
+def test_fault_around_is_no_use_of_an_expert(layers: int, batch_rows: int) -> None:
+    """Faults map 16 blocks, which may extend into neighboring slices of unused experts, also of the next layer."""
     experts = mixture(layers, 6)
     tokens = [[{(token + layer) % 6, (token * layer + 5) % 6} for layer in range(layers)] for token in range(40)]
     accesses: list[tuple[int, int]] = []
@@ -272,7 +272,7 @@ def test_what_is_mapped_around_a_fault_is_no_use_of_an_expert(layers: int, batch
     assert found.incomplete is not None and "mmap" in found.incomplete
 
 
-def test_lost_events_make_the_uses_of_experts_incomplete() -> None:
+def test_lost_events_make_expert_uses_incomplete() -> None:
     experts = mixture(2, 6)
     start, size = experts.ranges(0)[0]
     read = one_file([(start // BLOCK_BYTES, size // BLOCK_BYTES)])

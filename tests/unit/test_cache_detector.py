@@ -1,4 +1,4 @@
-"""The detector on small traces, those that break the printed Algorithm 1 among them."""
+"""The detector on small traces, including those for which the printed Algorithm 1 fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Access = tuple[int, int]
 
 
 def runs_of(blocks: Iterable[int]) -> list[Access]:
-    """Returns `blocks` as runs of adjacent ones."""
+    """Return `blocks` as runs of adjacent ones."""
     listed = list(blocks)
     starts = [0, *(at + 1 for at, (one, two) in enumerate(pairwise(listed)) if two != one + 1), len(listed)]
     return [(listed[start], end - start) for start, end in pairwise(starts)]
 
 
 def detect(accesses: Iterable[Access], file: int = 0, write: bool = False, detector: Detector | None = None) -> Detector:
-    """Returns the detector after `accesses`, a millisecond apart, with its streams ended."""
+    """Return the detector after `accesses`, a millisecond apart, with its streams ended."""
     found = detector or Detector()
     begin = found.now.ns
     for number, (first, count) in enumerate(accesses):
@@ -50,12 +50,12 @@ def places(detector: Detector, file: int = 0, write: bool = False) -> list[Place
 
 
 def loops(detector: Detector, file: int = 0, write: bool = False) -> list[Place]:
-    """Returns all loops, expired ones too."""
+    """Return all loops, expired ones too."""
     return [place for place in places(detector, file, write) if place.kind == LOOP]
 
 
 def live_loops(detector: Detector, file: int) -> list[Place]:
-    """Returns the loops that have not expired."""
+    """Return the loops that have not expired."""
     return [place for place in loops(detector, file) if not place.expired(detector.now)]
 
 
@@ -72,8 +72,8 @@ def test_a_retried_prompt_is_no_loop() -> None:
 
 
 @pytest.mark.parametrize(("row", "write"), [(1, False), (7, True), (1000, False), (-1, False)])
-def test_a_loop_has_its_period_however_it_is_cut(row: int, write: bool) -> None:
-    """Writes are apart from reads; in rows of -1, it descends."""
+def test_the_period_of_a_loop_does_not_depend_on_its_requests(row: int, write: bool) -> None:
+    """Reads and writes are separate; rows of -1 make a descending loop."""
     one_pass = [(first, min(abs(row), 1000 - first)) for first in range(0, 1000, abs(row))][:: row // abs(row)]
     detector = detect(one_pass * 9, write=write)
     (place,) = loops(detector, write=write)
@@ -91,7 +91,7 @@ def test_a_stride_is_a_sequence(stride: int) -> None:
     assert (place.first, place.end) == (7, 7 + 499 * stride + 1)
 
 
-def test_an_old_loop_expires_and_comes_back() -> None:
+def test_an_old_loop_expires_and_is_found_again() -> None:
     first, second = [(0, 100), (100, 100), (200, 200)], [(5000, 500), (5500, 500)]
     detector = detect(first * 10)
     assert len(live_loops(detector, 0)) == 1
@@ -104,7 +104,7 @@ def test_an_old_loop_expires_and_comes_back() -> None:
 
 @pytest.mark.parametrize(("wait_ns", "blocks", "left"), [(1.9e9, 1900, 1), (2.1e9, 2100, 0), (1e15, 1, 1)])
 def test_a_loop_is_over_after_two_missed_periods(wait_ns: float, blocks: int, left: int) -> None:
-    """In which others read: a pause of the user does not end it."""
+    """Only accesses of others count: a pause of the user does not end the loop."""
     detector = Detector()
     for turn in range(10):
         note(detector, turn * 10**9, 0, 0, 1000)
@@ -113,7 +113,7 @@ def test_a_loop_is_over_after_two_missed_periods(wait_ns: float, blocks: int, le
 
 
 def test_readers_that_follow_each_other_make_one_pass() -> None:
-    """Four processes load one file, each 100 blocks behind the next: it is read once, in one go."""
+    """Four processes load one file, each 100 blocks behind the next: this is a single sequential read."""
     blocks = [step - 100 * reader for step in range(2300) for reader in range(4) if 0 <= step - 100 * reader < 2000]
     detector = detect(runs_of(blocks))
     assert loops(detector) == []
@@ -131,7 +131,7 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
 
 
 def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
-    """Python lines executed for each of the next `accesses`: what O(1) means here, whatever the machine."""
+    """Return the Python lines executed for each of the next `accesses`, which measures O(1) on any machine."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> TraceFunction:

@@ -1,4 +1,4 @@
-"""LRFU: between the least recently and the least frequently used, where it misses least."""
+"""LRFU: between the least recently and the least frequently used key, whichever misses least."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ USES = st.lists(st.integers(0, 12), min_size=1, max_size=200)
 
 
 @given(USES, st.integers(1, 8))
-def test_who_has_the_least_left_leaves_first(uses: list[int], room: int) -> None:
-    """Against the definition, summed anew for every victim."""
+def test_the_key_with_the_lowest_value_is_evicted_first(uses: list[int], room: int) -> None:
+    """Compared with the definition, computed from scratch for every victim."""
     hot, clock, past = Lrfu(1.0), 0.0, []
     for key in uses:
         clock += 1 / max(8.0, len(hot))
@@ -32,7 +32,7 @@ def test_who_has_the_least_left_leaves_first(uses: list[int], room: int) -> None
 
 
 @given(USES, st.integers(1, 8), st.integers(1, 12))
-def test_who_was_used_last_leaves_after_all_others(uses: list[int], room: int, window: int) -> None:
+def test_recently_used_keys_are_evicted_last(uses: list[int], room: int, window: int) -> None:
     hot = Lrfu(1.0, window)
     for number, key in enumerate(uses, 1):
         hot.use(key)
@@ -50,20 +50,21 @@ def test_who_was_used_last_leaves_after_all_others(uses: list[int], room: int, w
 @pytest.mark.parametrize(
     ("habits", "share", "most"),
     [
-        (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # popularity lasts: long memory
-        (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.85),  # and the last token's stay for the next: .92 without a window
-        (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.02),  # it changes all the time: as LRU
+        (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # constant popularity: long memory
+        # and experts of the last token are reused by the next: 0.92 without a window
+        (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.85),
+        (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.02),  # popularity changes all the time: like LRU
     ],
 )
-def test_the_rule_is_the_one_that_misses_least(habits: routing.Habits, share: float, most: float) -> None:
-    """Experts of a generated routing, misses; who knows the popularities misses less, who knows the uses least."""
+def test_the_rule_with_the_fewest_misses_is_chosen(habits: routing.Habits, share: float, most: float) -> None:
+    """On a generated routing: more misses than with Belady or known popularities, but at most `most` times those of LRU."""
     routed, ranks = routing.ranked(200, 6, 64, 4, habits)
     missed = routing.misses(routed, ranks, habits, int(share * 6 * 64), warmup=50)
     assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]
 
 
-def test_a_loaded_cache_misses_only_what_it_had_no_room_for() -> None:
-    """Three experts of one layer in turns, among two: the first two are in memory already."""
+def test_a_loaded_cache_misses_only_experts_that_did_not_fit() -> None:
+    """Three experts of one layer alternate in a cache of two, which contains the first two at the start."""
     routed = np.array([0, 1, 2, 0, 1, 2]).reshape(-1, 1, 1)
     assert routing.replay(routed, 2)["belady"].tolist() == [1, 1, 1, 0, 1, 0]
     assert routing.replay(routed, 2, is_loaded=True)["belady"].tolist() == [0, 0, 1, 0, 1, 0]
@@ -77,7 +78,7 @@ def test_locality_of_a_routing() -> None:
     assert found.reused == {1: 0.5, 4: 1.0, 16: 1.0} and found.top == 0.5 and found.ninety == 0.75
 
 
-def test_what_is_forgotten_stands_for_nothing() -> None:
+def test_forgotten_keys_leave_no_history() -> None:
     hot = HotSet()
     for key in range(20):
         hot.use(key)

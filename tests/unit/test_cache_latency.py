@@ -18,7 +18,7 @@ from tests.unit.simulation_parts import trace_of
 MB = 10**6
 
 
-def test_a_block_costs_what_the_paper_says() -> None:
+def test_a_block_has_the_cost_of_the_paper() -> None:
     """Four requests of 1 KiB to the GPU; 50 us and 4096 bytes at the bandwidth from storage."""
     model = FetchModel()
     assert model.gpu_s(1) == pytest.approx(4 * (2e-6 + 1024 / 20e9))
@@ -43,8 +43,8 @@ def test_only_reads_fetch() -> None:
 
 
 @pytest.mark.parametrize(("missed", "stalls"), [(250, 0), (251, 20)])
-def test_stalls_begin_where_formula_1_says(missed: int, stalls: int) -> None:
-    """A pass of N blocks in every T: S cached blocks leave N - S to be read, which must fit in BW x T, 250 blocks."""
+def test_stalls_begin_at_the_size_of_formula_1(missed: int, stalls: int) -> None:
+    """A pass of N blocks in every T: with S cached blocks, N - S are read, which must fit in BW x T, 250 blocks."""
     bandwidth, period_ns = 4096 * 2500, 100_000_000
     meter = StallMeter(period_ns, (bandwidth,))
     for number in range(20):
@@ -63,9 +63,7 @@ def test_stalls_begin_where_formula_1_says(missed: int, stalls: int) -> None:
     st.integers(1, 30),
     st.integers(1, 10),
 )
-def test_slices_are_those_of_the_times_however_the_rows_come(
-    steps: list[tuple[int, int]], period_ns: int, rows: int
-) -> None:
+def test_slices_do_not_depend_on_the_batches_of_rows(steps: list[tuple[int, int]], period_ns: int, rows: int) -> None:
     t_ns = np.cumsum([step for step, _ in steps]).astype(np.uint64) + np.uint64(7)
     missed = np.array([blocks for _, blocks in steps], np.int64)
     bandwidth = 4096 * 10**9 // 4  # a quarter of a block per ns

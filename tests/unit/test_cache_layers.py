@@ -1,4 +1,4 @@
-"""What each layer was read and missed, block by block, and the order in which passes visit the layers."""
+"""Blocks read and missed by layer, and the order in which passes visit the layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = tuple[int, int, int, int]  # first, count, op, miss
 
 
 def model(order: Sequence[int] = range(LAYERS)) -> list[Tensor]:
-    """Tensors in file order; `order` says which layer lies where."""
+    """Return tensors in file order; `order` is the file order of the layers."""
     places = [(FIRST + 100 * place + 50 * part, layer, part) for place, layer in enumerate(order) for part in range(2)]
     names = ("attn_q", "ffn_up")
     layers = [Tensor(f"blk.{n}.{names[part]}.weight", at * BLOCK_BYTES, 50 * BLOCK_BYTES, "F32") for at, n, part in places]
@@ -50,8 +50,8 @@ def read_layer(place: int, step: int = 16, miss: int = MISS) -> list[Row]:
 
 
 @pytest.mark.parametrize("batch_rows", [7, 1 << 16])
-def test_every_block_counts_where_it_lies(batch_rows: int) -> None:
-    """Against a count block by block, for random runs over several layers."""
+def test_every_block_counts_for_its_layer(batch_rows: int) -> None:
+    """Compared with a count block by block, for random runs over several layers."""
     rng = random.Random(5)
     end = FIRST + 100 * LAYERS
     rows: list[Row] = []
@@ -73,16 +73,16 @@ def test_every_block_counts_where_it_lies(batch_rows: int) -> None:
     assert got == expected
 
 
-# Alphabetical, as safetensors files are sorted.
+# Alphabetical, like the names in safetensors files.
 SCATTERED = [0, 1, 4, 5, 2, 7, 3, 6]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_order_of_a_pass(threads: int) -> None:
-    """Layers lie in another order than they are used in; the file is read once from front to end at first."""
+    """The layers are stored in another order than they are used; the file is first read once from front to end."""
     rng = random.Random(3)
     rows: list[Row] = [(first, 10, READ, MISS) for first in range(0, FIRST + 100 * LAYERS, 10)]
-    for turn in range(12):  # in every other one some layers stay cached
+    for turn in range(12):  # in every other pass some layers stay cached
         kept = [layer for layer in range(LAYERS) if turn % 2 and (turn + layer) % 3 == 0]
         one_pass = [row for layer in range(LAYERS) if layer not in kept for row in read_layer(SCATTERED.index(layer))]
         if threads == 2:  # one is up to ten rows ahead
@@ -95,7 +95,7 @@ def test_the_order_of_a_pass(threads: int) -> None:
     assert layers["header"].place is None
 
 
-def test_document_and_table_have_them() -> None:
+def test_document_and_table_contain_the_layers() -> None:
     rows = [row for _ in range(5) for place in range(LAYERS) for row in read_layer(place)]
     classes = classify(trace(rows).batches(), KnownModels(model()))
     layers = {layer["layer"]: layer for layer in classes.document("t.parquet")["layers"]}

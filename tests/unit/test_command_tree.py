@@ -25,7 +25,12 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "traces/ai_notes.parquet"
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache serve-llama"}  # a script, help, a server's log
+NO_DOCUMENT = {
+    "llmcache completion",
+    "llmcache help",
+    "llmcache kv proxy",
+    "llmcache serve-llama",
+}  # a script, help, a server's log
 
 
 def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:

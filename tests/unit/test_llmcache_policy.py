@@ -1,4 +1,4 @@
-"""The filesystem as a policy: a mount's log row by row, other traces as a mount would cut them, and damaged logs."""
+"""The mount's policy in the simulator: access logs row by row, other traces by its rules, and damaged logs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = tuple[int, int, int]  # file, first, count
 
 
 def trace_of(runs: list[Run], sizes: dict[str, int], extra: dict[str, str] | None = None) -> Trace:
-    """A trace of these runs over files of these sizes, numbered in their order."""
+    """Return a trace of these runs over files of these sizes, numbered in their order."""
     files = [TraceFile(number, name, 0, 0, 0, size) for number, (name, size) in enumerate(sizes.items())]
     columns = zip(*runs, strict=True)
     provenance = Provenance("mount" if extra else "synthetic", extra=extra or {})
@@ -46,18 +46,18 @@ def policy_for(trace: Trace, capacity: int, models: Models = UNKNOWN) -> tuple[P
 
 
 def hits_of(trace: Trace, capacity: int) -> tuple[list[int], Policy]:
-    """Hit blocks of each row, and the policy after the last."""
+    """Return the hit blocks of each row, and the policy after the last."""
     policy, space = policy_for(trace, capacity)
     return policy.replay(space.place(trace), trace.count.astype(np.int64)).tolist(), policy
 
 
 def passes(file: int, mib: int, number: int, step: int = BLOCKS) -> list[Run]:
-    """A file read from front to back, some times, in runs of `step` blocks."""
+    """Return runs of `step` blocks that read a file from front to back, several times."""
     return [(file, first, step) for _ in range(number) for first in range(0, mib * BLOCKS, step)]
 
 
 @pytest.mark.parametrize("step", [1 << 15, BLOCKS, 64])
-def test_a_loop_hits_its_share_whatever_the_runs(step: int) -> None:
+def test_a_loop_hits_its_share_for_any_run_length(step: int) -> None:
     trace = trace_of(passes(0, 128, 4, step), {"/loop": 128 * MIB})
     hits, policy = hits_of(trace, 50 * BLOCKS)
     in_passes = np.array(hits).reshape(4, -1).sum(1).tolist()
@@ -66,14 +66,14 @@ def test_a_loop_hits_its_share_whatever_the_runs(step: int) -> None:
     assert 0.9 * 50 * BLOCKS < in_passes[3] <= len(policy.resident()) <= 50 * BLOCKS
 
 
-def test_blocks_that_come_again_soon_are_hits_and_new_ones_of_a_missed_extent_are_not() -> None:
+def test_soon_repeated_blocks_hit_and_new_blocks_of_a_missed_extent_do_not() -> None:
     trace = trace_of([(0, 0, 64), (0, 64, 64), (0, 32, 64), (0, 96, 64)], {"/loop": 100 * MIB})
     assert hits_of(trace, 100 * BLOCKS)[0] == [0, 0, 64, 32]
-    model = trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB})  # believed to loop from the start
+    model = trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB})  # marked as looping from the start
     assert hits_of(model, 60 * BLOCKS)[0] == [0] * 40 + [BLOCKS] * 40
 
 
-def test_small_files_are_kept_by_the_page_least_recently_read_first_out() -> None:
+def test_small_files_are_evicted_page_by_page_in_lru_order() -> None:
     runs = [(0, 0, 10), (0, 5, 10), (1, 0, 20), (0, 0, 5)]
     hits, policy = hits_of(trace_of(runs, {"/a.json": MIB, "/b.json": MIB}), 25)
     assert hits == [0, 5, 0, 0]
@@ -92,14 +92,14 @@ def test_resident_blocks_are_those_that_hit() -> None:
     assert (policy.replay(first[last], count[last]) > 0).tolist() == held and any(held)
 
 
-# Mixtures of experts
+# MoE models
 
 LAYERS, EXPERTS, SLICE = 2, 8, 300_000
 DENSE = 2 * MIB
 
 
 def mixture() -> ModelLayout:
-    """Layers of a dense tensor and two tensors of eight experts, whose slices end within blocks."""
+    """Return layers of a dense tensor and two tensors of eight experts, whose slices end within blocks."""
     tensors, at = [], 4096
     for layer in range(LAYERS):
         for name, size, experts in (
@@ -113,7 +113,7 @@ def mixture() -> ModelLayout:
 
 
 def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[Run, bool]]:
-    """What is read of the model for each token, and if of experts: dense tensors whole, of others the chosen slices."""
+    """Return the reads of each token: whole dense tensors, and the selected slices of expert tensors."""
     runs: list[tuple[Run, bool]] = []
     for token in routing:
         for tensor in layout.tensors:
@@ -128,7 +128,7 @@ def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) ->
 
 
 def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: float) -> tuple[float, Policy]:
-    """Share of the experts' blocks that hit in the last half of the tokens, and the policy."""
+    """Return the share of the experts' blocks that hit in the last half of the tokens, and the policy."""
     layout = mixture()
     runs, of_experts = zip(*tokens(layout, routing), strict=True)
     trace = trace_of(list(runs), {"/mixture.gguf": layout.tensors[-1].end})
@@ -140,7 +140,7 @@ def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: flo
     return float(hits[sparse].sum() / trace.count[sparse].sum()), policy
 
 
-def test_popular_experts_stay_and_a_missed_one_comes_in_whole() -> None:
+def test_popular_experts_stay_and_a_missed_one_is_loaded_whole() -> None:
     source = random.Random(1)
     share, policy = mixture_hits([[(0, source.randrange(1, EXPERTS)) for _ in range(LAYERS)] for _ in range(60)], 8.0)
     assert 0.5 <= share < 0.75, "expert 0 of each layer always, others by chance; not a part of a missed one"
@@ -214,7 +214,7 @@ def test_a_damaged_log_is_refused(events: Any, said: str) -> None:
         hits_of(trace, 40 * BLOCKS)
 
 
-def test_a_log_that_lacks_references_is_cut_like_any_trace() -> None:
+def test_an_incomplete_log_is_replayed_like_any_trace() -> None:
     steer = log_of(passes(0, 60, 3), [], mode="steer")
     lossy = log_of(passes(0, 60, 3), [])
     lossy.provenance = dataclasses.replace(lossy.provenance, lost_events=1)
@@ -225,7 +225,7 @@ def test_a_log_that_lacks_references_is_cut_like_any_trace() -> None:
 # The real trace of llama.cpp
 
 
-def test_the_real_trace_replays_to_what_the_mount_did() -> None:
+def test_the_real_trace_replays_to_the_results_of_the_mount() -> None:
     trace = Trace.load(LLAMA)
     origin = trace.provenance
     budget = int(origin.extra["budget_bytes"])

@@ -1,4 +1,4 @@
-"""What commands print on a terminal: wide tables are split, long lines are wrapped, nothing is cut off."""
+"""Output of commands on a terminal: wide tables are split, long lines are wrapped, nothing is cut off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], parts: Sequence[str | Table]) ->
 
 @pytest.mark.parametrize("columns", [30, 80])
 @pytest.mark.parametrize("keys", [1, 2])
-def test_a_wide_table_is_split_and_each_part_names_its_rows(
+def test_a_wide_table_is_split_and_each_part_has_the_key_columns(
     columns: int, keys: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

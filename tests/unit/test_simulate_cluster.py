@@ -1,4 +1,4 @@
-"""`--scheduler`: a Dask cluster of processes gives the rows of a local run; what is missing there is named."""
+"""`--scheduler`: a Dask cluster of processes gives the rows of a local run; missing requirements are named."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.unit.simulation_parts import loop, saved, trace_of
 
 @pytest.fixture(scope="module")
 def distributed() -> Any:
-    """The module, imported where a test runs: to import it takes longer than most tests."""
+    """Import the module on demand, because this takes longer than most tests."""
     return pytest.importorskip("distributed")
 
 
 @pytest.fixture(autouse=True)
-def _patience(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is there may take its time to answer."""
+def _long_timeouts(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give slow workers more time to answer."""
     monkeypatch.setattr(cluster, "CONNECT_S", 120)
 
 
@@ -82,7 +82,7 @@ def test_no_scheduler(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         cluster.simulate_on(wrong, traces, PLAN)
 
 
-def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cluster_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(EnvironmentProblem) as caught:
         cluster.simulate_on("tcp://127.0.0.1:8786", traces, PLAN)
@@ -90,7 +90,7 @@ def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("threads", "tasks"), [(1, 3), (3, 3), (4, 6), (1000, 30)])
-def test_a_plan_is_cut_for_the_threads_there_are(threads: int, tasks: int) -> None:
+def test_a_plan_is_cut_for_the_number_of_threads(threads: int, tasks: int) -> None:
     parts = cluster.parts_of(PLAN, threads)
     assert len(parts) == tasks
     assert [(part.policies[0], size) for part in parts for size in part.sizes] == [
