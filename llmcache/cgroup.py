@@ -155,8 +155,11 @@ class Delegation:
             raise
 
     def undo(self) -> None:
-        """Disable the controllers and move the processes back."""
-        if self.leaf is None:  # the real root: other groups may use the controllers now
+        """If processes were moved, disable the controllers and move them back.
+
+        Otherwise (as in the real root) the controllers stay enabled, because other groups may use them.
+        """
+        if self.leaf is None:
             return
         for name in self.enabled:
             (self.parent / "cgroup.subtree_control").write_text(f"-{name}")

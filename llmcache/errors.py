@@ -110,7 +110,7 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def droppable(stream: TextIO) -> Iterator[None]:
-    """Context in which a failed write to `stream` (closed pipe, full disk) drops this and all later output."""
+    """Drop the output to `stream`, now and later, if a write in the with block fails (closed pipe, full disk)."""
     try:
         yield
     except OSError:

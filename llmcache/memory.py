@@ -158,7 +158,7 @@ def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
 
 
 def read(path: str | Path) -> bytes:
-    """Return the content of a small kernel file. OSError. Faster than `open`, because it is called many times a second."""
+    """Return the content of a small kernel file. OSError. Callers read many times a second, so avoid the cost of `open`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)

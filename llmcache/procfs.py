@@ -83,7 +83,7 @@ _Found = TypeVar("_Found")
 
 
 class MountWatch(Generic[_Found]):
-    """A cache of the result of `look`, which reads the mount table; called again only after the table has changed."""
+    """A cached fact about the mount table. `look` computes it, and is called again only after the table has changed."""
 
     def __init__(self, look: Callable[[], _Found]) -> None:
         self._look = look

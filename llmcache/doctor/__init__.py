@@ -1,4 +1,4 @@
-"""`llmcache doctor`: checks of what this machine supports, and suggested fixes.
+"""`llmcache doctor`: checks of this machine for each part of llmcache, and suggested fixes.
 
 Each area is a file with one function that returns its `Check`s; `examine` calls them all. The checks call the functions that
 the commands use for their own decisions, so doctor and the commands agree.

@@ -75,9 +75,7 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
 
 
 def _import_problem(distribution: str) -> str | None:
-    """Return why a distribution cannot be imported; None if it can or has no module. Import it in a subprocess,
-    because it may crash.
-    """
+    """Return why a distribution cannot be imported; None if it can or has no module. A subprocess imports it."""
     name = canonicalize_name(distribution)
     modules = [module for module, names in _modules().items() if name in map(canonicalize_name, names)]
     named = [module for module in modules if canonicalize_name(module) == name]

@@ -2,7 +2,7 @@
 
 One thread drains the source, looks up file names and writes rows in a loop. Signal handlers only set a flag, so at the end
 of every recording the remaining events are drained and the file is completed. If the process is killed before that, the
-rows written so far are in `OUT.recording`.
+rows written until then are in `OUT.recording`.
 
 Records that are not accesses go to separate files. `RUN.block.parquet` (schema "llmcache.block/1") has a row for each
 request of the block layer, with its latency. `RUN.sampled.parquet` is a trace of the pages touched in each interval.

@@ -6,7 +6,7 @@ again. A file that is renamed later keeps its first path, unless that path no lo
 the new one. A deleted file keeps its last path.
 
 A mount in mode inplace or steer locks the pinned part of a loop in memory. After the first touch no tier sees accesses to
-those pages, so the recording contains only what the mount streams. `LockedBytes` queries the number of locked bytes when a
+those pages, so the recording contains only the streamed part. `LockedBytes` queries the number of locked bytes when a
 file first appears and again at the end. The smaller number was locked all the time and is stored in the trace.
 """
 

@@ -67,7 +67,7 @@ _SETTLED_NS = 2_000_000 + LEFT_NS
 class Feature:
     """Something to record. `programs` are alternative sets of BPF programs; the first that the kernel accepts is used.
 
-    `missing` describes what the recording lacks if none is accepted; None means that the recording then fails.
+    If none is accepted, the recording lacks `missing`; with None it fails.
     """
 
     programs: Sequence[Sequence[str]]
@@ -178,7 +178,7 @@ class KernelPrograms:
         return self._ring.read()
 
     def lost(self) -> int:
-        """Return the number of events lost so far, for a reason in `LOSSES` or because a program was busy."""
+        """Return the number of lost events: for a reason in `LOSSES`, or because a program was busy."""
         counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         busy = sum(self._object.misses(name) for name in attached)

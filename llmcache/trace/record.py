@@ -658,7 +658,7 @@ class BlockSpace:
         lengths = ends - starts
         gaps = np.minimum(starts[1:] - ends[:-1], GAP)
         self._ids = np.concatenate(([0], np.cumsum(lengths[:-1] + gaps))).astype(np.int64)
-        # Intervals at most GAP apart have the same offset between key and id, so `place` searches in joined intervals.
+        # Intervals less than GAP apart have the same offset between key and id, so `place` searches in joined intervals.
         apart = np.concatenate(([True], gaps == GAP))
         self._joined = starts[apart]
         self._joined_ends = ends[np.concatenate((apart[1:], [True]))]

@@ -1,7 +1,7 @@
 """Records of block accesses: their layout, their source (`Source`), their order, and hit or miss.
 
 The fills and evictions between accesses determine hit or miss. If a block was read from storage since its last access, by
-readahead or for the access itself, its next access is a MISS; otherwise it is a HIT. So every block that was read and then
+readahead or for the access itself, its next access is a MISS; otherwise it is a HIT. So every block that is read and then
 used counts once, whichever thread, io_uring worker or page fault read it, and misses are comparable with those of a
 simulated cache, which has no readahead.
 """

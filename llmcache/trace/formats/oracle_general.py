@@ -1,9 +1,9 @@
 """libCacheSim's oracleGeneral: records of 24 bytes, u32 time (s), u64 object, u32 size (bytes), i64 next access.
 
-When read, an object becomes a run of blocks, with the largest size of its accesses, rounded up. All objects lie in one file,
-in the order of their ids: objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks. So a
-trace whose objects are blocks keeps its runs. When written, each touched block is one record, with the number of the block's
-next request.
+`read` places all objects in one file, in the order of their ids. An object occupies a run of blocks of the largest size that
+a request has for it, rounded up. Objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks,
+so a trace whose objects are blocks keeps its runs. `write` writes a record for each touched block, with the number of the
+block's next request.
 """
 
 from __future__ import annotations
