@@ -2,8 +2,8 @@
 
 Page faults show only the first access to a page. The CPU sets an accessed bit at every access. Each sample converts the bits
 set since the previous one to SAMPLED records and clears them (clear_refs). Clearing costs the process a TLB flush, and
-page reclaim in the kernel can no longer use the cleared bits. A sample shows that a block was touched in the interval, not when or how often; a huge page
-has one bit for all its blocks.
+page reclaim in the kernel can no longer use the cleared bits. A sample shows that a block was touched in the interval, not
+when or how often; a huge page has one bit for all its blocks.
 """
 
 from __future__ import annotations
