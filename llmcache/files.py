@@ -167,7 +167,6 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def _sync_directory(path: str | os.PathLike[str]) -> None:
-    """Sync the directory of `path`."""
     directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

@@ -49,7 +49,6 @@ def _storage(directory: str | None) -> Check:
 
 
 def _read_ahead(directory: str | None) -> list[Check]:
-    """Check the kernel's read-ahead on the storage of `directory`."""
     path = None if directory is None else read_ahead_file(directory)
     if path is None:
         return []

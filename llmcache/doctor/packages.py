@@ -52,7 +52,6 @@ def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
 
 
 def _check(wanted: Requirement, extra: str | None) -> Check:
-    """Check a dependency; `extra` is None if llmcache always requires it."""
     bounds = {each.operator: each.version for each in wanted.specifier}
     status = FAILED if extra is None else LIMITED
     package = "." if extra is None else f"'.[{extra}]'"

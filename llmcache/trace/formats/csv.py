@@ -208,7 +208,6 @@ def _quoted(path: bytes) -> bytes:
 
 
 def _lines(batch: Trace, numbers: Uint32s, paths: Any) -> Any:
-    """Return the lines of a batch, as one buffer of bytes."""
     cells = [
         paths.take(pa.array(np.searchsorted(numbers, batch.file))),
         _decimal(batch.first * BLOCK_BYTES),

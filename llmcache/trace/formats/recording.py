@@ -159,7 +159,6 @@ def _stream(path: Path, file: Any) -> Any:
 
 
 def _batches(path: Path, stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
-    """Yield whole batches with their metadata."""
     while True:
         try:
             batch, facts = stream.read_next_batch_with_custom_metadata()
