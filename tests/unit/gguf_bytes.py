@@ -63,13 +63,13 @@ class Gguf:
         return out
 
     def file(self) -> bytes:
-        """Header, padding and `data_bytes` bytes of data."""
+        """Return the file: header, padding and `data_bytes` zero bytes."""
         header = self.header()
         return header + bytes(-len(header) % self.alignment) + bytes(self.data_bytes)
 
 
 class Reads:
-    """`read(offset, size)` over bytes in memory; counts what is read."""
+    """A `read(offset, size)` function over bytes in memory that counts its calls and bytes."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -86,5 +86,5 @@ class Reads:
 
 
 def reading(content: bytes) -> tuple[ReadAt, int]:
-    """Arguments for `read_layout`: a reader of `content`, and its size."""
+    """Return the arguments for `read_layout`: a reader of `content`, and its size."""
     return Reads(content), len(content)

@@ -111,7 +111,7 @@ def test_dense_tensors_are_cached_before_experts() -> None:
     kept = [mixture.page_cache_kept_bytes(size * MB) for size in (399, 400, 1000, 5000)]
     assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB], "the page cache keeps all that fits if a token fits, else nothing"
     curve = expert_curve(8, 8)
-    assert (curve.missed(0.999), curve.missed(1)) == (1, 0), "a token that uses all experts is a loop, on which LRU never hits"
+    assert (curve.missed(0.999), curve.missed(1)) == (1, 0), "LRU never hits a loop over all experts of a layer"
 
 
 @given(mixtures, settings)
