@@ -123,7 +123,7 @@ def test_unwritable_and_unreadable_directories_are_explained(on_disk: Path, monk
 
 
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
-def test_directories_that_are_not_storage_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
+def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
     monkeypatch.setattr(bandwidth, "fstype_at", lambda _path: fstype)
     with pytest.raises(EnvironmentProblem, match=why):
         measure(str(tmp_path))

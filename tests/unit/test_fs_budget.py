@@ -319,7 +319,7 @@ def test_stalls_on_a_scarce_machine_lower_the_limit_in_steps(watched: Watched) -
 
 
 @pytest.mark.parametrize(("spare", "stalled"), [(GIB, 0.5), (32 * MIB, 0.05)])
-def test_stalls_with_spare_memory_short_or_earlier_stalls_keep_the_limit(watched: Watched, spare: int, stalled: float) -> None:
+def test_harmless_stalls_keep_the_limit(watched: Watched, spare: int, stalled: float) -> None:
     watched.now_s += 1
     assert watched.gauge.limit(BUDGET) == BUDGET, "without PSI"
     watched.spare(spare)

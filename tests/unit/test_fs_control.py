@@ -419,7 +419,7 @@ except (BrokenPipeError, ConnectionResetError):
 
 @needs_root
 @pytest.mark.parametrize("kind", ["another user's", "a link", "a file"])
-def test_a_control_directory_of_another_owner_or_type_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_foreign_control_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "llmcache"
     if kind == "a link":
         path.symlink_to(tmp_path)
