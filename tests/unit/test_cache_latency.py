@@ -63,9 +63,7 @@ def test_stalls_begin_at_the_bound_of_formula_1(missed: int, stalls: int) -> Non
     st.integers(1, 30),
     st.integers(1, 10),
 )
-def test_batch_size_does_not_change_the_time_slices(
-    steps: list[tuple[int, int]], period_ns: int, rows: int
-) -> None:
+def test_batch_size_does_not_change_the_time_slices(steps: list[tuple[int, int]], period_ns: int, rows: int) -> None:
     t_ns = np.cumsum([step for step, _ in steps]).astype(np.uint64) + np.uint64(7)
     missed = np.array([blocks for _, blocks in steps], np.int64)
     bandwidth = 4096 * 10**9 // 4  # a quarter of a block per ns

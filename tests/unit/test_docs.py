@@ -96,6 +96,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     )
     assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
 
+
 # Commands
 
 

@@ -100,9 +100,7 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("accuracy", *RECALL, "--context", "100", "--pairs", "64"), "--context: 100 tokens"),
     ],
 )
-def test_bad_arguments_are_named(
-    args: Sequence[str], named: str, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_arguments_are_named(args: Sequence[str], named: str, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(written)
     done = called("edram", *args)
     assert (done.returncode, done.stdout) == (2, "") and f"error: {named}" in done.stderr and "Traceback" not in done.stderr

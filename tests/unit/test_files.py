@@ -146,7 +146,9 @@ def control_info(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, control_info])
-def test_files_and_directories_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]) -> None:
+def test_files_and_directories_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
     """A file is synced before it gets its name, and the directory after the last change of a name in it."""
     events: list[str] = []
 

@@ -169,9 +169,7 @@ def test_limits_of_another_process_exclude_shared_ones(root: Path, own: str, mak
     assert [memory.total_bytes for memory in limits_of_process_apart(7, root)] == [3 * GIB]
 
 
-def test_a_budget_that_does_not_fit_is_reduced_with_a_warning(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_that_does_not_fit_is_reduced_with_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert settle_budget(GIB, root) == GIB
     assert settle_budget(MIN_BUDGET_BYTES, root) == MIN_BUDGET_BYTES
     spare = machine_memory(root).spare_bytes - DAEMON_BYTES
@@ -263,9 +261,7 @@ def test_missing_memory_is_released_at_once(watched: Watched) -> None:
     assert 150 * MIB < watched.limit(held_bytes=300 * MIB) <= 200 * MIB
 
 
-def test_a_budget_that_causes_pressure_grows_ever_more_rarely(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_that_causes_pressure_grows_ever_more_rarely(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     """A neighbor lacks memory whenever the budget is used in full, until the neighbor ends."""
     limit = BUDGET
     for _ in range(int(600 / TICK_S)):

@@ -435,7 +435,7 @@ def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock
 
 
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
-    """In place, a touch shown by an exposure counts as three passes after the previous one, which becomes the usual interval."""
+    """In place, the touch that an exposure shows counts as three passes after the last, which becomes the usual interval."""
     mount = Mount(clock, 24, 40)
     mount.group.first = True
     while len(mount.storage.concluded) < 3:

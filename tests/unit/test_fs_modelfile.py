@@ -90,7 +90,7 @@ def test_any_shard_stands_for_all(tmp_path: Path, given: int) -> None:
         ([], None),
     ],
 )
-def test_the_config_next_to_safetensors_gives_the_experts_per_token(tmp_path: Path, config: object, used: int | None) -> None:
+def test_a_config_gives_the_experts_per_token_of_safetensors(tmp_path: Path, config: object, used: int | None) -> None:
     """Three experts have tensors of their own; the shared expert is dense."""
     names = {f"model.layers.0.mlp.experts.{number}.up_proj.weight": 10 for number in range(3)}
     shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": 5, "lm_head.weight": 30}

@@ -44,9 +44,7 @@ def test_partitions_of_a_disk_share_its_setting(root: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_value_that_cannot_be_restored_is_kept(
-    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_value_that_cannot_be_restored_is_kept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setting = read_ahead_file("/proc", root)
     assert setting is not None
     mount = ReadAhead("/proc", 32 << 10, root)

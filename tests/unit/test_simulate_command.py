@@ -1,4 +1,4 @@
-"""`llmcache simulate`: rows as JSON, tables, bad input, Ctrl-C, and memory that does not grow with the trace."""
+"""The `llmcache simulate` command: rows as JSON, tables, bad input, Ctrl-C, and memory that stays constant."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_json_has_a_row_for_each_trace_policy_and_size(trace: str) -> None:
     assert found["traces"][0]["footprint_blocks"] == 200
 
 
-def test_sizes_may_be_shares_and_auto_has_ten(trace: str, tmp_path: Path) -> None:
+def test_sizes_can_be_percentages_and_the_default_has_ten(trace: str, tmp_path: Path) -> None:
     shares = document(trace, "--policy", "lru", "--cache", "2%,12.5%,100%")["results"]
     assert [row["cache_bytes"] for row in shares] == [4 * 4096, 25 * 4096, 200 * 4096]
     auto = document(trace, "--policy", "lru")["results"]
@@ -72,13 +72,13 @@ def test_the_curve_and_the_stalls_are_in_the_json(trace: str) -> None:
     assert curve["hits"][-1] == found["results"][0]["hits"]
     (stall,) = found["results"][0]["stalls"]
     assert stall["bw"] == 10**6
-    assert stall == found["traces"][0]["cold_stalls"][0]  # at this size only first references miss
+    assert stall == found["traces"][0]["cold_stalls"][0]  # at this size, only first references miss
     assert stall["stalled_slices"] == 2 and stall["worst_bytes"] == 160 * 4096
     assert stall["stall_s"] == pytest.approx(200 * 4096 / 1e6 - 2 * 0.01)
     assert found["period_s"] == 0.01
 
 
-def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
+def test_tables_mark_modelled_values(trace: str) -> None:
     done = called("simulate", trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc")
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
@@ -88,7 +88,7 @@ def test_people_get_tables_that_say_what_is_modelled(trace: str) -> None:
     assert "LRU at all sizes: hit ratio up to 0.8113" in out
 
 
-def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str) -> None:
+def test_setup_time_adds_to_each_missed_block(trace: str) -> None:
     args = [trace, "--policy", "lru", "--cache", "40Ki", "--bw", "500"]
     streamed, one_by_one = document(*args), document(*args, "--setup", "50us")
     (row,), (slow,) = streamed["results"], one_by_one["results"]
@@ -98,7 +98,7 @@ def test_a_bandwidth_is_one_unless_each_missed_block_is_given_a_time(trace: str)
     assert (streamed["model"]["setup_ns"], one_by_one["model"]["setup_ns"]) == (0, 50_000)
 
 
-def test_a_report_is_written_and_never_replaced_unasked(trace: str, tmp_path: Path) -> None:
+def test_a_report_is_replaced_only_with_force(trace: str, tmp_path: Path) -> None:
     page = tmp_path / "out.html"
     args = ("simulate", trace, "--policy", "lru", "--cache", "50%", "--report", str(page))
     assert called(*args).returncode == 0 and page.read_text().startswith("<!DOCTYPE html>")
@@ -145,7 +145,7 @@ def test_bad_traces_are_named(tmp_path: Path) -> None:
     assert called("simulate", lost, timeless, "--policy", "lru", "--cache", "4Ki").returncode == 0
 
 
-def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_simulation_quietly(tmp_path: Path) -> None:
     path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 40_000, 7)]), tmp_path)
     code = "import sys; from llmcache.cache import simulate; simulate.BATCH_ROWS = 1000\n"
     code += "import time\nold = simulate.PolicyCell.feed\n"
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve", "--cache", "10%,50%"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().startswith("fed")  # threads print into one another
+        assert process.stdout.readline().startswith("fed")  # output of threads may interleave
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0
@@ -167,7 +167,7 @@ ROWS = 1 << 17
 
 
 def write(path: Path, batches: int) -> None:
-    """Single-block rows all over 100,000 blocks."""
+    """Write single-block rows spread over 100,000 blocks."""
     random = np.random.default_rng(1)
     with TraceWriter(path, [TraceFile(0, "/m", 1, 1, 0, 0)], Provenance("synthetic")) as writer:
         for batch in range(batches):
@@ -176,8 +176,8 @@ def write(path: Path, batches: int) -> None:
 
 
 @pytest.mark.long
-def test_five_times_the_trace_takes_no_more_memory(tmp_path: Path) -> None:
-    """In a process of its own, whose peak is not that of the test it is forked from."""
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    """A separate process is used, because a fork would inherit the peak of the test."""
     code = """
 import sys
 from llmcache.cache.plan import Plan
@@ -190,17 +190,17 @@ for path in sys.argv[1:]:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
     write(short, 2)
     write(long, 10)
-    # Compiles what is not in numba's cache yet, which takes as much memory again.
+    # Compile first what numba's cache lacks, which takes as much memory again.
     simulate.simulate_all([trace_of(loop(9, 9, 3))], Plan(("lru", "sieve"), (4096,), period_ns=10**6, curves=True))
-    # The rows alone are 31 bytes each, 8 times ROWS: 31 MiB more if they were kept.
+    # Kept rows would take 31 bytes each: 31 MiB for 8 times ROWS.
     command = [sys.executable, "-c", code, str(short), str(long)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     before, after = map(int, done.stdout.split())
     assert after - before < 22 * MIB
 
 
-def test_what_the_mounts_policy_keeps_does_not_grow_with_the_trace() -> None:
-    """What is allocated after a first part of random reads, and after four times as many, which have 72 kB of numbers."""
+def test_memory_of_the_mount_policy_does_not_grow_with_the_trace() -> None:
+    """Compare the allocations after some random reads and after four times as many, whose numbers take 72 kB."""
     random = np.random.default_rng(1)
     kept_bytes: list[int] = []
     policy = policy_class("llmcache")(2000, 100_000)
