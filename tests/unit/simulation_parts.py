@@ -47,7 +47,7 @@ def rows(blocks: int = 60, longest: int = 40, most: int = 60) -> st.SearchStrate
 
 
 def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
-    """Replay rows block by block; return (hits of the row, evictions so far) for each row."""
+    """Replay rows block by block; return the hits of each row and the total evictions after it."""
     held: OrderedDict[tuple[int, int], None] = OrderedDict()
     counts, evictions = [], 0
     for file, first, count, _ in rows:
@@ -66,7 +66,7 @@ def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
 
 
 def plain_belady(ids: Sequence[int], capacity: int) -> int:
-    """Count the hits of the policy that evicts the block whose next use is furthest away, and bypasses nothing."""
+    """Return the hits of Belady's rule, which evicts the block whose next use is furthest away; every miss is inserted."""
     next_use, later = [0] * len(ids), dict[int, int]()
     for now in reversed(range(len(ids))):
         next_use[now] = later.get(ids[now], len(ids))

@@ -197,7 +197,7 @@ def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp
 
 
 def planned(path: Path) -> list[tuple[int, int, int]]:
-    """Return the reads of a decoder of the model at `path` with the routing: dense tensors and expert slices."""
+    """Return the reads of a decoder that runs the model at `path` with the routing: dense tensors and expert slices."""
     tokens = routing.ranges(routing.layout_of(path), ROUTED.tolist())
     return [(0, offset, size) for ranges in tokens for offset, size in ranges]
 

@@ -126,7 +126,7 @@ def test_a_bit_lost_at_a_low_score_stays_lost_if_sticky() -> None:
         assert (back == (low if sticky else high)).all()
 
 
-def test_a_rewrite_restores_lost_bits_which_are_counted() -> None:
+def test_lost_bits_are_counted_and_a_rewrite_restores_them() -> None:
     rows, used = normal(100), np.ones(100, np.bool_)
     made = cells(FlipRates.uniform(0.1), rows)
     assert made.lost_bits(used) == 0

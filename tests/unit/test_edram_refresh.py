@@ -40,7 +40,7 @@ def test_a_full_array_draws_the_power_of_table_1(rule: str) -> None:
 
 
 def changing(steps: int = 60, seed: int = 0) -> EdramRun:
-    """Return a run whose rows are added, evicted and move between groups."""
+    """Return a run whose rows are added, evicted, and moved between groups."""
     random = np.random.default_rng(seed)
     recorder = RunRecorder(HALF, 256)
     ids, at = np.full(20, -1), 0

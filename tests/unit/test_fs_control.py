@@ -104,7 +104,7 @@ OTHER = 65534
 
 @contextlib.contextmanager
 def acting_as(uid: int) -> Iterator[None]:
-    """Run the block as that user, who then owns the files and sockets that it creates."""
+    """Run the block as that user, so that its new files and sockets belong to the user."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -320,7 +320,7 @@ def proper(path: str, uid: int) -> str:
 @needs_root
 @pytest.mark.parametrize(("name", "kind"), PLANTED)
 def test_files_planted_for_root_are_not_taken_for_a_daemon(places: dict[int, Path], name: str, kind: str) -> None:
-    """Root queries, ends and cleans up the mount of a user who has planted a file at one of its names."""
+    """Root queries, ends and cleans up a user's mount after the user planted a file at one of its names."""
     own, found = control.files("/nowhere"), control.files("/nowhere", OTHER)
     asked: list[dict[str, Any]] = []
 
@@ -554,12 +554,12 @@ def test_only_one_daemon_steers_a_source_in_place(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(controlserver, "SOURCE_ENDING_S", 0.0)
     (tmp_path / "models" / "a" / "below").mkdir(parents=True)
     (tmp_path / "models" / "b").mkdir()
-    one, beside = (controlserver.lock_source(str(tmp_path / "models" / name)) for name in ("a", "b"))
+    one, other = (controlserver.lock_source(str(tmp_path / "models" / name)) for name in ("a", "b"))
     for overlapping in ("models", "models/a", "models/a/below"):
         with pytest.raises(MountProblem, match="already steered in place"):
             controlserver.lock_source(str(tmp_path / overlapping))
     controlserver.unlock_source(one)
-    controlserver.unlock_source(beside)
+    controlserver.unlock_source(other)
     above = controlserver.lock_source(str(tmp_path / "models"))
     with pytest.raises(MountProblem):
         controlserver.lock_source(str(tmp_path / "models" / "b"))

@@ -113,7 +113,7 @@ class Mount:
         self.planner.plan()
 
     def read(self, extents: Iterable[int], passes: int = 1, *, more_mib: int = 0) -> None:
-        """Read `extents` in this order, `passes` times; per pass, `more_mib` more are read from storage."""
+        """Read `extents` in this order, `passes` times; each pass reads `more_mib` MiB more from storage."""
         extents = list(extents)
         for _ in range(passes):
             self.storage.read += more_mib * MIB
@@ -413,7 +413,7 @@ def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
-def test_a_set_that_moves_in_memory_with_room_changes_nothing(clock: Clock) -> None:
+def test_a_moving_working_set_with_free_memory_changes_nothing(clock: Clock) -> None:
     mount = moved(clock)
     mount.state.limit_bytes = 100 * MIB
     mount.read(range(40, 60))
@@ -435,7 +435,7 @@ def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock
 
 
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
-    """In place, the touch that an exposure shows counts as three passes after the last, which becomes the usual interval."""
+    """In place, a touch found by an exposure counts as three passes after the previous touch."""
     mount = Mount(clock, 24, 40)
     mount.group.first = True
     while len(mount.storage.concluded) < 3:
@@ -483,7 +483,7 @@ def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
 
 
 def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
-    """With the initial bound, a loop stayed with the kernel for many passes after the engine had taken its memory."""
+    """With a fixed bound, a loop stays with the kernel for many passes after the engine has taken its memory."""
     mount = Mount(clock, 32, 40)
     mount.read(WHOLE, 3)
     guard = mount.group.evidence.guard

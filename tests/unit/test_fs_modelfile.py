@@ -52,7 +52,7 @@ def safetensors(path: Path, **tensors: int) -> Path:
         ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # at most
     ],
 )
-def test_bytes_per_token_of_a_model(
+def test_bytes_per_token_follow_from_the_tensors(
     tmp_path: Path,
     tensors: tuple[tuple[str, int], ...],
     used: int | None,

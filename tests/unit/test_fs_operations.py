@@ -124,7 +124,7 @@ def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatc
 def test_pages_of_a_file_that_is_being_renamed_are_dropped(
     operations: LlmcacheOperations, engine: Mock, notifier: Mock, renamed: str, learned: int
 ) -> None:
-    """Until the call returns, libfuse does not know the new name, so it finds no inode by it."""
+    """Until the rename returns, libfuse finds no inode under the new name."""
     nodes = {"/a.kv": "the inode"}
     dropped: list[str] = []
     asked: list[str] = []
@@ -170,7 +170,7 @@ def test_a_read_only_file_is_not_opened_while_its_predecessor_is_written(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a file that another user may not write")
-def test_truncate_does_not_follow_a_replaced_file(
+def test_truncate_spares_a_file_that_replaced_the_original(
     operations: LlmcacheOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the permission check and the truncation, root replaces the file and opens the new one."""

@@ -73,7 +73,7 @@ def test_no_more_than_needed_is_evicted_oldest_touch_first() -> None:
 
 
 def test_extents_in_use_are_never_evicted() -> None:
-    """Pinned, loading, just read and freshly prefetched extents stay; the others are listed once."""
+    """Pinned, loading, just read and freshly prefetched extents stay; all others are chosen once each."""
     state = new_state(10 * MIB)
     group = new_group(state, "loop", 10, looping=True)
     bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
@@ -284,7 +284,7 @@ def test_pages_shared_by_experts_are_dropped_with_the_last_of_them() -> None:
 
 
 def test_requested_but_unused_experts_are_evicted_first() -> None:
-    """Not before their layer has been computed again, because uses of resident experts are seen only from time to time."""
+    """They count as unused only after their layer was computed again: uses of resident experts are sampled."""
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state, layers=3), state.mixtures
 

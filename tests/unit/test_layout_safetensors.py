@@ -47,7 +47,7 @@ def test_tensors_are_located() -> None:
 
 
 def test_a_file_is_recognized_by_its_content() -> None:
-    """Without the file extension, an invalid file is not a model rather than a damaged model."""
+    """Without the extension, a file with an invalid header is not a model, instead of a damaged one."""
     assert len(layout_of(encoded(GOOD), "0123456789abcdef").tensors) == 2
     for content in (
         encoded(GOOD)[:50],

@@ -1,4 +1,4 @@
-"""The mount as a simulated policy: replay of a mount's log, cutting of other traces into rows, and damaged logs."""
+"""The mount as a simulated policy: replay of a mount's log, of other traces, and of damaged logs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def mixture() -> ModelLayout:
 
 
 def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[Run, bool]]:
-    """Return the reads for each token, and whether they read experts: dense tensors whole, of others the chosen slices."""
+    """Return the reads of each token, whole dense tensors and slices of experts, each with a flag for experts."""
     runs: list[tuple[Run, bool]] = []
     for token in routing:
         for tensor in layout.tensors:

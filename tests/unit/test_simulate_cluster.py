@@ -1,4 +1,4 @@
-"""The option `--scheduler`: a Dask cluster of processes gives the rows of a local run, and errors name what is missing."""
+"""The option `--scheduler`: a Dask cluster of processes gives the rows of a local run, and errors name their cause."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
 
 
 @pytest.mark.timeout(600)  # Dask once took five minutes for one of these three instead of three seconds
-def test_no_scheduler(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_scheduler_is_an_error(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "tcp://127.0.0.1:1"
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(EnvironmentProblem, match=f"--scheduler: cannot reach a Dask scheduler at '{wrong}'"):
@@ -90,7 +90,7 @@ def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("threads", "tasks"), [(1, 3), (3, 3), (4, 6), (1000, 30)])
-def test_a_plan_is_cut_for_the_threads_there_are(threads: int, tasks: int) -> None:
+def test_a_plan_is_split_by_the_number_of_threads(threads: int, tasks: int) -> None:
     parts = cluster.parts_of(PLAN, threads)
     assert len(parts) == tasks
     assert [(part.policies[0], size) for part in parts for size in part.sizes] == [

@@ -35,7 +35,7 @@ def answered(*args: str) -> dict[str, Any]:
     return document
 
 
-def test_the_cache_for_a_loop() -> None:
+def test_the_cache_for_a_loop_is_computed() -> None:
     text = size("--bw", "100", "--loop", "70M").stdout
     assert "loop cache  60 MB" in text and "total       64 MB" in text and "100 MB/s (given)" in text and "+30%" in text
     found = answered("--bw", "100", "--loop", "70M")
@@ -59,7 +59,7 @@ def test_the_cache_for_a_loop() -> None:
         (("--device", "phone"), "612 MB"),
     ],
 )
-def test_the_largest_loop_for_a_cache(args: tuple[str, ...], loop: str) -> None:
+def test_the_largest_loop_for_a_cache_is_computed(args: tuple[str, ...], loop: str) -> None:
     assert f"largest loop without stalls  {loop}" in size(*args).stdout
 
 

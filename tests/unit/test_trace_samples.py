@@ -1,4 +1,4 @@
-"""The traces in the tree: generated ones have the properties that the paper describes, recorded ones those of programs."""
+"""The traces in the tree: generated ones have the properties that the paper describes, recorded ones those of their programs."""
 
 from __future__ import annotations
 

@@ -253,12 +253,12 @@ read(5, "x", 8) = 8
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_a_log(case: str, tmp_path: Path) -> None:
+def test_a_log_has_the_expected_rows(case: str, tmp_path: Path) -> None:
     log, expected = CASES[case]
     assert rows(read(log, tmp_path)) == expected
 
 
-def test_generations_mapped_ranges_and_pids_of_a_log(tmp_path: Path) -> None:
+def test_generations_mappings_and_pids_are_known_from_a_log(tmp_path: Path) -> None:
     loaded = read(CASES["a name can be reused for another file"][0], tmp_path)
     assert [(file.path, file.generation) for file in loaded.files] == [("/m", 0), ("/m", 1), ("/m", 2)]
     assert loaded.file.tolist() == [0, 1, 0, 2]
