@@ -111,7 +111,7 @@ def test_heavy_packages_are_imported_only_when_used() -> None:
     assert not (HEAVY - {"rich"}) & loaded(run, "size", "--bw", "100", "--loop", "70M")
 
 
-# Calls, and the keys below which free names stand (profiles, hardware, findings), so that they are not checked.
+# Calls, and the keys whose values contain free names (profiles, hardware, findings), which are not checked.
 DOCUMENTS: list[tuple[str, set[str]]] = [
     ("size --bw 100 --loop 70M --cache 64M", set()),
     ("size --device watch", {"bandwidth_detail"}),

@@ -346,7 +346,7 @@ def test_files_planted_for_root_are_not_taken_for_a_daemon(places: dict[int, Pat
         assert control.daemon_pid("/nowhere", OTHER) is None and not control.is_locked(found) and not found.describe()
         control.remove_left(found)
         assert not asked
-        here = Path(base) if os.path.isdir(base) else places[OTHER]  # moved
+        here = Path(base) if os.path.isdir(base) else places[OTHER]  # the directory was moved
         left = {entry.inode(): entry.name for entry in os.scandir(here)}
         assert left == {inode: was for inode, was in held.items() if kind != "root's, moved there" or inode in left}
     finally:

@@ -173,7 +173,7 @@ WHOLE, FIRST_HALF, LAST_HALF = range(40), range(20), range(20, 40)  # extents of
 both = pytest.mark.parametrize("in_place", [True, False])
 
 
-# Use
+# Unused extents
 
 
 @both

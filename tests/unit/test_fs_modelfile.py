@@ -49,7 +49,7 @@ def safetensors(path: Path, **tensors: int) -> Path:
         ((EMBEDDING, LAYER, OUTPUT), None, (256 + 64, 128, 0), (None, None, 256 + 64)),
         ((EMBEDDING, LAYER, OUTPUT), 0, (256 + 64, 128, 0), (None, None, 256 + 64)),
         ((EMBEDDING, LAYER), None, (128 + 256, 0, 0), (None, None, 128 + 256)),  # tied: the whole embedding is read
-        ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # at most
+        ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # an upper bound
     ],
 )
 def test_bytes_per_token_follow_from_the_tensors(

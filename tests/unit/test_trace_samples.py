@@ -1,4 +1,4 @@
-"""The traces in the tree: generated ones have the properties that the paper describes, recorded ones those of their programs."""
+"""The traces in the tree: generated ones match the paper's descriptions, recorded ones match their programs."""
 
 from __future__ import annotations
 
