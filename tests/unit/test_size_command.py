@@ -136,7 +136,7 @@ def test_memory_for_an_moe_model_without_stalls() -> None:
     assert mount_keeps_bytes(mixture, 50 * GB, 0) == 36 * GB
 
 
-def test_repacked_copies_of_llama_cpp_are_taken_into_account(tmp_path: Path) -> None:
+def test_weights_that_llama_cpp_copies_count_as_memory(tmp_path: Path) -> None:
     shape = Shape(256, 768, 2048, layers=2, tied=False)
     copied = make_model(tmp_path / "q4.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")[0]
     mapped = make_model(tmp_path / "q8.gguf", shape, "gguf", 1, 0)[0]
