@@ -1,7 +1,8 @@
-"""Disks, as cgroups throttle and count them; and reading storage to measure it, with several requests in flight."""
+"""Disks as cgroups throttle and count them, reads that measure storage, and how much of a file is in the page cache."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -14,8 +15,18 @@ from pathlib import Path
 
 from llmcache.errors import EnvironmentProblem
 from llmcache.procfs import mounts
+from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
+_CACHESTAT = 451  # on every architecture; Linux 6.5
+_libc = ctypes.PyDLL(None, use_errno=True)  # cachestat never waits: to get the GIL back would take longer than the call
+_libc.syscall.restype = ctypes.c_long
+
+
+class _Range(ctypes.Structure):
+    """struct cachestat_range."""
+
+    _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
 
 
 @dataclass(frozen=True)
@@ -83,3 +94,13 @@ def timed_reads(
     for each in reading:
         each.result()
     return sorted(completed)
+
+
+def cached_blocks(fd: int, offset: int, size: int) -> int:
+    """Return the blocks of 4 KiB of a part of a file that are in the page cache (cachestat, which counts pages). OSError."""
+    part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
+    if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    blocks = -(-(offset + size) // BLOCK_BYTES) - offset // BLOCK_BYTES
+    return min(blocks, int(found[0]) * (PAGE_BYTES // BLOCK_BYTES))

@@ -1,8 +1,8 @@
-"""Arbitration: who gets how much of one budget, and which places of a loop are pinned.
+"""Arbitration: share one budget between loops, and select the extents of a loop to pin.
 
-Loops are served shorter period first, then progressively longer ones (Source: io_caching section 4, cache allocation):
-a byte pinned in a loop saves one read per period. A loop that is not pinned whole is streamed through a window.
-Pins are *spread* over the loop, so that storage is busy all the time; pinning a prefix would leave it idle there.
+Loops are served in the order of their periods, shortest first (Source: io_caching section 4, cache allocation), because
+a byte pinned in a loop saves one read per period. A loop that is not pinned whole is streamed through a window. Pins
+are *spread* over the loop, so that storage is busy all the time; with a pinned prefix, storage would be idle during it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from dataclasses import dataclass
 
 MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
-DELAY_S = 0.01  # from a touch to the read that it asks for, where all processors are busy: storage is to have work meanwhile
-# In place: less has readers come to what nobody has begun to read, of which the kernel then brings a part in small pages.
+DELAY_S = 0.01  # from a touch to the read that it triggers, with all CPUs busy: storage needs work in the meantime
+# Mode inplace: with a smaller window, readers reach extents before their read has begun, and the kernel reads a part of
+# them in small pages.
 LEAST_WINDOW_MIN_BYTES, LEAST_WINDOW_MAX_BYTES = 16 << 20, 96 << 20
-CONVOY_FACTOR = 4  # several readers need more behind the first one, or the others fall out of its window
-# What windows may hold beside the budget: part of the 64 MiB that a mount takes beyond it. In place no daemon has buffers.
+CONVOY_FACTOR = 4  # several readers need a larger window behind the first one, or the others fall out of it
+# What windows may use beyond the budget: part of the 64 MiB of a mount. In mode inplace no daemon has buffers.
 WINDOW_ALLOWANCE_BYTES, INPLACE_ALLOWANCE_BYTES = 12 << 20, 32 << 20
-EXPERTS_ALLOWANCE_BYTES = 12 << 20  # the same, of experts in steer: a mount with them took 41 MiB of the 64 (measured)
-HOT_SHARE = 16  # hot pages may keep a sixteenth of the budget
+# the same for experts in mode steer: a mount with them used 41 MiB of the 64 MiB (measured)
+EXPERTS_ALLOWANCE_BYTES = 12 << 20
+HOT_SHARE = 16  # hot pages may use 1/HOT_SHARE of the budget
 ROWS_RESERVE_BYTES = 2 << 20  # single rows of tables, read at random
-WINDOW_SHARE = 0.06  # of the streamed bytes: bytes per pass are N - pins, so the window is what S loses
+WINDOW_SHARE = 0.06  # of the streamed bytes; the window takes memory from the pins, which save reads
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that wants budget: `size_bytes`, `period` (None: not seen yet), and whether its readers are active.
+    """A loop that competes for the budget; `active` if readers use it, `period` None if not observed yet.
 
-    Periods of all loops are in one unit, whichever: time, or references. `convoy` tells how far several readers drift
-    apart: 0 for one reader, then in steps of CONVOY_FACTOR in the window. `first`: the user wants it before all others.
-    `least_window`: bytes through which it streams well, if there is room.
+    The periods of all loops have the same unit: time, or references. `convoy`: how far several readers drift apart; 0
+    for one reader, each step multiplies the window by CONVOY_FACTOR. `first`: pinned by the user, before all others.
+    `least_window`: bytes through which the loop streams well, if there is room.
     """
 
     key: Hashable
@@ -44,7 +46,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Share:
-    """What a loop gets: bytes to pin and bytes of window for the streamed rest (0 when it is pinned whole)."""
+    """The budget of one loop: bytes to pin, and bytes of window to stream the rest through (0 if it is pinned whole)."""
 
     pinned_bytes: int
     window_bytes: int
@@ -52,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Settled:
-    """A loop's plan in extents: `extents` that may be pinned, `pinned` of them wanted, `unpinned` no longer."""
+    """A loop's plan in extents: `extents` may be pinned, `pinned` of them are wanted, `unpinned` no longer are."""
 
     extents: int
     pinned: int
@@ -60,7 +62,7 @@ class Settled:
 
 
 def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int) -> int:
-    """Returns the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
+    """Return the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
     wanted = min(MAX_WINDOW_BYTES, max(least_bytes, int(WINDOW_SHARE * streamed)))
     if convoy:
@@ -69,23 +71,23 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int
 
 
 def least_window(bytes_per_s: float) -> int:
-    """Returns the window (bytes) through which a mount in place streams, so that storage of that speed never waits."""
+    """Return the window (bytes) for streaming in mode inplace at which storage of this speed is never idle."""
     return min(LEAST_WINDOW_MAX_BYTES, max(LEAST_WINDOW_MIN_BYTES, int(2 * DELAY_S * bytes_per_s)))
 
 
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:
-    """Divides `budget_bytes`: active loops before idle ones, shorter period first, unseen periods after seen ones.
+    """Divide `budget_bytes`: active loops before idle ones, shorter period first, unknown periods last.
 
-    Those that the user wants first come before all others.
+    Loops pinned by the user come before all others.
     """
     endless = 1 << 62
     ranked = sorted(loops, key=lambda loop: (not loop.first, not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
     left, least = budget_bytes, min(MIN_WINDOW_BYTES, budget_bytes // 4)
     for index, loop in enumerate(ranked):
-        # Everyone behind who is active and cannot be pinned whole still needs a window to stream through.
-        behind = sum(min(other.size_bytes, least) for other in ranked[index + 1 :] if other.active)
-        mine = max(0, left - min(behind, left // 2))
+        # Each later active loop that cannot be pinned whole still needs a window to stream through.
+        reserved = sum(min(other.size_bytes, least) for other in ranked[index + 1 :] if other.active)
+        mine = max(0, left - min(reserved, left // 2))
         if loop.size_bytes <= mine:
             share = Share(loop.size_bytes, 0)
         else:
@@ -97,7 +99,7 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
 
 
 def cap_pins(shares: dict[Hashable, Share], most_bytes: int) -> dict[Hashable, Share]:
-    """Returns `shares` (in the order of their claims) with pins, not windows, cut to `most_bytes` in all."""
+    """Return `shares` (in order of priority) with pins, not windows, cut to `most_bytes` in all."""
     capped: dict[Hashable, Share] = {}
     left = most_bytes
     for key, share in shares.items():
@@ -107,13 +109,13 @@ def cap_pins(shares: dict[Hashable, Share], most_bytes: int) -> dict[Hashable, S
 
 
 def reserve_bytes(limit_bytes: int, hot_bytes: int, has_rows: bool) -> int:
-    """Returns what is kept from loops: for `hot_bytes` that were really read, and for rows where there are any."""
+    """Return the bytes reserved from loops: for `hot_bytes` that were actually read, and for rows if there are any."""
     rows = ROWS_RESERVE_BYTES if has_rows else 0
     return min(hot_bytes, limit_bytes // HOT_SHARE) + min(rows, limit_bytes // 32)
 
 
 def spread(places: Sequence[int], count: int) -> list[int]:
-    """Returns `count` of `places`, spaced as evenly as whole steps allow (Bresenham)."""
+    """Return `count` of `places`, spaced as evenly as whole steps allow (Bresenham)."""
     total = len(places)
     if count >= total:
         return list(places)
@@ -121,10 +123,10 @@ def spread(places: Sequence[int], count: int) -> list[int]:
 
 
 def settle(order: Sequence[int], wanted: bytearray, pinned_bytes: int, extent_bytes: int, whole: bool) -> Settled:
-    """Changes the marks in `wanted` (by extent) so that as many extents of `order` are wanted as `pinned_bytes` hold.
+    """Update the marks in `wanted` (by extent) so that as many extents of `order` are wanted as fit into `pinned_bytes`.
 
-    Only the difference changes, spread over the loop: pins that stay are not read again. `whole`: all of them, whatever
-    they hold (the last extent of a file may be short).
+    Only the difference changes, spread over the loop, so that remaining pins are not read again. `whole`: all extents,
+    whatever their size (the last extent of a file may be short).
     """
     count = len(order) if whole else min(len(order), pinned_bytes // extent_bytes)
     held = [extent for extent in order if wanted[extent]]

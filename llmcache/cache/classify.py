@@ -1,4 +1,4 @@
-"""Classes of a whole trace: what of which file was read once, in a loop, or again and again; in one pass over it.
+"""Classify a whole trace in one pass: blocks read once, in a loop, or repeatedly without order.
 
     found = classify_file(path, lambda files: ModelHeaders((), files))
     found.rows, found.totals, found.size_command
@@ -35,13 +35,14 @@ READ_OP, WRITE_OP = "read", "write"
 
 @dataclass(frozen=True)
 class Classification:
-    """One class of one file, its reads (mapped ones with them) or its writes.
+    """One class of one file, of its reads (mapped ones included) or its writes.
 
     `pieces`: (first block, last block), for a LOOP in the order in which a pass visits them. `size_bytes`: of the
-    blocks accessed there, without holes; those of a HOT piece do not count for the SEQ or LOOP around it.
-    `passes`: how often a LOOP or SEQ was walked over, or a HOT block accessed on average. `regularity`: part (0..1) of the
-    intervals of a LOOP that were about its period. `active`: a LOOP that had not missed two periods when the trace ended.
-    `stride_blocks`: distance of the runs, 0 where there are no holes. `experts`: their numbers by layer, of a mixture.
+    blocks accessed in them, without holes; the bytes of a HOT piece do not count for the SEQ or LOOP around it.
+    `passes`: how often a LOOP or SEQ was walked over, or a HOT block was accessed on average. `regularity`: share
+    (0..1) of the intervals of a LOOP that were about as long as its period. `active`: True for a LOOP that had not
+    missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes. `experts`: numbers
+    by layer, of an MoE model.
     """
 
     file: int
@@ -66,16 +67,16 @@ class Classification:
 
     @property
     def first_block(self) -> int | None:
-        """The lowest block; None if nothing is known but how many there were."""
+        """The lowest block; None if only the number of blocks is known."""
         return min((first for first, _ in self.pieces), default=None)
 
     @property
     def last_block(self) -> int | None:
-        """The highest block."""
+        """The highest block; None if only the number of blocks is known."""
         return max((last for _, last in self.pieces), default=None)
 
     def row(self) -> dict[str, Any]:
-        """Returns it as JSON has it: bytes, seconds, blocks."""
+        """Return the class as a JSON object, in bytes, seconds and blocks."""
         without = () if self.experts is not None else ("experts",)
         return json_of(self, "period_ns", "since_ns", "last_ns", *without, kind="class", size_bytes="bytes") | {
             "first_block": self.first_block,
@@ -88,11 +89,11 @@ class Classification:
 
 @dataclass(frozen=True)
 class ClassTotals:
-    """Bytes and shares (0..1) of all accesses by class, as section 3.3 of io_caching sums up a workload.
+    """Bytes and shares (0..1) of all accesses by class, as in the summary of section 3.3 of io_caching.
 
-    `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the most that loops in use at the same time
-    have together; with `locked_loop_bytes`, which a mount kept locked so that no fault showed them, the N of formula (1).
-    Write loops are apart: no cache saves what must be written.
+    `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the largest total of loops in use at the
+    same time; together with `locked_loop_bytes`, which a mount locked in memory so that no fault showed them, this is N
+    of formula (1). Write loops are separate, since no cache saves writes.
     """
 
     loop_bytes: int
@@ -109,7 +110,7 @@ class ClassTotals:
 
 @dataclass(frozen=True)
 class LockedLoop:
-    """The part of a file's loop that its mount kept locked while it was traced: read without faults, so not in the rows."""
+    """The part of a file's loop that its mount locked in memory: read without faults, so not in the rows."""
 
     path: str
     size_bytes: int
@@ -117,10 +118,10 @@ class LockedLoop:
 
 @dataclass(frozen=True)
 class TraceClasses:
-    """The classes of one trace, largest share first, and how much of what it is. `duration_ns`: from first to last row.
+    """The classes of one trace, largest share first. `duration_ns`: from first to last row.
 
-    `layers`: of the model files whose tensors are known; `locked`: of files that have a read loop in the rows; `mixtures`:
-    of the models of which experts were used.
+    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `mixtures`:
+    of the MoE models with used experts.
     """
 
     rows: tuple[Classification, ...]
@@ -134,7 +135,7 @@ class TraceClasses:
 
     @property
     def totals(self) -> ClassTotals:
-        """Returns the sums over all rows."""
+        """The sums over all rows."""
         return ClassTotals(
             loop_bytes=_bytes(self.rows, LOOP, READ_OP),
             loop_at_once_bytes=_at_once(row for row in self.rows if (row.kind, row.op) == (LOOP, READ_OP)),
@@ -150,7 +151,7 @@ class TraceClasses:
 
     @property
     def size_command(self) -> str | None:
-        """Returns the command that tells how large a cache these loops need; None without read loops."""
+        """The command that computes the cache size for these loops; None without read loops."""
         totals = self.totals
         if not totals.loop_at_once_bytes:
             return None
@@ -158,7 +159,7 @@ class TraceClasses:
         return f"llmcache size --loop {loop_bytes / 1e6:.10g}M --hot {totals.hot_bytes / 1e6:.10g}M"
 
     def document(self, trace: str, min_bytes: int = 0) -> dict[str, Any]:
-        """Returns the JSON document; rows below `min_bytes` are summed up in `smaller`, and are part of the totals."""
+        """Return the JSON document; rows below `min_bytes` are summed up in `smaller`, and count in the totals."""
         smaller = [row for row in self.rows if row.size_bytes < min_bytes]
         return {
             "schema": SCHEMA,
@@ -191,10 +192,11 @@ def _share(rows: Sequence[Classification], kind: Class) -> float:
 
 
 def _at_once(loops: Iterable[Classification]) -> int:
-    """The largest sum of sizes of loops that are in use at one time."""
+    """Return the largest total size of loops in use at the same time."""
     events = [event for row in loops for event in ((row.since_ns, -row.size_bytes), (row.last_ns, row.size_bytes))]
     most = level = 0
-    for _, change in sorted(events):  # who begins comes before who ends then: a trace may have one time for all rows
+    # a loop that begins sorts before one that ends then: a trace may have one time for all rows
+    for _, change in sorted(events):
         level -= change
         most = max(most, level)
     return most
@@ -204,7 +206,7 @@ N = TypeVar("N", Named, Slice)
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
-    """Returns the classes of everything that `batches` access, in the order of time; DataError for an empty trace."""
+    """Return the classes of all accesses of `batches`, in order of time; DataError for an empty trace."""
     detector = Detector()
     layers, mixtures = Layers(models), Mixtures(models)
     files: dict[int, TraceFile] = {}
@@ -241,31 +243,31 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
-    """Returns the classes of the trace at `path`, in any format; `models` looks at those of a file table."""
+    """Return the classes of the trace at `path`, in any format; `models` maps its file table to models."""
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))
 
 
 def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provenance: Provenance) -> Iterator[LockedLoop]:
-    """What a mount kept locked of files that are read in loops; where read() or another process showed it, less of it."""
+    """Yield the locked bytes of files read in loops, without those that read() or another process made visible."""
     for number, size_bytes in sorted(locked_bytes(provenance).items()):
-        shown = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
-        hidden = min(size_bytes, files[number].size_bytes - shown) if number in files else 0
-        if shown and hidden > 0:
+        visible = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
+        hidden = min(size_bytes, files[number].size_bytes - visible) if number in files else 0
+        if visible and hidden > 0:
             yield LockedLoop(files[number].path, hidden)
 
 
 def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
-    """Yields (first time, last time, file, first block, blocks, accesses, whether written) of each run of `batch`.
+    """Yield (first time, last time, file, first block, blocks, accesses, is write) for each run of `batch`.
 
-    Rows that go on where the one before ended, or repeat it, are one run: what 1 KiB requests make of a scan.
+    A row that continues or repeats the row before belongs to the same run: a scan in 1 KiB requests gives one run.
     """
     if not len(batch):
         return
     first, end = batch.first.astype(np.int64), batch.end.astype(np.int64)
     write = batch.op == WRITE
     same = (batch.file[1:] == batch.file[:-1]) & (write[1:] == write[:-1])
-    # A long run that comes again as it was is a pass of its own.
+    # A long run that repeats exactly is a pass of its own.
     repeats = (first[1:] == first[:-1]) & (end[1:] == end[:-1]) & (batch.count[1:] < WINDOW)
     starts = np.concatenate(([0], np.flatnonzero(~(same & (repeats | (first[1:] == end[:-1])))) + 1))
     lasts = np.concatenate((starts[1:], [len(batch)])) - 1
@@ -283,7 +285,7 @@ def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
 
 
 def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:
-    """What was forgotten counts anew each time it comes; a file has no more blocks than it has."""
+    """Limit the blocks read once to the size of the file, because forgotten blocks may be counted repeatedly."""
     rest = [found for found in classes if found.kind != SEQ]
     left = -(-file.size_bytes // BLOCK_BYTES) - sum(found.blocks for found in rest)
     if not file.size_bytes or not rest:
@@ -296,7 +298,7 @@ def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:
 
 
 def _row(
-    file: TraceFile, write: bool, found: FileClass, in_all: int, named: Sequence[Named], slices: Sequence[Slice] | None
+    file: TraceFile, write: bool, found: FileClass, all_accesses: int, named: Sequence[Named], slices: Sequence[Slice] | None
 ) -> Classification:
     pieces, period = _pieces(found), found.period
     return Classification(
@@ -305,9 +307,9 @@ def _row(
         op=WRITE_OP if write else READ_OP,
         kind=found.kind,
         pieces=pieces,
-        size_bytes=min(found.blocks * BLOCK_BYTES, file.size_bytes or sys.maxsize),  # a last block is rarely full
+        size_bytes=min(found.blocks * BLOCK_BYTES, file.size_bytes or sys.maxsize),  # the last block is rarely full
         accesses=found.accesses,
-        share=found.accesses / in_all,
+        share=found.accesses / all_accesses,
         passes=found.passes,
         since_ns=found.since.ns,
         last_ns=found.last.ns,
@@ -323,7 +325,6 @@ def _row(
 
 
 def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Returns the numbers of the experts, by layer, of which a slice is in `pieces`."""
     numbers: dict[str, set[int]] = {}
     for slice_ in _inside(slices, pieces):
         numbers.setdefault(slice_.layer, set()).add(slice_.number)
@@ -331,7 +332,6 @@ def _experts(slices: Sequence[Slice], pieces: Sequence[tuple[int, int]]) -> dict
 
 
 def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
-    """First and last block of each place; those that follow each other without a gap are one."""
     pieces: list[tuple[int, int]] = []
     for place in found.places:
         if pieces and not found.stride and pieces[-1][1] + 1 == place.first:
@@ -342,7 +342,7 @@ def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
 
 
 def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
-    """Returns what lies in `pieces` for the most part, or has most of a piece in it; in order of bytes."""
+    """Return the tensors or slices of which most lies in `pieces`, or that contain most of a piece; in file order."""
     spans = sorted((first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for first, last in pieces)
     found: list[N] = []
     at = 0
@@ -362,16 +362,16 @@ def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
     return found
 
 
-# From the places of one file to its classes: scraps join what they lie in, pieces of one loop become one.
+# From the places of one file to its classes: fragments join the place around them, pieces of one loop are merged.
 
-SAME_PASSES = 0.25  # pieces of one loop differ less in passes: the first or last pass may be in part
-MOST_LOOPS = 8  # of one file that are told apart; beyond that, those without a rhythm become one (experts of a mixture)
-REGULAR = 0.75  # of the intervals are about the period
+SAME_PASSES = 0.25  # pieces of one loop differ by less in passes: the first or last pass may be partial
+MOST_LOOPS = 8  # per file; beyond that, loops without a rhythm are merged (experts of an MoE model)
+REGULAR = 0.75  # share of the intervals about as long as the period
 
 
 @dataclass(frozen=True)
 class FileClass:
-    """One class of one file: places in the order of a pass (LOOP) or of blocks, with what they have together."""
+    """One class of one file: places in the order of a pass (LOOP) or of blocks, with their totals."""
 
     kind: Class
     places: tuple[Place, ...]
@@ -388,7 +388,7 @@ class FileClass:
 
 
 def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
-    """Returns the classes of what a file's reads, or writes, have shown until `now`."""
+    """Return the classes of a file's reads, or writes, until `now`."""
     places = list(trail.places())
     walked = _joined([place for place in places if not place.scattered and not place.stride])
     scattered: list[Place] = []
@@ -398,7 +398,7 @@ def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
             scattered.append(place)
         elif place.stride and not _belongs(place, walked):
             strided.append(place)
-    drained = sum(place.accesses for place in walked if place.blocks == 0)  # all of it came again, and is hot
+    drained = sum(place.accesses for place in walked if place.blocks == 0)  # all blocks were accessed again, and are hot
     walked = [place for place in walked if place.blocks > 0]
     rest = [*walked, *strided, *scattered]
     found = [_loop_of(group, now) for group in _loops(place for place in rest if place.kind == LOOP)]
@@ -414,7 +414,7 @@ def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
 
 
 def _joined(regions: list[Place]) -> list[Place]:
-    """Returns regions in which none shorter than a window touches a longer one: that is a ragged edge of it."""
+    """Return regions with those shorter than a window merged into an adjacent longer one, whose ragged edge they are."""
     result: list[Place] = []
     for place in regions:
         before = result[-1] if result else None
@@ -426,7 +426,7 @@ def _joined(regions: list[Place]) -> list[Place]:
 
 
 def _together(main: Place, one: Place, other: Place) -> Place:
-    """Both as one place, with the history of `main`."""
+    """Return both as one place, with the history of `main`."""
     return replace(
         main,
         first=one.first,
@@ -443,10 +443,10 @@ def _length(place: Place) -> int:
 
 
 def _settle(place: Place, regions: list[Place]) -> bool:
-    """Takes a scattered place into account in the regions that it lies in; returns whether it is part of one.
+    """Count a scattered place in the regions around it; return True if it is part of one.
 
-    Blocks that come no more often than the loop around them are part of it, read out of turn. Blocks that come more
-    often are hot, and no part of what lies around them.
+    Blocks accessed no more often than the loop around them are part of it, read out of turn. Blocks accessed more often
+    are hot, and do not count for the region around them.
     """
     for index, region in enumerate(regions):
         shared = common(place, region)
@@ -465,7 +465,7 @@ def _settle(place: Place, regions: list[Place]) -> bool:
 
 
 def _belongs(strided: Place, regions: list[Place]) -> bool:
-    """Takes runs in one distance, walked over once, into account where they were met in a walk without holes."""
+    """Count strided runs, walked over once, in the unstrided walk around most of them; return False if there is none."""
     if strided.kind != SEQ or not regions:
         return False
     ends = [region.end for region in regions]
@@ -480,12 +480,12 @@ def _belongs(strided: Place, regions: list[Place]) -> bool:
 
 
 def _is_edge(place: Place, region: Place) -> bool:
-    """Whether a scattered place is a few blocks beside a region, which threads have read out of turn."""
+    """Return True if a scattered place is a few blocks next to a region, read out of turn by threads."""
     return _length(place) < WINDOW and region.first - WINDOW <= place.first and place.end <= region.end + WINDOW
 
 
 def _loops(places: Iterable[Place]) -> list[list[Place]]:
-    """Returns the places of each loop together: those that come round with one period, equally often."""
+    """Return the places of each loop as a group: places of one period and about equally many passes."""
     groups: list[list[Place]] = []
     for place in sorted(places, key=lambda place: -place.blocks):
         group = next((group for group in groups if _is_one(group[0], place)), None)
@@ -524,7 +524,7 @@ def _loop_of(group: list[Place], now: Moment) -> FileClass:
 
 
 def _period(main: Place, blocks: int) -> Period | None:
-    """The period of a loop of `blocks`: no shorter than they take, as layers are that are read twice in a row."""
+    """Return the period of a loop of `blocks`: at least one pass, even if each layer is read twice in a row."""
     fitting = [rhythm for rhythm in main.rhythms if rhythm.blocks >= blocks or is_about(rhythm.blocks, blocks)]
     if main.period is None or not fitting or main.period.blocks >= fitting[0].blocks:
         return main.period
@@ -532,7 +532,7 @@ def _period(main: Place, blocks: int) -> Period | None:
 
 
 def _order(in_turn: Sequence[Place]) -> str:
-    """Which way the last passes went; a pass that is under way begins somewhere in the middle."""
+    """Return the direction of the last passes; an incomplete pass begins somewhere in the middle."""
     firsts = [place.first for place in in_turn]
     if len(in_turn) == 1:
         return "descending" if in_turn[0].descending else "ascending"
@@ -542,12 +542,12 @@ def _order(in_turn: Sequence[Place]) -> str:
 
 
 def _turns(firsts: Sequence[int]) -> int:
-    """How often the ring of `firsts` turns back: once, if it goes one way."""
+    """Return how often the ring of `firsts` changes direction: once, if it is monotonic."""
     return sum(later < earlier for earlier, later in pairwise([*firsts, firsts[0]]))
 
 
 def _merged(places: list[Place], gap: int) -> list[Place]:
-    """Returns places in the order of blocks, made one where no more than `gap` blocks lie between them."""
+    """Return places in block order, merged if at most `gap` blocks lie between them."""
     result: list[Place] = []
     for place in sorted(places, key=lambda place: (place.first, place.end)):
         if result and place.first - result[-1].end <= gap and place.stride == result[-1].stride == 0:
@@ -574,7 +574,7 @@ def _plain(kind: Class, places: Sequence[Place]) -> FileClass:
 
 
 def _once(places: Sequence[Place], blocks: int, accesses: int, now: Moment) -> FileClass:
-    """What was read once; `blocks` more are not known by place any more."""
+    """Return the class of blocks read once; the positions of further `blocks` are no longer known."""
     if not places:
         return FileClass(SEQ, (), blocks, accesses, 1, now, now)
     found = _plain(SEQ, places)

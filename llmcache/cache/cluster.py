@@ -1,7 +1,7 @@
-"""The grid on a Dask cluster: a task is some sizes of one policy on one trace, and gives the rows of a local run.
+"""The simulation grid on a Dask cluster: each task computes some sizes of one policy on one trace, like a local run.
 
-The bytes of a trace travel with its tasks, once to each worker that needs them, so nothing has to be shared. Workers need
-this version of llmcache. `distributed` (extra [cluster]) is imported here only, when it is called for.
+The bytes of a trace are sent with its tasks, once to each worker that needs them, so that no shared file system is
+required. Workers need this version of llmcache. Only this module imports `distributed` (extra [cluster]), on first use.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CONNECT_S = 10
 def simulate_on(
     address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf | None = None
 ) -> Simulation:
-    """Returns the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
+    """Return the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
 
-    Models are looked at where a worker sees them; see `simulate_all`.
+    Models are looked up on the workers; see `simulate_all`.
     """
     names = list(dict.fromkeys(traces))
     with _client(address) as client:
@@ -48,9 +48,9 @@ def simulate_on(
 
 
 def parts_of(plan: Plan, threads: int) -> list[Plan]:
-    """Returns `plan` cut into at least `threads` parts where it can be: each policy apart, then its sizes in groups.
+    """Return `plan` cut into at least `threads` parts if possible: one policy each, then its sizes in groups.
 
-    In the order of the plan's rows; the curve, if wanted, is with the first part.
+    In the order of the plan's rows; the first part includes the curve, if wanted.
     """
     groups = max(1, min(len(plan.sizes), -(-threads // max(1, len(plan.policies)))))
     step = -(-len(plan.sizes) // groups)
@@ -74,8 +74,8 @@ def _client(address: str) -> Iterator[Any]:
         await comm.close()
 
     try:
-        # A Client that finds nobody stays half made. Collected in another client's new thread, it waits for a lock that
-        # who waits for that thread holds: so ask first.
+        # A Client that fails to connect is only half constructed. If it is garbage-collected in the new thread of
+        # another client, the two threads deadlock. So test the connection first.
         asyncio.run(greet())
         client = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
@@ -88,14 +88,14 @@ def _client(address: str) -> Iterator[Any]:
 
 
 def _checked_threads(client: Any) -> int:
-    """Returns the threads of all workers; EnvironmentProblem if there is none, or one without this llmcache."""
+    """Return the threads of all workers; EnvironmentProblem without workers, or if one has another version of llmcache."""
     try:
         client.wait_for_workers(1, timeout=CONNECT_S)
     except TimeoutError as error:
         raise EnvironmentProblem(
             f"--scheduler: no worker connected within {CONNECT_S} s", "start one with: dask worker ADDRESS"
         ) from error
-    # Not a function of ours: where llmcache is missing it could not even be unpickled.
+    # Not a function of llmcache: a worker without llmcache could not unpickle it.
     versions = client.run(eval, "__import__('llmcache').__version__", on_error="return")
     for worker, version in versions.items():
         if version != __version__:
@@ -108,7 +108,7 @@ def _checked_threads(client: Any) -> int:
 
 
 def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress: Progress | None) -> list[Simulation]:
-    """Returns what the tasks gave, in their order; raises what the first failing one raised."""
+    """Return the results of the tasks, in their order; raise the error of the first failure."""
     from distributed import as_completed
 
     done: dict[str, Simulation] = {}
@@ -129,7 +129,6 @@ def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress
 
 
 def _task(name: str, plan: Plan, content: bytes, models: ModelsOf | None) -> Simulation:
-    """Returns the rows of `plan`, computed by the worker that calls this, in one thread of its own."""
     with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
         path = os.path.join(directory, os.path.basename(name))
         Path(path).write_bytes(content)

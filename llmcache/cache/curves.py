@@ -1,15 +1,15 @@
-"""Hits of LRU at every cache size from one pass over a trace: Mattson's stack distances, in memory of the footprint.
+"""LRU hits at every cache size from one pass over a trace, by Mattson's stack distances.
 
-A block's distance is the number of distinct blocks referenced since it was referenced last, itself included: LRU hits
-it in every cache of at least so many blocks (io_caching has no such curve; Mattson et al., 1970).
+The distance of a block is the number of distinct blocks referenced since its last reference, itself included. LRU hits
+it in every cache of at least that many blocks (Mattson et al., 1970; io_caching has no such curve).
 
-Time is counted in block references. A bit for each moment tells whether the block referenced then has not been
-referenced since, and a Fenwick tree counts the bits by buckets of `BUCKET` moments, so that it stays in the CPU's
-cache; a distance is the number of bits from a block's last moment on. When the moments run out, those of the blocks
-that live are renumbered in place: no array grows with the trace.
+Time is counted in block references. One bit per moment is set while the block referenced at that moment has not been
+referenced since, and a Fenwick tree counts the bits in buckets of `BUCKET` moments, so that it stays in the CPU's
+cache. A distance is the number of set bits from a block's last moment on. When the moments are used up, the set ones
+are renumbered in place. So memory is proportional to the footprint, not to the length of the trace.
 
-Blocks of one run that were last referenced next to one another share one distance: as the run goes on, each leaves one
-block less behind it in the old run and one more in the new one. So a loop costs a look-up per run, not per block.
+Consecutive blocks of one run that were also referenced consecutively before share one distance: with each of them, one
+block fewer is counted in the old run and one more in the new one. So a loop costs one lookup per run, not per block.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WORD = 64
 BUCKET_WORDS = 8
 BUCKET = WORD * BUCKET_WORDS
 BUCKET_SHIFT = 9  # 2**9 moments
-MOMENTS_PER_BLOCK = 4  # a bit each: more make renumbering rarer, fewer stay in the CPU's cache
-NOW, LIVE = 0, 1  # places in the kernel's state
+MOMENTS_PER_BLOCK = 4  # one bit each: with more, renumbering is rarer, but fewer fit into the CPU's cache
+NOW, LIVE = 0, 1  # indices into the kernel's state
 
 Moments = NDArray[np.signedinteger[Any]]
 
 
 def inlined(function: F) -> F:
-    """Puts `function` into its callers: a call passes every array in seven words, which costs more than it does."""
+    """Inline `function` into its callers: passing every array as seven words would cost more than the function itself."""
     compiled: F = numba.njit(inline="always")(function)
     return compiled
 
@@ -52,15 +52,15 @@ class Curve:
     reads: int
 
     def hit_ratio(self) -> Doubles:
-        """Returns hits / accesses of each size (float64, 0..1)."""
+        """Return hits / accesses of each size (float64, 0..1)."""
         return self.hits / self.accesses
 
     def miss_ratio(self) -> Doubles:
-        """Returns 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
+        """Return 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
         return 1 - self.hits / self.accesses
 
     def thinned(self, points: int) -> Curve:
-        """Returns at most `points` exact points of the curve, spread over its sizes, both ends among them."""
+        """Return at most `points` exact points of the curve, spread over its sizes, both ends included."""
         if len(self.sizes) <= points:
             return self
         kept = np.unique(np.linspace(0, len(self.sizes) - 1, points).astype(np.int64))
@@ -68,7 +68,7 @@ class Curve:
 
 
 class StackDistances:
-    """Counts LRU stack distances over ids 0 .. `blocks` - 1; `feed` goes on where the last call ended."""
+    """Counts LRU stack distances of block ids 0 .. `blocks` - 1; `feed` continues after the last call."""
 
     def __init__(self, blocks: int) -> None:
         buckets = -(-MOMENTS_PER_BLOCK * blocks // BUCKET) + 1
@@ -84,13 +84,13 @@ class StackDistances:
         self._totals = [0, 0]
 
     def feed(self, first: Int64s, count: Int64s, reads: Flags) -> None:
-        """Takes runs (ids first[i] .. first[i] + count[i] - 1, in this order) and which of them are reads."""
+        """Process runs (ids first[i] .. first[i] + count[i] - 1, in this order); `reads[i]` is False for writes."""
         _feed(self._stack, np.ascontiguousarray(first), np.ascontiguousarray(count), reads)
         self._totals[1] += int(count[reads].sum())
         self._totals[0] += int(count[~reads].sum())
 
     def curve(self) -> Curve:
-        """Returns the LRU curve for every size from 0 to the number of distinct blocks seen."""
+        """Return the LRU curve for every size from 0 to the number of distinct blocks."""
         footprint = int(self._stack.state[LIVE])
         hits = np.cumsum(self._stack.histogram[:, : footprint + 1], axis=1)
         sizes = np.arange(footprint + 1, dtype=np.int64)
@@ -98,9 +98,10 @@ class StackDistances:
 
 
 class Stack(NamedTuple):
-    """The last moment of each block, -1 if it has none; a bit for each moment, counted in the tree by buckets; hits.
+    """State of the kernel: the last moment of each block (-1 for none), a bit for each moment, and the tree over them.
 
-    `histogram`: by kind (writes, reads) and distance; `state`: NOW and LIVE; `ranks`: room for renumbering.
+    `histogram`: hits by kind (writes, reads) and distance; `state`: NOW and LIVE; `ranks`: scratch space of
+    renumbering.
     """
 
     last: Moments
@@ -132,21 +133,21 @@ def _feed(stack: Stack, first: Int64s, count: Int64s, reads: Flags) -> None:
                     block += 1
                 live += block - start
             else:
-                # Neighbours that were referenced one after the other share the distance of the first.
+                # Consecutive blocks that were referenced consecutively share the distance of the first.
                 while block < end and last[block] == moment + (block - start):
                     last[block] = now + (block - start)
                     block += 1
                 histogram[kind, live - _below(moment, bits, tree)] += block - start
                 _forget(moment, moment + block - start, opened, bits, tree)
             now += block - start
-        # Not sooner: until its end no look-up in this run goes beyond the moment at which it began.
+        # Not earlier: until the run ends, no lookup in it goes beyond the moment at which it began.
         _remember(begin, now, bits, tree)
     state[NOW], state[LIVE] = now, live
 
 
 @inlined
 def _ones(word: Any) -> Any:
-    """Number of bits set in `word`; LLVM makes one instruction of it."""
+    """Return the number of set bits in `word`; LLVM compiles this to one instruction."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -155,19 +156,17 @@ def _ones(word: Any) -> Any:
 
 @inlined
 def _bits_of(begin: int, end: int) -> Any:
-    """The bits of a word that stand for moments `begin` .. `end` - 1: at least one, all in that word."""
+    """Return a mask of the moments `begin` .. `end` - 1, at least one, all in the same word."""
     return (~np.uint64(0) >> np.uint64(WORD - (end - begin))) << np.uint64(begin & 63)
 
 
 @inlined
 def _before(moment: int) -> Any:
-    """The bits of the word of `moment` that stand for earlier ones."""
     return (np.uint64(1) << np.uint64(moment & 63)) - np.uint64(1)
 
 
 @inlined
 def _below(moment: int, bits: Uint64s, tree: Int64s) -> Any:
-    """Number of bits set before `moment`."""
     word, node = moment >> 6, moment >> BUCKET_SHIFT
     total = _ones(bits[word] & _before(moment))
     for index in range(node * BUCKET_WORDS, word):
@@ -188,7 +187,6 @@ def _add(bucket: int, change: int, tree: Int64s) -> None:
 
 @inlined
 def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> None:
-    """Clears the bits of moments `begin` .. `end` - 1, all of which are set."""
     moment = begin
     while moment < end:
         stop = min(end, ((moment >> 6) + 1) << 6)
@@ -205,7 +203,7 @@ def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> N
 
 @inlined
 def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
-    """Sets the bits of moments `begin` .. `end` - 1, the newest; buckets enter the tree when they are full."""
+    """Set the bits of moments `begin` .. `end` - 1, the newest; buckets enter the tree when they are full."""
     moment = begin
     while moment < end:
         stop = min(end, ((moment >> 6) + 1) << 6)
@@ -220,7 +218,7 @@ def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
 
 @subroutine
 def _renumber(last: Moments, bits: Uint64s, tree: Int64s, ranks: Int64s) -> None:
-    """Gives the blocks that live the moments 0, 1, … in the order of the old ones; overwrites `ranks`."""
+    """Renumber the moments in use as 0, 1, …, in their old order; overwrites `ranks`."""
     live = np.int64(0)
     for word in range(len(bits)):
         ranks[word] = live

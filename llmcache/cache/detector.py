@@ -1,18 +1,19 @@
-"""The detector: which blocks of which files are read once, in a loop, or again and again without order. Online.
+"""The detector: classify blocks online as read once, read in a loop, or accessed repeatedly without order.
 
     detector = Detector()
     detector.note(t_ns, until_ns, file, first, count, accesses, write)      # each run of blocks, O(1)
     for place in detector.trails[file, write].places(): ...                 # SEQ, LOOP or HOT, with passes and period
 
-Runs become streams (`streams`), streams become walks; walks in sequence become passes over regions (sweeps), others
-visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that came again are hot; the
-rest was read once. Reads and writes are apart, and so are the phases of a stride.
+Runs form streams (`streams`), and streams yield walks. Sequential walks count as passes over regions (sweeps), other
+walks as visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited
+are hot; all others were read once. Reads and writes are separate, and so are the phases of a stride.
 
-What it keeps of a file is bounded, whatever comes: streams, regions and cells, a kilobyte for each at most.
+The state per file is bounded: streams, regions and cells, each of at most a kilobyte.
 
 Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access;
-repeats of a block collapse; a loop needs two equal distances and not one re-reference, so that a prompt that is tried
-again is none (section 3.2); a loop is a region with one period however many pieces its passes have; a loop expires.
+repeats of a block collapse; a loop needs two equal distances instead of one re-reference, so that a prompt that is
+submitted twice is no loop (section 3.2); a loop is a region with one period, no matter how many pieces its passes have;
+a loop expires.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ HOT: Literal["HOT"] = "HOT"
 Class = Literal["SEQ", "LOOP", "HOT"]
 
 LOOP_PASSES = 3  # two intervals: one re-reference makes no loop
-MISSED_PERIODS = 2  # after which a loop is over
-MAX_STRIDES = 16  # phases of strides of one file
+MISSED_PERIODS = 2  # after which a loop has ended
+MAX_STRIDES = 16  # phases of strides per file
 
 
 @dataclass(frozen=True)
 class Place:
-    """What became of blocks first .. end - 1 of a file, of which `blocks` were accessed, `accesses` times in all.
+    """Blocks first .. end - 1 of a file with one class; `blocks` of them were accessed, `accesses` times in all.
 
-    `passes` is how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
-    `regularity`: part of the intervals that were about the period. `stride`: distance of its runs; 0 for all blocks.
+    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
+    `regularity`: share of the intervals about as long as the period. `stride`: distance of the runs; 0 if there are no
+    holes.
     """
 
     kind: Class
@@ -59,10 +61,10 @@ class Place:
     descending: bool = False
     stride: int = 0
     scattered: bool = False  # accessed without order
-    rhythms: tuple[Period, ...] = ()  # all intervals that keep coming, shortest first; the period is the most frequent
+    rhythms: tuple[Period, ...] = ()  # all recurring intervals, shortest first; the period is the most frequent one
 
     def expired(self, now: Moment) -> bool:
-        """Whether this loop has missed MISSED_PERIODS, both in time (a slow storage) and in accesses (a user's pause)."""
+        """Return True if this loop missed MISSED_PERIODS, in time (slow storage) and in accesses (a user's pause)."""
         if not self.rhythms:
             return False
         longest = self.rhythms[-1]
@@ -71,20 +73,22 @@ class Place:
 
 
 def common(one: Place | SweepRegion, other: Place | SweepRegion) -> int:
-    """Blocks that lie between the ends of both."""
+    """Return the number of blocks in the intersection of both ranges."""
     return max(0, min(one.end, other.end) - max(one.first, other.first))
 
 
-MAX_REGIONS = 256  # of one file; beyond that neighbours become one
-ONE_SWEEP = 16  # neighbours belong to one sweep if the time between them is so small a part of what it takes
+MAX_REGIONS = 256  # per file; beyond that, neighbors are joined
+ONE_SWEEP = 16  # neighbors belong to one sweep if the gap between them in time is at most 1/ONE_SWEEP of their length
 
-IsRunning = Callable[[int, Moment], bool]  # whether the stream with this number was still coming on after that moment
+IsRunning = Callable[[int, Moment], bool]  # returns True if the stream with this number advanced after that moment
 
 
 @dataclass(slots=True)
 class SweepRegion:
-    """Blocks first .. end - 1, `touched` of them walked over `passes` times in sequence since `since`, the last time from
-    `at_first` to `at_end` (earlier, if it went down) by stream `stream`. `accesses`: blocks accessed in all passes.
+    """Blocks first .. end - 1, of which `touched` were accessed, walked over in sequence `passes` times since `since`.
+
+    The last pass, by stream `stream`, went from `at_first` to `at_end` (or from `at_end` to `at_first`, if it went
+    down). `accesses`: blocks accessed in all passes.
     """
 
     first: int
@@ -101,11 +105,11 @@ class SweepRegion:
 
     @property
     def last(self) -> Moment:
-        """When it was accessed last."""
+        """The time of the last access."""
         return max(self.at_first, self.at_end, key=lambda moment: moment.blocks)
 
     def at(self, block: float) -> Moment:
-        """When `block` was walked over last, taken to lie evenly between the two ends."""
+        """Return the time of the last pass over `block`, interpolated between the two ends."""
         part = (block - self.first) / (self.end - self.first)
         return Moment(
             round(self.at_first.ns + part * (self.at_end.ns - self.at_first.ns)),
@@ -113,12 +117,12 @@ class SweepRegion:
         )
 
     def share(self, value: int, first: int, end: int) -> int:
-        """Returns how much of `value`, which stands for all of the region, falls to blocks first .. end - 1."""
+        """Return the part of `value`, a total of the region, that belongs to blocks first .. end - 1."""
         length = self.end - self.first
         return value * (end - self.first) // length - value * (first - self.first) // length
 
     def part(self, first: int, end: int) -> SweepRegion:
-        """Returns blocks first .. end - 1 of it, with a history of their own."""
+        """Return blocks first .. end - 1 as a region with its own history."""
         return replace(
             self,
             first=first,
@@ -131,7 +135,7 @@ class SweepRegion:
         )
 
     def place(self, ordered: bool = True) -> Place:
-        """What became of it; not `ordered`: it only looks like a walk."""
+        """Return the region as a place; not `ordered`: random accesses that only look like a walk."""
         looping = self.passes >= LOOP_PASSES and ordered
         return Place(
             kind=LOOP if looping else SEQ,
@@ -151,11 +155,11 @@ class SweepRegion:
 
 
 class Sweeps:
-    """Where one file was walked over in sequence: regions in the order of their blocks, at most `limit` of them.
+    """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    They are disjoint, each with one history. A pass over a region moves the border between what has been walked in this
-    pass and what has not: a loop is one region, or two while it is being walked. A pass counts only if the walk before it
-    was over: readers of one loop that follow each other make one pass together.
+    A pass over a region moves the border between its walked and unwalked parts: a loop is one region, or two during a
+    pass. A pass counts only if the previous walk has ended: readers that follow each other through one loop make one
+    pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
@@ -163,7 +167,7 @@ class Sweeps:
         self.limit = limit
 
     def add(self, walk: Walk, is_running: IsRunning) -> None:
-        """Takes a sequential walk into account."""
+        """Record a sequential walk."""
         begin = bisect_right(self.regions, walk.first, key=lambda region: region.end)
         if begin and self._moves_border(begin, walk, is_running):
             return
@@ -194,9 +198,9 @@ class Sweeps:
             self._compact()
 
     def _moves_border(self, index: int, walk: Walk, is_running: IsRunning) -> bool:
-        """Takes `walk` if it goes on in the region before `index`, and all that happens is that this region gets longer.
+        """Record `walk` if it only extends the region before `index`; return False if it does not.
 
-        That is what nearly all walks do; `add` does the same for them at several times the cost.
+        Nearly all walks are of this kind; `add` gives the same result at several times the cost.
         """
         mine = self.regions[index - 1]
         if mine.end != walk.first or mine.stream != walk.stream or walk.descending:
@@ -224,28 +228,28 @@ class Sweeps:
         return True
 
     def _compact(self) -> None:
-        """Joins pairs of neighbours, those that lose least first, until a quarter of the room is free."""
-        # What joining two would hide: a difference in passes, and how many blocks get another history.
+        """Join pairs of neighbors, those that lose least first, until a quarter of the limit is free."""
+        # What joining a pair hides: a difference in passes, and the number of blocks that get a different history.
         losses = [
             (left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end, index)
             for index, (left, right) in enumerate(pairwise(self.regions))
         ]
-        gone: set[int] = set()
+        joined: set[int] = set()
         for *_, index in sorted(losses):
-            if len(self.regions) - len(gone) <= self.limit * 3 // 4:
+            if len(self.regions) - len(joined) <= self.limit * 3 // 4:
                 break
-            if index not in gone and index + 1 not in gone and index - 1 not in gone:
+            if index not in joined and index + 1 not in joined and index - 1 not in joined:
                 self.regions[index + 1] = _join(self.regions[index], self.regions[index + 1])
-                gone.add(index)
-        self.regions = [region for index, region in enumerate(self.regions) if index not in gone]
+                joined.add(index)
+        self.regions = [region for index, region in enumerate(self.regions) if index not in joined]
 
 
 def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
-    """Returns the region `old` after the walk `new` over it; `together`: both are one pass."""
+    """Return the region `old` after the walk `new` over it; `together`: both belong to one pass."""
     accesses, touched = old.accesses + new.accesses, max(old.touched, new.touched)
     if together:
         return replace(old, accesses=accesses, touched=touched)
-    # Where the walk came in: there its time is known best.
+    # Use the end at which the walk entered: its time is the most accurate.
     before, now = (old.at_end, new.at_end) if new.at_end < new.at_first else (old.at_first, new.at_first)
     gap = now.blocks - before.blocks
     old.intervals.add(now.ns - before.ns, gap)
@@ -261,7 +265,7 @@ def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
 
 
 def _joined(regions: list[SweepRegion]) -> list[SweepRegion]:
-    """Returns `regions` with neighbours made one where they have one history."""
+    """Return `regions` with neighbors of the same history joined."""
     result = regions[:1]
     for region in regions[1:]:
         if _is_one(result[-1], region):
@@ -283,7 +287,6 @@ def _is_one(left: SweepRegion, right: SweepRegion) -> bool:
 
 
 def _join(left: SweepRegion, right: SweepRegion) -> SweepRegion:
-    """Returns both as one region, with the history of the longer one."""
     main = left if left.touched >= right.touched else right
     return replace(
         main,
@@ -298,15 +301,16 @@ def _join(left: SweepRegion, right: SweepRegion) -> SweepRegion:
     )
 
 
-MAX_CELLS = 256  # of one file: 64 MiB of hot blocks, one by one
+MAX_CELLS = 256  # per file: 64 MiB of hot blocks, one by one
 PLACES = 64
 _ALL = (1 << PLACES) - 1
 
 
 @dataclass(slots=True)
 class ScatteredCell:
-    """64 places: bit i of `seen` (accessed) and of `again` (in more than one visit). `visits` come and go between `since`
-    and `last`.
+    """64 places: bit i is set in `seen` if place i was accessed, and in `again` if more than one visit accessed it.
+
+    `visits`: number of visits between `since` and `last`.
     """
 
     seen: int
@@ -318,23 +322,23 @@ class ScatteredCell:
 
 
 class ScatteredBlocks:
-    """The blocks of one file that were accessed in no order, and which of them came again.
+    """The blocks of one file that were accessed without order, and which of them were revisited.
 
-    Kept in at most `MAX_CELLS` cells of 64 places; a place is a block, or a power of two of blocks once all cells are full
-    of hot blocks. Cells in which nothing came again are given up first: what is hot comes often, and survives.
+    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all
+    cells. Cells without hot blocks are dropped first.
     """
 
     def __init__(self) -> None:
-        self.shift = 0  # log2 of the blocks of a place
-        self.forgotten_blocks = 0  # accessed once, in cells given up
+        self.shift = 0  # log2 of the blocks per place
+        self.forgotten_blocks = 0  # accessed once, in dropped cells
         self.forgotten_accesses = 0
-        self._cells: OrderedDict[int, ScatteredCell] = OrderedDict()  # least recent first
+        self._cells: OrderedDict[int, ScatteredCell] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def add(self, first: int, mask: int, accesses: int, now: Moment) -> None:
-        """Takes one visit: the blocks first + i for the bits i of `mask`, `accesses` in all counting repeats."""
+        """Record one visit: block first + i for each bit i of `mask`; `accesses` counts repeats."""
         places = self._places(first, mask)
         left, blocks = accesses, sum(bits.bit_count() for bits in places.values())
         for index, bits in places.items():
@@ -348,13 +352,14 @@ class ScatteredBlocks:
                 cell.seen |= bits
                 cell.visits += 1
                 cell.accesses += share
-                cell.since, cell.last = min(cell.since, now), max(cell.last, now)  # streams end later than they stop
+                # streams are ended later than their last access
+                cell.since, cell.last = min(cell.since, now), max(cell.last, now)
             self._cells[index] = cell
         if len(self._cells) > MAX_CELLS:
             self._make_room()
 
     def credit(self, block: int, accesses: int) -> None:
-        """Counts accesses that only repeat a visit of `block`, which was taken before."""
+        """Count accesses that only repeat an earlier visit of `block`."""
         cell = self._cells.get((block >> self.shift) // PLACES)
         if cell is None:
             self.forgotten_accesses += accesses
@@ -362,7 +367,6 @@ class ScatteredBlocks:
             cell.accesses += accesses
 
     def _places(self, first: int, mask: int) -> dict[int, int]:
-        """Returns the bits of each cell that a visit touches."""
         result: dict[int, int] = {}
         if self.shift == 0:
             index, offset = divmod(first, PLACES)
@@ -381,7 +385,7 @@ class ScatteredBlocks:
         return result
 
     def _make_room(self) -> None:
-        """Gives up the least recent cells without anything hot; takes larger places where there are too few of those."""
+        """Drop the least recently used cells without hot places; double the size of a place if there are too few of them."""
         cold = [index for index, cell in self._cells.items() if not cell.again]
         for index in cold[: max(1, len(cold) // 2)] if cold else ():
             cell = self._cells.pop(index)
@@ -390,7 +394,7 @@ class ScatteredBlocks:
             self._widen()
 
     def forget(self, blocks: int, accesses: int) -> None:
-        """Counts blocks that were accessed once, and about which nothing else is kept."""
+        """Count blocks that were accessed once and are no longer tracked."""
         self.forgotten_blocks += blocks
         self.forgotten_accesses += accesses
 
@@ -411,7 +415,7 @@ class ScatteredBlocks:
             self._cells[index // 2] = cell
 
     def places(self) -> Iterator[Place]:
-        """Yields cells in the order of blocks; one that has both hot and other blocks is cut to the hot ones."""
+        """Yield cells in block order; a cell with hot and other blocks is trimmed to the hot ones."""
         for index, cell in sorted(self._cells.items()):
             base = index * PLACES
             shown = cell.again or cell.seen
@@ -431,29 +435,28 @@ class ScatteredBlocks:
 
 
 def _halved(bits: int) -> int:
-    """Returns `bits` with each pair made one, set if either was."""
     bits |= bits >> 1
     return sum(((bits >> 2 * place) & 1) << place for place in range(PLACES // 2))
 
 
 class Trail:
-    """What one file (its reads, or its writes) has shown."""
+    """The accesses to one file (its reads, or its writes)."""
 
     def __init__(self) -> None:
         self.streams = StreamTable()
         self.sweeps = Sweeps()
         self.scattered = ScatteredBlocks()
-        self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # stride, phase, width of the runs
+        self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # key: stride, phase, width of the runs
 
     def note(self, run: BlockRun) -> bool:
-        """Takes a run; returns whether it only repeats the one before it."""
+        """Record a run; return True if it only repeats the one before it."""
         repeated, walks = self.streams.note(run)
         for walk in walks:
             self._take(walk)
         return repeated
 
     def finish(self) -> None:
-        """Ends all streams, so that what they walked last is counted as well."""
+        """End all streams, so that their last walks are counted too."""
         for walk in self.streams.end():
             self._take(walk)
 
@@ -473,7 +476,7 @@ class Trail:
             self.scattered.credit(walk.first, walk.accesses)
 
     def _take_strided(self, walk: Walk) -> None:
-        """A stride is a sequence of its own: in runs instead of blocks, and apart from other phases of it."""
+        """Record a strided walk in the sweeps of its stride and phase, in runs instead of blocks."""
         at = walk.first if walk.descending else walk.end - walk.width
         runs = -(-(walk.end - walk.first) // walk.stride)
         number, phase = divmod(at, walk.stride)
@@ -491,17 +494,17 @@ class Trail:
 
     @property
     def forgotten(self) -> tuple[int, int]:
-        """Blocks accessed without coming back of which nothing else is kept any more, and the accesses to them."""
+        """Number of blocks accessed once that are no longer tracked, and number of accesses to them."""
         return self.scattered.forgotten_blocks, self.scattered.forgotten_accesses
 
     def places(self) -> Iterator[Place]:
-        """Yields regions, then strided ones, then scattered ones, each in the order of blocks; they may overlap."""
+        """Yield regions, then strided regions, then scattered ones, each in block order; they may overlap."""
         scattered = list(self.scattered.places())
         ends = [place.end for place in scattered]
         for region in self.sweeps.regions:
             near = scattered[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
             visits = sum(place.accesses * common(place, region) // (place.end - place.first) for place in near)
-            # Of very many accesses without order some look like a walk.
+            # Among very many accesses without order, some look like a walk.
             yield region.place(ordered=visits <= region.accesses)
         for (stride, phase, width), sweeps in self.strides.items():
             for region in sweeps.regions:
@@ -512,9 +515,9 @@ class Trail:
 
 
 class Detector:
-    """Streams, loops and hot blocks of all files; `now` is the time and the blocks accessed so far, repeats collapsed.
+    """Streams, loops and hot blocks of all files; `now` is the time and the number of blocks accessed, repeats collapsed.
 
-    `trails`: by file and whether it is its writes, what they have shown; what streams walk at the moment is not in it yet.
+    `trails`: (file, is write) -> trail; without the walks that streams have not completed yet.
     """
 
     def __init__(self) -> None:
@@ -522,9 +525,9 @@ class Detector:
         self.trails: dict[tuple[int, bool], Trail] = {}
 
     def note(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
-        """Takes requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
+        """Record requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
 
-        The first came at `t_ns`, the last at `until_ns`. Times must ascend.
+        The first request came at `t_ns`, the last at `until_ns`. Times must ascend.
         """
         trail = self.trails.get((file, write))
         if trail is None:
@@ -535,6 +538,6 @@ class Detector:
         self.now = Moment(until_ns, blocks) if repeated else stop
 
     def finish(self) -> None:
-        """Ends all streams: the trace is over. What comes later begins new ones."""
+        """End all streams, because the trace has ended. Later accesses begin new ones."""
         for trail in self.trails.values():
             trail.finish()

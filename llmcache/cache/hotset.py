@@ -1,17 +1,17 @@
-"""What is kept of things that are used again and again, some more often than others: the experts of a mixture.
+"""Cache replacement for keys with different popularities: the experts of an MoE model.
 
-Each use counts 1 and fades with its age. Who has the least left leaves first: with an endless half-life that is the least
-frequently used, with a short one the least recently. Source: LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001),
-its `C(x)` with `F(x) = (1/2)^(lambda x)`; the clock counts uses, and lambda follows the room, so that one setting serves
-rooms of a tenth and of half of the things.
+Each use counts 1 and decays with its age; the key with the lowest sum is evicted first. An infinite half-life gives the
+least frequently used key, a short one the least recently used. Source: LRFU (Lee et al., IEEE Transactions on Computers
+50(12), 2001), its `C(x)` with `F(x) = (1/2)^(lambda x)`. The clock counts uses, and lambda follows the capacity, so
+that one setting fits caches for a tenth and for half of the keys.
 
-Who was used last stays for a *window* of uses whatever its count: many of a token's experts are the next token's (Jiang et
-al. 2024, "Mixtral of Experts", section 5), which a long half-life does not see. Source: the window of W-TinyLFU (Einziger et
-al., ACM Transactions on Storage 13(4), 2017), in uses of a token, as they come again with the next one.
+Recently used keys are evicted last, for a *window* of uses: many experts of a token are used by the next token too
+(Jiang et al. 2024, "Mixtral of Experts", section 5), which a long half-life ignores. Source: the window of W-TinyLFU
+(Einziger et al., ACM Transactions on Storage 13(4), 2017), in multiples of the uses of a token.
 
-Which rule misses least depends on how fast popularities change, so it is found by a duel: of a sample of the keys each of
-RULES keeps what it would, and the one that has missed clearly least of late decides. The first is as good as LRU, so that
-the whole is hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), by a sample of keys for one of sets.
+The best rule depends on how fast popularities change, so a duel selects it. Each of RULES runs on a sample of the keys,
+and the one with clearly the fewest recent misses takes over. The first rule is as good as LRU, so that the result is
+hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), with a sample of keys instead of sets.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 RULES = ((0.1, 0.0), (10.0, 0.0), (10.0, 1.25), (10.0, 2.0))
-"""Half-life, in keys that are kept, and window, in uses of a token."""
-_LEAST_HALF_LIFE = 8.0  # in uses, where few keys are kept
-_FORGOTTEN = 64.0  # half-lives: what is left after so many is nothing
-_FIRST = 2  # of RULES, until another has won
-_BETTER = 0.9  # of the misses of the one that decides has another to have, to take its place: chance has a part in them
-_SAMPLE = 4  # one key of so many
-_ROUND = 8  # uses for each sampled key that is kept; the rounds before count half as much each
+"""Half-life, in multiples of the cached keys, and window, in multiples of the uses of a token."""
+_LEAST_HALF_LIFE = 8.0  # in uses, if few keys are cached
+_FORGOTTEN = 64.0  # half-lives after which a use is negligible
+_FIRST = 2  # index into RULES of the initial rule
+_BETTER = 0.9  # a rule takes over with fewer misses than this share of those of the current rule: the rest may be chance
+_SAMPLE = 4  # one key in _SAMPLE
+_ROUND = 8  # uses per sampled key in the cache; earlier rounds count half as much each
 
 
 class Lrfu:
-    """Keys that are kept, by the popularity and recency of all that were ever used.
+    """A set of cached keys, ranked by popularity and recency of all uses, also of keys that are not cached.
 
-    Values are kept as logarithms, shifted with the clock, so that they change with a use only: of two keys without one, the
-    same leaves first, always. They only grow, so that the queue may have old ones, looked up when their turn comes.
+    Values are logarithms relative to the clock, so that they change only with a use: two unused keys keep their order.
+    They only grow, so that the queue may contain outdated values, which are corrected when they are popped.
     """
 
     def __init__(self, half_lives: float, window: int = 0) -> None:
-        """`half_lives`: in keys that are kept; `window`: in uses."""
+        """`half_lives`: in multiples of the cached keys; `window`: in uses."""
         self.half_lives = half_lives
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
-        self._queue: list[tuple[float, int]] = []  # a heap of values that are no larger than they are by now
-        self._queued: set[int] = set()  # all that are kept, and some that have left
+        self._queue: list[tuple[float, int]] = []  # a heap of values, current or outdated (smaller)
+        self._queued: set[int] = set()  # all cached keys, and some evicted ones
         self._window = window
         self._recent: deque[int] = deque()  # the last uses, as many as the window has
         self._counts: dict[int, int] = {}  # of each key among them
@@ -58,7 +58,7 @@ class Lrfu:
 
     @property
     def window(self) -> int:
-        """Uses for which a key stays: who was used in the last so many leaves after all others."""
+        """Number of last uses whose keys are evicted after all others."""
         return self._window
 
     @window.setter
@@ -67,9 +67,9 @@ class Lrfu:
         self._age()
 
     def use(self, key: int) -> None:
-        """Counts one use, of a key that is kept or not."""
+        """Count one use of a key, cached or not."""
         self.skip(1)
-        age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative of one that was used often
+        age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative for a key that was used often
         self._value[key] = self._clock - age + math.log2(1 + 2**age)  # log2(2**value + 2**clock)
         if self._window:
             self._recent.append(key)
@@ -77,7 +77,7 @@ class Lrfu:
             self._age()
 
     def skip(self, uses: float) -> None:
-        """So many uses were not seen: what was seen is older by them."""
+        """Advance the clock by `uses` that were not observed."""
         self._clock += uses / max(_LEAST_HALF_LIFE, self.half_lives * len(self._kept))  # in half-lives
 
     def _age(self) -> None:
@@ -89,21 +89,21 @@ class Lrfu:
                 self._counts[key] -= 1
 
     def value(self, key: int) -> float:
-        """What is left of the uses of `key`, as a logarithm; minus infinity without any."""
+        """Return the decayed uses of `key`, as a logarithm; minus infinity without any."""
         return self._value.get(key, -math.inf)
 
     def keep(self, key: int) -> None:
-        """`key` is kept from now on; without a use of it it leaves before all others."""
+        """Add `key` to the cache; until its first use it is evicted before all others."""
         self._kept.add(key)
         if key not in self._queued:
             self._push(key)
 
     def drop(self, key: int) -> None:
-        """`key` is not kept any more."""
+        """Remove `key` from the cache."""
         self._kept.discard(key)
 
     def least(self, spared: Callable[[int], bool] = lambda _: False) -> int | None:
-        """The key that should leave first, of those that are not `spared` if there are any; None if nothing is kept."""
+        """Return the key to evict first, preferably one that is not `spared`; None if the cache is empty."""
         taken: list[int] = []
         best: tuple[bool, bool] | None = None
         found: int | None = None
@@ -119,11 +119,11 @@ class Lrfu:
         return found
 
     def coldest(self, count: int) -> list[int]:
-        """The `count` keys that should leave first, in that order."""
+        """Return the `count` keys to evict first, in that order."""
         return heapq.nsmallest(count, self._kept, key=lambda key: (key in self._counts, self.value(key), key))
 
     def _take(self) -> Iterator[int]:
-        """Takes keys out of the queue, the least value first; they have to be pushed again."""
+        """Yield keys from the queue, lowest value first; the caller has to push them again."""
         while self._queue:
             value, key = heapq.heappop(self._queue)
             if key not in self._kept:
@@ -134,7 +134,7 @@ class Lrfu:
                 yield key
 
     def forget(self, keys: range) -> None:
-        """Forgets keys altogether: they stand for nothing any more."""
+        """Remove keys and their history, because they no longer have a meaning."""
         self._recent = deque(key for key in self._recent if key not in keys)
         self._queue = [entry for entry in self._queue if entry[1] not in keys]
         heapq.heapify(self._queue)
@@ -150,7 +150,7 @@ class Lrfu:
 
 
 class HotSet(Lrfu):
-    """The same by the rule that misses least."""
+    """An `Lrfu` that follows the rule with the fewest misses."""
 
     def __init__(self) -> None:
         super().__init__(RULES[_FIRST][0])
@@ -162,7 +162,7 @@ class HotSet(Lrfu):
 
     @property
     def token_uses(self) -> int:
-        """How many uses a token makes, of all keys; 0 (no window) where that is not known."""
+        """Number of uses of a token, of all keys; 0 (no window) if it is unknown."""
         return self._token_uses
 
     @token_uses.setter
@@ -173,13 +173,12 @@ class HotSet(Lrfu):
             rival.window = int(tokens * uses / _SAMPLE)
 
     def _follow(self, number: int) -> None:
-        """One of RULES decides from now on."""
         self._first = number
         self.half_lives, tokens = RULES[number]
         self.window = int(tokens * self._token_uses)
 
     def use(self, key: int) -> None:
-        """Counts one use, of a key that is kept or not."""
+        """Count one use of a key, cached or not."""
         super().use(key)
         if key * 0x9E3779B1 % 2**32 // 2**16 % _SAMPLE:
             return
@@ -199,13 +198,13 @@ class HotSet(Lrfu):
             self._uses = 0
 
     def skip(self, uses: float) -> None:
-        """So many uses were not seen."""
+        """Advance the clock by `uses` that were not observed."""
         super().skip(uses)
         for rival in self._rivals:
             rival.skip(uses / _SAMPLE)
 
     def forget(self, keys: range) -> None:
-        """Forgets keys altogether: they stand for nothing any more."""
+        """Remove keys and their history, because they no longer have a meaning."""
         super().forget(keys)
         for rival in self._rivals:
             rival.forget(keys)

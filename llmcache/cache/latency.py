@@ -1,15 +1,15 @@
-"""Fetch latency and stalls, modelled from what a replay missed: no time here is measured.
+"""Fetch latency and stalls, modelled from the misses of a replay; no time here is measured.
 
-Source: io_caching section 4.1. Host to GPU: 20 GB/s, base latency 2 us, requests of 1 KB. Storage: a set-up latency of
+Source: io_caching section 4.1. Host to GPU: 20 GB/s, base latency 2 us, requests of 1 KB. Storage: a setup latency of
 50 us per I/O and a sustained bandwidth, transfers of one 4 KB page.
 
-What is one I/O: each missed page, also where misses are neighbours. The paper does not say it in words, its figure 5
-does: gains are "negligible" beyond 500 MB/s. A page costs 50 us + 4096 / BW, so 91, 70, 58 and 54 us at 100, 200, 500
-and 1000 MB/s: the set-up hides the last step. Were a missed run one I/O, the set-up would vanish in it and every
+Each missed page is one I/O, even if misses are adjacent. The paper does not state this, but figure 5 implies it: gains
+are "negligible" beyond 500 MB/s. A page costs 50 us + 4096 / BW, which is 91, 70, 58 and 54 us at 100, 200, 500 and
+1000 MB/s: the setup dominates the last step. If a missed run were one I/O, the setup would be negligible, and every
 doubling of the bandwidth would halve the latency.
 
-Only reads fetch: a written block is replaced whole and reaches neither the storage nor the GPU in this model. Writing
-dirty blocks back is not counted.
+Only reads fetch: a written block is replaced whole and reaches neither storage nor the GPU in this model. Writeback of
+dirty blocks is not counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NS = 1e-9
 
 @dataclass(frozen=True)
 class FetchModel:
-    """Time to bring blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1."""
+    """Time to fetch blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1."""
 
-    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths  # bytes/s, each above 0; a latency is given for each
+    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths  # bytes/s, each above 0; one latency is computed for each
     setup_ns: int = PAPER.setup_ns
     gpu_bandwidth: int = PAPER.gpu_bandwidth
     gpu_setup_ns: int = PAPER.gpu_setup_ns
@@ -36,43 +36,44 @@ class FetchModel:
     block_bytes: int = PAPER.block_bytes
 
     def gpu_s(self, blocks: int) -> float:
-        """Returns the seconds that `blocks` take from host memory to the GPU, request by request."""
+        """Return the seconds to copy `blocks` from host memory to the GPU, request by request."""
         requests = blocks * -(-self.block_bytes // self.request_bytes)
         return requests * self.gpu_setup_ns * NS + blocks * self.block_bytes / self.gpu_bandwidth
 
     def storage_s(self, blocks: int, bandwidth: int) -> float:
-        """Returns the seconds that `blocks` take from storage of `bandwidth` (bytes/s), one I/O each."""
+        """Return the seconds to read `blocks` from storage of `bandwidth` (bytes/s), one I/O each."""
         return blocks * (self.setup_ns * NS + self.block_bytes / bandwidth)
 
     def latency_s(self, read_blocks: int, missed_blocks: int, bandwidth: int) -> float:
-        """Returns the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
+        """Return the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
         return self.gpu_s(read_blocks) + self.storage_s(missed_blocks, bandwidth)
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """How far storage of `bw` bytes/s falls behind in slices of T of the trace's own time (modelled)."""
+    """Stalls with storage of `bw` bytes/s, in slices of T of the trace's own time (modelled)."""
 
     bw: int
     slices: int  # slices with at least one reference
-    stalled_slices: int  # slices in which more was missed than storage delivers in one: their inference waits
-    stall_s: float  # sum over the stalled slices of the time that fetching takes beyond the slice
-    worst_bytes: int  # most that was missed in one slice; BW x T has to cover it
+    stalled_slices: int  # slices with more misses than storage delivers within a slice, so that inference waits
+    stall_s: float  # sum over the stalled slices of the fetch time beyond the slice
+    worst_bytes: int  # most bytes missed in one slice; BW x T has to cover them
 
 
 class StallMeter:
-    """Adds up the missed reads of each slice of T; rows come in the order of time, in as many calls as wanted.
+    """Adds up the missed reads of each slice of T; rows are added in order of time, in any number of calls.
 
-    Source: io_caching section 4.1, formula (1): what is missed within T must fit in BW x T, or inference is delayed by
-    the deficit. A stalled slice delays the next ones as a whole, so no backlog is carried over. As in the formula only
-    the bandwidth counts, not the set-up latency. A slice holds the rows that begin in it: a run of the trace is not cut.
+    Source: io_caching section 4.1, formula (1): the misses within T must fit in BW x T, or inference is delayed by the
+    deficit. A stalled slice delays the next ones as a whole, so no backlog is carried over. As in the formula, only the
+    bandwidth counts, not the setup latency. A slice contains the rows that begin in it: a run of the trace is not
+    split.
     """
 
     def __init__(self, period_ns: int, bandwidths: tuple[int, ...]) -> None:
         self._period_ns = period_ns
         self._bandwidths = bandwidths
         self._start_ns = -1
-        self._current = -1  # the slice that later rows may still add to
+        self._current = -1  # the slice that later rows may still belong to
         self._blocks = 0
         self._slices = 0
         self._worst = 0
@@ -80,7 +81,7 @@ class StallMeter:
         self._stall_s = [0.0] * len(bandwidths)
 
     def add(self, t_ns: Uint64s, missed: Int64s) -> None:
-        """Takes rows: when each began (ns, ascending) and how many blocks of it had to be read from storage."""
+        """Add rows: the start of each (ns, ascending) and its number of blocks missed."""
         if len(t_ns) == 0:
             return
         if self._start_ns < 0:
@@ -97,7 +98,6 @@ class StallMeter:
         self._current, self._blocks = int(numbers[-1]), int(sums[-1])
 
     def _close(self, blocks: Int64s) -> None:
-        """Counts slices that are complete, given the missed blocks of each."""
         if len(blocks) == 0:
             return
         self._slices += len(blocks)
@@ -108,7 +108,7 @@ class StallMeter:
             self._stall_s[index] += float(late_s[late_s > 0].sum())
 
     def stalls(self) -> list[Stalls]:
-        """Returns the stalls at each bandwidth; nothing may be added later."""
+        """Return the stalls at each bandwidth; no rows may be added afterward."""
         self._close(np.array([self._blocks], np.int64))
         self._blocks, self._current = 0, -1
         worst_bytes = self._worst * PAPER.block_bytes

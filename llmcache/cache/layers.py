@@ -1,4 +1,4 @@
-"""What was read of each layer of a model, how much of it came from storage, and in which order a pass visits the layers."""
+"""Reads by layer of a model: bytes read, share from storage, and the order in which a pass visits the layers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MOST_PASSES = 1000
 
 
 def json_of(row: object, *left_out: str, **names: str) -> dict[str, Any]:
-    """Returns the fields of a dataclass, but those `left_out`, some under the `names` that JSON has for them."""
+    """Return the fields of a dataclass without `left_out`, renamed as `names` (field name to JSON key)."""
     return {names.get(name, name): value for name, value in vars(row).items() if name not in left_out}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Reads (mapped ones with them) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
+    """Reads (mapped ones included) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
 
-    `known`: accesses of which the trace tells hit or miss; `missed` of them came from storage. `place`: from 0, the
-    order in which a pass visits the layers of the file, which begins anywhere and is shown from the lowest numbered layer;
-    None for what most passes leave out, and if none was seen to come round.
-    A block that two layers share counts for the one in which its middle lies.
+    `known`: accesses for which the trace records hit or miss; `missed` of them came from storage. `place`: from 0, the
+    position in the order in which a pass visits the layers of the file. That order has no fixed start, so it is shown
+    from the lowest numbered layer. None for layers that most passes leave out, and if no complete pass was observed. A
+    block that two layers share counts for the layer that contains its middle.
     """
 
     file: int
@@ -48,11 +48,11 @@ class Layer:
 
     @property
     def miss_ratio(self) -> float | None:
-        """Share (0..1) of the accesses that came from storage; None if it is not known of any."""
+        """Share (0..1) of the accesses that came from storage; None if it is unknown for all."""
         return self.missed / self.known if self.known else None
 
     def row(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Return the layer as a JSON object."""
         missed = self.missed if self.known else None
         return json_of(self, "missed", name="layer", size_bytes="bytes", known="accesses_known") | {
             "missed_blocks": missed,
@@ -62,14 +62,14 @@ class Layer:
 
 
 class Turns:
-    """Which layers were accessed last: tells a layer that comes anew from threads that mix their accesses to two."""
+    """The layers accessed last: distinguishes a new visit of a layer from threads that interleave accesses to two layers."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def comes_anew(self, number: int) -> bool:
-        """Whether half of the layers lie between this access to layer `number` and its last one, if it had any."""
+        """Return True if half of the layers were accessed since the last access to layer `number`, or if there was none."""
         self._seen.add(number)
         is_new = number not in self._recent
         self._recent[number] = None
@@ -80,12 +80,12 @@ class Turns:
 
 
 def nearest_blocks(offsets: Int64s) -> Int64s:
-    """Returns the first block of what begins at each of `offsets` (bytes): the first one whose middle is part of it."""
+    """Return, for each of `offsets` (bytes), the first block whose middle is at or after it."""
     return -(-(offsets - BLOCK_BYTES // 2) // BLOCK_BYTES)
 
 
 def cut(edges: Int64s, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Returns (run, stretch, first block, end block) of the parts into which `edges` cut the runs first[i] .. end[i] - 1.
+    """Return (run, stretch, first block, end block) of the parts into which `edges` cut the runs first[i] .. end[i] - 1.
 
     `edges`: the first blocks of stretches, ascending from 0; the last stretch has no end.
     """
@@ -98,7 +98,7 @@ def cut(edges: Int64s, first: Int64s, end: Int64s) -> tuple[Int64s, Int64s, Int6
 
 
 class Layers:
-    """Counts while the batches of a trace go by, in order."""
+    """Counts reads by layer over the batches of a trace, in order."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -119,7 +119,7 @@ class Layers:
                 tally.note(first, end, batch.miss[of_file], batch.t_ns[of_file])
 
     def found(self) -> tuple[Layer, ...]:
-        """Returns the layers of every model file, most accessed file first, in the order of a pass, else of the bytes."""
+        """Return the layers of all model files, most accessed file first, in the order of a pass, or else of the file."""
         tallies = [tally for tally in self._tallies.values() if tally is not None]
         tallies.sort(key=lambda tally: (-tally.accesses, tally.file.path))
         return tuple(layer for tally in tallies for layer in tally.layers())
@@ -146,11 +146,9 @@ class _LayerCounts:
 
     @property
     def accesses(self) -> int:
-        """Blocks read, repeats included."""
         return int(self._counts.sum())
 
     def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
-        """Count runs, part by part where they go over several stretches."""
         run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]
         np.add.at(self._counts, (layer, miss[run]), high - low)
@@ -160,18 +158,17 @@ class _LayerCounts:
                 done = self._recorder.note(number, now)
                 if done is not None and self._loaded:
                     self._passes.append(done.extents)
-                self._loaded = self._loaded or done is not None  # how a file is loaded need not be how it is used
+                self._loaded = self._loaded or done is not None  # the order of loading may differ from the order of use
 
     def layers(self) -> list[Layer]:
-        """Returns what was counted."""
         places = {number: place for place, number in enumerate(self._order())}
         found = [self._layer(number, name, places.get(number)) for number, name in enumerate(self._names)]
         return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)
 
     def _order(self) -> list[int]:
-        """The fullest pass without what most others leave out, from the lowest numbered layer on.
+        """Return the fullest pass without layers that most others leave out, starting at the lowest numbered layer.
 
-        Threads that run far ahead of others, or data that stays cached, cut passes short: short ones do not count.
+        Threads that run far ahead of others, or cached data, cut passes short: short ones do not count.
         """
         fullest = max(reversed(self._passes), key=len, default=())
         whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]
@@ -197,6 +194,6 @@ class _LayerCounts:
 
 
 def layer_number(name: str) -> float:
-    """Returns the number at the end of a layer's name; infinity if it has none."""
+    """Return the number at the end of a layer's name; infinity if it has none."""
     match = _NUMBER.fullmatch(name)
     return int(match[1]) if match else float("inf")

@@ -1,13 +1,13 @@
-"""What the passes over a loop space prove: that it loops, in which order, with which period, and where its readers are.
+"""Loop detection by extent: the order, period and use of a loop space's extents, and the positions of its readers.
 
-A file is cut into extents; an order maps a *rank* (place in the loop) to an extent. It starts as file order. A
-`PassRecorder` writes down the extents in the order in which they are touched; when an extent comes round again the pass
-is over, and `LoopOrder.adopt` turns it into the new order. Extents that were not seen (pinned ones cause no request)
-stay behind the extent that preceded them before.
+A file is cut into extents; an order maps a *rank* (the position in the loop) to an extent, and starts as file order.
+`PassRecorder` records extents in the order in which they are touched. When an extent is touched again, the pass is
+over, and `LoopOrder.adopt` makes it the new order. Extents without a touch (pinned ones cause no request) stay behind
+the extent that preceded them before.
 
-One finder for all who watch extents being touched: the mount's groups (clock in nanoseconds, every touch of a reader) and
-the deterministic core in `steering` (clock in references). The classifier of traces (`detector`) has runs, and tells more;
-the periods of both are those of `Intervals`.
+The mount (clock in nanoseconds, every touch of a reader) and the deterministic core in `steering` (clock in references)
+both use this module. The trace classifier (`detector`) works on runs of blocks instead; both get periods from
+`Intervals`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 OCTAVES = 64  # clocks are 64-bit
 TOLERANCE = 0.25  # half the spread of an octave (1 : 2) around its middle, 1.5
-RARE = 8  # an octave with less than this part of all intervals is an accident, not a rhythm
-RECENT = 9  # intervals of an octave whose time is remembered: an odd number has a middle
+RARE = 8  # an octave with fewer than 1/RARE of all intervals is an accident, not a rhythm
+RECENT = 9  # intervals per octave whose times are stored: an odd number has a middle
 
 
 @dataclass
@@ -39,18 +39,18 @@ class _Octave:
 
 @dataclass(frozen=True)
 class Period:
-    """How often a loop comes round: time (ns) and blocks accessed from one pass to the next."""
+    """How often a loop repeats: time (ns) and blocks accessed from one pass to the next."""
 
     ns: int
     blocks: int
 
 
 class Intervals:
-    """Times between the passes over one place, and the period that they show; at most `OCTAVES` entries.
+    """Intervals between the passes over one region, and the period that they show; at most `OCTAVES` entries.
 
-    Intervals are counted by octave, in blocks accessed meanwhile: that measure does not know whether the user paused or the
-    storage was slow. The most frequent octave gives the period, so that a pause between two prompts, or the first short
-    pass, does not move it. Time is the median of what was seen in that octave last.
+    Intervals are counted by octave of the blocks accessed in between, a measure that is independent of pauses and of
+    the speed of storage. The most frequent octave gives the period, so that a pause between two prompts, or a short
+    first pass, does not change it. Its time is the median of the latest times in that octave.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Intervals:
         return sum(octave.count for octave in self._octaves.values())
 
     def add(self, ns: int, blocks: int) -> None:
-        """Counts one interval of `ns` nanoseconds in which `blocks` blocks were accessed (at least 1)."""
+        """Count one interval of `ns` nanoseconds in which `blocks` blocks (at least 1) were accessed."""
         blocks, ns = max(1, blocks), max(0, ns)
         octave = self._octaves.setdefault(min(OCTAVES - 1, blocks.bit_length()), _Octave())
         octave.count += 1
@@ -68,14 +68,14 @@ class Intervals:
         octave.times_ns.append(ns)
 
     def copy(self) -> Intervals:
-        """Returns an independent copy: a place was cut in two."""
+        """Return an independent copy, for the second half of a region that is split."""
         twin = Intervals()
         for key, octave in self._octaves.items():
             twin._octaves[key] = _Octave(octave.count, octave.blocks, deque(octave.times_ns, RECENT))
         return twin
 
     def period(self) -> Period | None:
-        """Returns the most frequent interval, the longer one of two that are equally frequent; None without any."""
+        """Return the most frequent interval, the longer one of two equally frequent ones; None without any."""
         if not self._octaves:
             return None
         chosen = self._commonest()
@@ -83,22 +83,22 @@ class Intervals:
         return Period(round(median(times)), sum(octave.blocks for octave in chosen) // _count(chosen))
 
     def regularity(self) -> float:
-        """Returns which part (0..1) of the intervals was about the period; 0 without any."""
+        """Return the share (0..1) of the intervals that were about as long as the period; 0 without any."""
         return _count(self._commonest()) / len(self) if self._octaves else 0.0
 
     def _commonest(self) -> list[_Octave]:
         return max((self._alike(key) for key in sorted(self._octaves, reverse=True)), key=_count)
 
     def _alike(self, key: int) -> list[_Octave]:
-        """The octave `key`, with a neighbour whose mean is about the same: a period at the border falls into both."""
+        """Return the octave `key`, and a neighbor with about the same mean: a period at the border falls into both."""
         mine = self._octaves[key]
         near = (self._octaves[other] for other in (key - 1, key + 1) if other in self._octaves)
         return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
 
     def rhythms(self) -> tuple[Period, ...]:
-        """Returns all intervals that keep coming, shortest first: a layer read twice a pass has two. Empty without any.
+        """Return all recurring intervals, shortest first; empty without any. A layer read twice a pass has two.
 
-        The longest is what to wait for before giving up.
+        A loop has ended only after its longest interval has been missed.
         """
         least = max(1, len(self) // RARE)
         shown = [octave for _, octave in sorted(self._octaves.items()) if octave.count >= least]
@@ -106,7 +106,7 @@ class Intervals:
 
 
 def is_about(value: float, other: float) -> bool:
-    """Whether two intervals can be the same period: they differ by less than TOLERANCE of the longer one."""
+    """Return whether two intervals can be the same period: they differ by less than TOLERANCE of the longer one."""
     return abs(value - other) < TOLERANCE * max(value, other)
 
 
@@ -115,10 +115,10 @@ def _count(octaves: list[_Octave]) -> int:
 
 
 ORDER_TOLERANCE = 0.05  # share of backward steps above which a pass replaces the order
-CHANCE_DISORDER = 0.25  # that of references without order, of which many may miss each other by chance, is about a half
-OVERDUE = 3  # periods, after which a pass is ended without a repeat
-LEAST_APART = 16  # extents: threads of one reader are nearer to each other
-PROOF = 8  # so much of a pass has to be made again, inverted, before what was read looks like a loop
+CHANCE_DISORDER = 0.25  # share of backward steps above which a pass looks random; in random order it is about 0.5
+OVERDUE = 3  # periods after its start at which a pass ends even without a repeat
+LEAST_APART = 16  # extents: threads of one reader are closer to each other
+PROOF = 8  # a second pass has to repeat 1/PROOF of a scan before the scan counts as a loop
 
 
 @dataclass(frozen=True)
@@ -135,26 +135,27 @@ class Pass:
 class PassRecorder:
     """Cuts a sequence of touched extents into passes.
 
-    A repeat ends the pass if at least half of the pass, and `least` extents, lie between the two touches. Threads that work
-    on neighbouring stripes touch an extent twice in short order, and that is no new pass. A loop over less than half of what
-    the pass before has touched (part of a file that was loaded whole) never gets so far; it ends that pass by repeats of
-    1/PROOF of it, each at least `least` extents after the first touch, and with no new extent between them.
+    A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches.
+    Threads that work on neighboring stripes touch an extent twice within a short distance; this does not end a pass. A
+    loop over less than half of the extents of the previous pass (part of a file that was loaded whole) never reaches
+    that distance. It ends the previous pass once 1/PROOF of that pass's extents have repeated, each at least `least`
+    extents after its first touch, with no new extent between the repeats.
 
-    The clock is the caller's: any unit that never goes back (nanoseconds, references).
+    The clock is the caller's: any unit that never decreases (nanoseconds, references).
     """
 
     def __init__(self, least: int = 2) -> None:
         self.least = least
         self._extents = array("I")  # in the order of their first touch
-        self._places = array("I")  # by extent: its place in this pass, counted from 1; 0 for none
-        self._again: dict[int, int] = {}  # extents touched again since the last new one: when first
+        self._places = array("I")  # by extent: its position in this pass, counted from 1; 0 for none
+        self._again: dict[int, int] = {}  # extents touched again since the last new one -> time of the repeat
         self._started = 0
 
     def __len__(self) -> int:
         return len(self._extents)
 
     def note(self, extent: int, now: int) -> Pass | None:
-        """Returns the pass that this touch of `extent` at `now` ends, or None."""
+        """Record a touch of `extent` at `now`; return the pass that it ends, or None."""
         if extent >= len(self._places):
             self._places.frombytes(bytes(self._places.itemsize * (extent + 1 - len(self._places))))
         place = self._places[extent]
@@ -176,7 +177,7 @@ class PassRecorder:
         return None
 
     def cut(self, now: int, after: int) -> Pass | None:
-        """End the pass if it began more than `after` ago and has touched anything; the next touch begins another."""
+        """End the pass if it began more than `after` ago and is not empty; the next touch begins another."""
         if not self._extents or now - self._started <= after:
             return None
         done = Pass(self._extents, now - self._started)
@@ -184,7 +185,6 @@ class PassRecorder:
         return done
 
     def _end(self, again: dict[int, int]) -> Pass:
-        """Ends the pass; the next one begins with the extents that were touched `again`."""
         started = next(iter(again.values()))
         done = Pass(self._extents, started - self._started)
         self._extents = array("I", again)
@@ -197,7 +197,7 @@ class PassRecorder:
 
 
 class LoopOrder:
-    """A permutation of the extents 0..count-1, in file order at first: `rank_of[extent]` and `extent_at[rank]`."""
+    """A permutation of the extents 0..count-1, initially in file order: `rank_of[extent]` and `extent_at[rank]`."""
 
     def __init__(self, count: int) -> None:
         self.extent_at = array("I", range(count))
@@ -207,17 +207,17 @@ class LoopOrder:
         return len(self.extent_at)
 
     def extend(self, count: int) -> None:
-        """Adds extents at the end, so that there are `count`."""
+        """Add extents at the end, up to `count` in all."""
         more = array("I", range(len(self), count))
         self.extent_at.extend(more)
         self.rank_of.extend(more)
 
     def adopt(self, seen: Sequence[int]) -> array[int]:
-        """Makes `seen` (distinct extents, in touch order) the order; returns the old rank of each new rank."""
+        """Make `seen` (distinct extents, in touch order) the order; return the old rank of each new rank."""
         places = array("i", [-1]) * len(self)
         for index, extent in enumerate(seen):
             places[extent] = index
-        # A seen extent leads its group: the unseen ones that followed it keep their distance to it.
+        # Each extent in `seen` leads the unseen extents that followed it before; they keep their distance to it.
         leader, leaders = -1, array("i")
         for extent in self.extent_at:
             leader = places[extent] if places[extent] >= 0 else leader
@@ -230,14 +230,14 @@ class LoopOrder:
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
-        """Share (0..1) of the steps in `seen` that do not go forward in this order (a wrap counts as one step)."""
+        """Return the share (0..1) of backward steps of `seen` in this order, not counting one step, the wrap."""
         return _backward_share([self.rank_of[extent] for extent in seen])
 
 
 def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Share (0..1) of the steps of the pass `second` that do not go forward in the pass `first`.
+    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`.
 
-    Extents that only one of them has seen do not count.
+    Extents that only one pass contains are ignored.
     """
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
@@ -250,36 +250,36 @@ def _backward_share(ranks: Sequence[int]) -> float:
     return max(0, back - 1) / (len(ranks) - 1)
 
 
-UNUSED_PASSES = 2  # whole passes without a touch, after which an extent no longer counts as part of the loop
-UNUSED_GAPS = 2  # the same, in multiples of the number of passes after which the extent usually comes round
-RUN, RUN_NEAR = 2, 4  # extents that were touched in the same pass, of so many before one
+UNUSED_PASSES = 2  # whole passes without a touch after which an extent no longer counts as part of the loop
+UNUSED_GAPS = 2  # the same limit, in multiples of the extent's usual number of passes between two touches
+RUN, RUN_NEAR = 2, 4  # RUN of the RUN_NEAR preceding extents were touched in the same pass
 _GAP_MAX = 100  # passes; fits into a byte
 
 
 class RecentUse:
-    """Which of the extents of a loop space were touched in the last few passes; the others are `unused`.
+    """Which extents of a loop space were touched in the last few passes; the others are `unused`.
 
-    A header describes what a model contains, not what an engine reads: an engine may copy tensors once and never read them
-    again. So an extent counts as part of the loop only while readers touch it: it becomes unused after UNUSED_PASSES whole
-    passes without a touch, or after UNUSED_GAPS times the number of passes between its last touches, whichever is longer (a
-    fast reader ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run
-    of neighbours, or a second time soon: rows of a table that are read at random are neither.
+    A header lists the contents of a model, but an engine may copy tensors once and never read them again. So an extent
+    counts as part of the loop only while readers touch it. It becomes unused after UNUSED_PASSES whole passes without a
+    touch, or after UNUSED_GAPS times its usual number of passes between two touches, whichever is longer (a fast reader
+    ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run of
+    neighbors, or twice within UNUSED_PASSES passes. Random reads of table rows do neither.
 
     Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
     """
 
     def __init__(self, count: int) -> None:
-        self.passes = 0  # that have ended, however short
+        self.passes = 0  # number of passes that have ended, however short
         self.unused = bytearray(count)  # by extent
-        self.changed = False  # `unused`, since the owner has cleared this
-        self.returned = 0  # extents that came into use again in this pass and the last
+        self.changed = False  # set when `unused` changes; the owner clears it
+        self.returned = 0  # extents that became used again in this pass or the previous one
         self._returned_now = 0
         self._last = array("I", bytes(4 * count))  # by extent: `passes` at its last touch
         self._gap = bytearray(b"\1" * count)  # by extent: passes between its last two touches
         self._usual = bytearray(b"\1" * count)  # by extent: the smaller one of its last two gaps
 
     def resize(self, count: int) -> None:
-        """Add extents at the end, so that there are `count`; with fewer than before, start over."""
+        """Add extents at the end, up to `count` in all; with fewer than before, start over."""
         more = count - len(self.unused)
         if more < 0:
             self.unused, self._last, self._gap, self._usual, more = bytearray(), array("I"), bytearray(), bytearray(), count
@@ -304,7 +304,6 @@ class RecentUse:
             self.changed = True
 
     def _ends_run(self, extent: int) -> bool:
-        """Return True if RUN of the RUN_NEAR extents before this one were touched in this pass, too."""
         return self._last[max(0, extent - RUN_NEAR) : extent].count(self.passes) >= RUN
 
     def end_pass(self) -> None:
@@ -313,17 +312,17 @@ class RecentUse:
         self.returned, self._returned_now = self._returned_now, 0
 
     def untouched(self, extent: int) -> int:
-        """Return how many whole passes have ended since the last touch of `extent`."""
+        """Return the number of whole passes since the last touch of `extent`."""
         return max(0, self.passes - self._last[extent] - 1)
 
     def excuse(self, extents: Iterable[int]) -> None:
-        """Count used extents as touched in the last pass: their touches could not be observed until now."""
+        """Count used extents as touched in the last pass, because their touches could not be observed until now."""
         for extent in extents:
             if not self.unused[extent]:
                 self._last[extent] = max(self._last[extent], self.passes - 1)
 
     def judge(self, extents: Iterable[int]) -> list[int]:
-        """Mark those of `extents`, whose touches were all observed, that are no longer used; return the newly marked."""
+        """Mark and return the extents that are no longer used. All touches of `extents` must have been observed."""
         latest, last, usual, unused = self.passes - 1, self._last, self._usual, self.unused
         found = [
             extent
@@ -338,41 +337,42 @@ class RecentUse:
         return found
 
     def is_late(self, extent: int) -> bool:
-        """Return True if a used extent was not touched in the last pass, though it usually is by now."""
+        """Return True if a used extent was not touched for longer than usual."""
         return self.untouched(extent) >= self._usual[extent] and not self.unused[extent]
 
 
 class Lesson(NamedTuple):
-    """What a pass has taught. `old_ranks` gives the old rank of each new one where the order was replaced."""
+    """The result of a pass. `old_ranks` contains the old rank of each new rank if the order was replaced."""
 
-    counts: bool  # as evidence; all else follows from it
-    changed: bool = False  # class or order: the plan is due
+    counts: bool  # the pass is evidence; if False, nothing changed
+    changed: bool = False  # the class or the order changed: a new plan is due
     old_ranks: array[int] | None = None
 
 
 class LoopLearner:
-    """Order, class and period of `count` extents; `looping` by a header's guess or an observed second pass."""
+    """Order, class and period of `count` extents; `looping` after a header's guess or an observed second pass."""
 
     def __init__(self, count: int) -> None:
         self.order = LoopOrder(count)
         self.looping = False
         self.guessed = False
-        self.guess = array("I")  # extents in the order a decoder computes, from the headers
+        self.guess = array("I")  # extents in the order of computation, from the headers
         self.passes = 0
         self.period: int | None = None  # the usual one: a pause does not change it
         self.use = RecentUse(count)
         self._recorder = PassRecorder(_least_apart(count))
         self._intervals = Intervals()
-        self._unproved: Sequence[int] = ()  # the last pass in another order than the present one
-        self._scan: Pass | None = None  # of what does not loop yet: one page of it that is read again makes no loop
+        self._unproved: Sequence[int] = ()  # the last pass in an order other than the current one
+        # the longest pass over a space that is not known to loop; re-reading one page does not make it a loop
+        self._scan: Pass | None = None
 
     def believe(self, guess: Iterable[int]) -> None:
-        """Takes a header's word: it loops, and after the first pass in the order of `guess`, added to what is guessed."""
+        """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""
         self.guess.extend(guess)
         self.looping = self.guessed = True
 
     def note(self, extent: int, now: int) -> Pass | None:
-        """Records a touch of `extent`; returns the pass that this ends, or proves to have been one, if any."""
+        """Record a touch of `extent`; return the pass that it ends, or that it proves to have been one, if any."""
         done = self._recorder.note(extent, now)
         if done is not None:
             self.use.end_pass()
@@ -387,13 +387,13 @@ class LoopLearner:
         return done
 
     def expect(self, visible: int) -> None:
-        """Take how many extents a pass touches visibly: with few of them, touches that are less apart end a pass."""
+        """Set the number of extents whose touches are visible; if there are few, closer touches end a pass."""
         self._recorder.least = _least_apart(visible)
 
     def cut(self, last: int) -> Pass | None:
-        """End a pass that was still going on at the `last` touch, much longer than usual after it began.
+        """End a pass whose `last` touch came more than OVERDUE periods after its first.
 
-        Where most of a loop is resident, too few touches are observed to end it.
+        When most of a loop is resident, too few touches are observed to end the pass.
         """
         done = None if self.period is None else self._recorder.cut(last, OVERDUE * self.period)
         if done is not None:
@@ -401,7 +401,7 @@ class LoopLearner:
         return done
 
     def learn(self, done: Pass, visible: int) -> Lesson:
-        """Take a completed pass as evidence, unless it covers less than half of the `visible` extents, or looks like chance.
+        """Use a completed pass as evidence, unless it covers less than half of the `visible` extents, or looks random.
 
         `visible`: the number of extents that are in use and whose touches can be observed.
         """
@@ -411,20 +411,22 @@ class LoopLearner:
         if not (self.looping or whole) and self.order.disorder(done.extents) > CHANCE_DISORDER:
             return Lesson(counts=False)
         self.passes += 1
-        # What is pinned in the page cache is touched by nobody: by their share of the rest, passes are alike in any budget.
+        # Pages pinned in the page cache cause no touches. Scaling by the visible share makes passes comparable at any
+        # budget.
         self._intervals.add(done.duration, min(len(self.order), len(done.extents) * len(self.order) // max(1, visible)))
         usual = self._intervals.period()
         self.period = None if usual is None else usual.ns
         changed = not self.looping
         self.looping, self.guessed = True, False
         if whole and self.order.disorder(done.extents) > ORDER_TOLERANCE:
-            # Believed when it comes twice: readers apart from each other mix their touches anew in every pass.
+            # Adopt an order only when it repeats: independent readers interleave their touches differently in every
+            # pass.
             proved = bool(self._unproved) and disagreement(self._unproved, done.extents) <= ORDER_TOLERANCE
             self._unproved = done.extents
             if proved:
                 return Lesson(True, True, self.order.adopt(done.extents))
         elif self.passes == 1 and self.order.disorder(self.guess) > ORDER_TOLERANCE:
-            # Loading reads a file from front to back; what comes after it is the order of computation.
+            # Loading reads a file from front to back; the passes after it follow the order of computation.
             return Lesson(True, True, self.order.adopt(self.guess))
         return Lesson(True, changed)
 
@@ -434,16 +436,16 @@ def _least_apart(count: int) -> int:
 
 
 MAX_CURSORS = 64
-CURSOR_LIFE_NS = 5_000_000_000  # a reader that has not been seen for this long has gone
+CURSOR_LIFE_NS = 5_000_000_000  # a reader without a touch for this long has ended
 MAX_SUSPECTS = 16
-PROOF_MOVES = 4  # steps that make a suspect a reader
+PROOF_MOVES = 4  # steps that turn a suspect into a reader
 
 
 @dataclass
 class Cursor:
     """One sequential position: furthest rank touched, number of forward moves, time of the last touch (ns).
 
-    `steps`: of the moves, how many in a row went no further than a sequential reader goes.
+    `steps`: the latest moves in a row that were no longer than those of a sequential reader.
     """
 
     head: int
@@ -453,34 +455,36 @@ class Cursor:
 
 
 class CursorTable:
-    """Where each reader is in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
+    """The positions of readers in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
 
-    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a cursor.
-    A touch within reach ahead moves the cursor, one within reach behind leaves it, anything else starts a new one.
+    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a
+    cursor. A touch up to `reach` ranks ahead moves the cursor, a touch up to `reach` ranks behind leaves it in place,
+    and any other touch starts a new cursor.
 
-    A reader that falls out of what is kept behind a cursor shows by its misses. One late touch is no reader (threads finish
-    in any order), so a miss behind a cursor only makes a *suspect*; one that goes on step by step becomes a cursor of its
-    own. Cursors that come within `near` ranks of the one ahead (what is kept behind a reader) are one convoy again.
+    A reader that falls too far behind its cursor causes misses. One late touch does not prove a reader, since threads
+    finish in any order, so a miss behind a cursor only creates a *suspect*. A suspect that advances step by step
+    becomes a cursor of its own. Cursors that are at most `near` ranks behind another one (the cached range behind a
+    reader) merge with it into one convoy.
     """
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
         self.count = count
         self.reach = max(1, min(reach, count // 3))
         self.near = self.reach
-        self.step = 4  # ranks that a reader advances at most from one miss to the next
+        self.step = 4  # maximum ranks that a reader advances from one miss to the next
         self.loops = loops
         self.live: list[Cursor] = []
         self.suspects: list[Cursor] = []
         self.strays = 0  # readers that fell out of a convoy, since `reset`
 
     def distance(self, start: int, end: int) -> int:
-        """Ranks forward from `start` to `end`; on a file that does not loop a backward distance is `count`."""
+        """Return the ranks forward from `start` to `end`; without a loop, a backward distance is `count`."""
         if self.loops:
             return (end - start) % self.count
         return end - start if end >= start else self.count
 
     def note(self, rank: int, now_ns: int, missed: bool = False) -> Cursor:
-        """Returns the cursor that the touch of `rank` belongs to, moved there; `missed`: the extent was absent."""
+        """Move the cursor that the touch of `rank` belongs to, and return it; `missed`: the extent was absent."""
         best = self._nearest(rank)
         if best is not None and missed and self.distance(best.head, rank) > self.reach:
             best = self._suspect(rank, now_ns) or best
@@ -508,7 +512,7 @@ class CursorTable:
         return best
 
     def _suspect(self, rank: int, now_ns: int) -> Cursor | None:
-        """Notes a miss behind a cursor; returns the new cursor once it has proved to be a reader's."""
+        """Record a miss behind a cursor; return a new cursor once the suspect has proved to be a reader."""
         for suspect in self.suspects:
             if 0 < self.distance(suspect.head, rank) <= self.step:
                 suspect.head, suspect.last_ns = rank, now_ns
@@ -524,13 +528,13 @@ class CursorTable:
         return None
 
     def reset(self) -> None:
-        """Forgets everything: the ranks have a new meaning."""
+        """Remove all cursors, because the ranks have a new meaning."""
         self.live.clear()
         self.suspects.clear()
         self.strays = 0
 
     def _merge(self, moved: Cursor) -> None:
-        """Ends cursors close behind `moved`, and `moved` itself if it came close behind another."""
+        """Remove cursors close behind `moved`, and merge `moved` with a cursor close ahead of it."""
         for other in [cursor for cursor in self.live if cursor is not moved]:
             if self.distance(other.head, moved.head) <= self.near:
                 self.live.remove(other)
@@ -539,9 +543,9 @@ class CursorTable:
                 self.live.remove(other)
 
     def trailing_first(self) -> list[Cursor]:
-        """The cursors from the last of the convoy to its leader, who has the longest way to the next one ahead.
+        """Return the cursors from the last of the convoy to its leader, the one with the most free ranks ahead.
 
-        Serving them in this order brings readers of one loop together: a convoy reads the loop once for all.
+        Serving readers in this order brings them together, so that a convoy reads the loop once for all.
         """
         ring = sorted(self.live, key=lambda cursor: cursor.head)
         if len(ring) < 2 or not self.loops:
@@ -551,9 +555,9 @@ class CursorTable:
         return ring[leader + 1 :] + ring[: leader + 1]
 
     def moving(self, since_ns: int) -> int:
-        """Returns how many cursors were touched since then, short-lived ones left out."""
+        """Return the number of cursors touched since `since_ns`, without short-lived ones."""
         return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
 
     def expire(self, before_ns: int) -> None:
-        """Forgets cursors that were last touched before `before_ns`."""
+        """Remove cursors last touched before `before_ns`."""
         self.live = [cursor for cursor in self.live if cursor.last_ns >= before_ns]

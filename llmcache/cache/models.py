@@ -1,4 +1,4 @@
-"""What simulator, classifier and mounts need to know of model files; `llmcache.fs.layout` reads it from their headers."""
+"""Interfaces to model files for simulator, classifier and mounts; `llmcache.fs.layout` implements them from file headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Named(Protocol):
-    """A range of bytes of a file that has a name, a tensor, and the layer it is part of: its own name if it is in none."""
+    """A named byte range of a file (a tensor), and its layer; a tensor outside of the layers has its own name as layer."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +23,7 @@ class Named(Protocol):
 
 
 class ModelRegion(Protocol):
-    """A part of a model file, and how a decoder reads it: `role` is "loop", "hot" or "rows"; experts are `sparse`."""
+    """A region of a model file, and how a decoder reads it: `role` is "loop", "hot" or "rows"; experts are `sparse`."""
 
     @property
     def first_byte(self) -> int: ...
@@ -36,9 +36,9 @@ class ModelRegion(Protocol):
 
 
 class ExpertSlices(Protocol):
-    """The experts of a file, numbered layer by layer, and the slices that are theirs, numbered as they lie.
+    """The experts of a file, numbered layer by layer, and their slices, numbered in file order.
 
-    `layers`: name, first expert, how many. Of each slice: its first byte, its bytes, and the expert that it is part of.
+    `layers`: name, first expert, number of experts. For each slice: its first byte, its bytes, and its expert.
     """
 
     layers: list[tuple[str, int, int]]
@@ -46,7 +46,7 @@ class ExpertSlices(Protocol):
 
     @property
     def token_uses(self) -> int:
-        """How many experts a token uses, of all layers; 0 where that is not known."""
+        """Number of experts that a token uses, of all layers; 0 if unknown."""
 
     @property
     def starts(self) -> Sequence[int]: ...
@@ -56,33 +56,33 @@ class ExpertSlices(Protocol):
     def expert_of(self) -> Sequence[int]: ...
 
     def ranges(self, expert: int) -> Sequence[tuple[int, int]]:
-        """(offset, bytes) of the slices of an expert."""
+        """Return (offset, bytes) of the slices of an expert."""
 
     def bytes_of(self, expert: int) -> int:
-        """Bytes of all slices of an expert."""
+        """Return the bytes of all slices of an expert."""
 
 
 class ModelHeader(Protocol):
-    """What the header of a model, `header_bytes` long, says of its parts."""
+    """The regions of a model, from its header of `header_bytes`."""
 
     @property
     def header_bytes(self) -> int: ...
 
     def regions(self) -> Sequence[ModelRegion]:
-        """The parts in the order of computation."""
+        """Return the regions in the order of computation."""
 
 
 class Models(Protocol):
-    """Looks at the model files of a trace. Nothing is known of a file that is no model, or not there as it was."""
+    """Looks up the model files of a trace. A file that is no model, or no longer exists unchanged, yields nothing."""
 
     def __call__(self, file: TraceFile) -> Sequence[Named]:
-        """The tensors of `file` in the order of their bytes."""
+        """Return the tensors of `file` in file order."""
 
     def header(self, file: TraceFile) -> ModelHeader | None:
-        """Its header."""
+        """Return the header of `file`."""
 
     def experts(self, file: TraceFile) -> tuple[str, ExpertSlices] | None:
-        """The model that it is, or is a part of, and its experts; None if it has none."""
+        """Return the model that the file is, or is a shard of, and the file's experts; None without experts."""
 
 
 class _NoModels:
@@ -96,11 +96,11 @@ class _NoModels:
         return None
 
 
-UNKNOWN: Models = _NoModels()  # knows nothing
+UNKNOWN: Models = _NoModels()  # finds no models
 
 
 class Guess(NamedTuple):
-    """What a header says of a file's extents: those that are read page by page, the `hot` of these, and the order of all."""
+    """Guess from a header: extents read page by page, the `hot` ones among them, and the order of all."""
 
     single: list[int]
     hot: list[int]
@@ -108,9 +108,9 @@ class Guess(NamedTuple):
 
 
 def first_guess(regions: Iterable[ModelRegion], header_bytes: int, extent_bytes: int, count: int, mixture: bool) -> Guess:
-    """The guess for a model file of `count` extents with these `regions`, in the order of computation.
+    """Return the guess for a model file of `count` extents with these `regions`, in the order of computation.
 
-    What lies in extents that are wholly hot, rows or (of a mixture, whose experts come in by themselves) sparse is single.
+    An extent is single if it is entirely hot, rows or, in an MoE model (whose experts are loaded separately), sparse.
     """
     single = bytearray(count)
     order: dict[int, None] = {}

@@ -1,4 +1,4 @@
-"""What is to be simulated on each trace, and how the options of `llmcache simulate` say it."""
+"""The plan of a simulation, and its construction from the options of `llmcache simulate`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FootprintShare:
-    """A cache of `percent` of the distinct blocks that a trace touches, rounded down to blocks.
+    """A cache of `percent` of the distinct blocks in a trace, rounded down to blocks.
 
-    `at_least_one` makes it one block where it would be none, as `auto` needs on the smallest traces.
+    `at_least_one` rounds 0 blocks up to one, as `auto` needs on the smallest traces.
     """
 
     percent: Decimal
@@ -36,7 +36,7 @@ AUTO: tuple[CacheSize, ...] = tuple(
 
 
 def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
-    """Returns `sizes` in bytes for a trace of `footprint_blocks`, each once; UsageError for a share of less than a block."""
+    """Return distinct `sizes` in bytes for a footprint in blocks; UsageError for a share of less than one block."""
     found: dict[int, None] = {}
     for size in sizes:
         if isinstance(size, int):
@@ -53,35 +53,35 @@ def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
 
 
 Progress = Callable[[str, int, int], None]
-"""Told the trace, the rows times cells done of it, and how many there are. Called from several threads."""
+"""Called with the trace, its completed rows times cells, and their total number; from several threads."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every policy at every size, and what is to be modelled from their misses."""
+    """Every policy at every size, and the model for their misses."""
 
     policies: tuple[str, ...]
     sizes: tuple[CacheSize, ...]
     model: FetchModel = field(default_factory=FetchModel)
-    period_ns: int | None = None  # T: if given, stalls are metered in slices of it
-    curves: bool = False  # whether the LRU curve of all sizes is wanted too
+    period_ns: int | None = None  # T: if given, stalls are measured in slices of it
+    curves: bool = False  # also compute the LRU curve of all sizes
 
     def meter(self) -> StallMeter | None:
-        """Returns a fresh meter, or None without T."""
+        """Return a new meter, or None without T."""
         return None if self.period_ns is None else StallMeter(self.period_ns, self.model.storage_bandwidths)
 
 
 def plan_of(
     policy: str, cache: str, bw: str | None, t: str | None, mrc: bool, setup: str = "0", drawn: bool = False
 ) -> Plan:
-    """The plan that the options mean, as typed; UsageError names the option that is wrong.
+    """Return the plan for these options, as typed; UsageError names the invalid option.
 
-    Without `bw` the paper's four bandwidths are modelled, the slowest (100 MB/s) first. Where LRU is `drawn`, its curve
-    is wanted too.
+    Without `bw` the paper's four bandwidths are modelled, the slowest (100 MB/s) first. If LRU is `drawn`, its curve is
+    included too.
 
-    Differs from the paper: a bandwidth is what storage delivers, unless `setup` says that each missed block takes a time
-    of its own. The paper's 50 us make 71 MB/s of 500; blocks that are missed in sequence are read together and ahead.
-    The 2 us of each request of 1 KiB to the GPU are left out as well, they would make 500 MB/s of its 20 GB/s.
+    Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block. The
+    paper's 50 us would reduce 500 MB/s to 71 MB/s, but blocks that are missed in sequence are read together and ahead.
+    The 2 us of each 1 KiB request to the GPU are omitted as well; they would reduce 20 GB/s to 500 MB/s.
     """
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:
@@ -97,7 +97,6 @@ def plan_of(
 
 
 def _cache_size(text: str) -> CacheSize:
-    """The size meant by `text`: "16M" or "10%"."""
     if not text.endswith("%"):
         size_bytes = parse_size_with_unit(text)
         if size_bytes < BLOCK_BYTES:
@@ -116,7 +115,7 @@ def _cache_size(text: str) -> CacheSize:
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
-    """What the words of `text`, commas between them, mean, each once; errors name the option."""
+    """Return the parsed items of the comma-separated `text` without duplicates; errors name the option."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise UsageError(f"{option}: '{text}' has an empty item", "separate items with single commas: one,two,three")
@@ -124,7 +123,6 @@ def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
 
 
 def _named(option: str, text: str, parse: Callable[[str], T]) -> T:
-    """`parse(text)`, its error telling of which option the text is."""
     try:
         return parse(text)
     except UsageError as error:

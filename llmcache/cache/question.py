@@ -1,4 +1,4 @@
-"""What `llmcache size` is asked, from its options: what is missing or contradicts itself is named, the rest follows."""
+"""The input of `llmcache size`, built from its options; missing or contradictory options are errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llmcache.units import BLOCK_BYTES, format_size
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in base units. Exactly one of `storage` and `measure` is set, at most one of loop and model.
+    """The input in base units. Exactly one of `storage` and `measure` is set, at most one of loop and model.
 
-    `period_source`: T is given, or assumed. `ram_bytes` is None where this machine's memory is meant, if any.
-    `hot_bytes` is None where the model, or else the paper's default, decides.
+    `period_source`: T is "given", or "assumed". `ram_bytes` is None to use this machine's memory, if any. `hot_bytes`
+    is None to use the model's, or else the paper's default.
     """
 
     storage: Storage | None
@@ -42,7 +42,7 @@ def ask(
     tokens_per_second: float | None = None,
     ram: int | None = None,
 ) -> Question:
-    """The question that the options put, in base units, `t` in ns; UsageError names what is missing or contradicted."""
+    """Return the input for these options, in base units, `t` in ns; UsageError names missing or contradictory options."""
     for first, one, second, other, why in (
         ("--loop", loop, "--model", model, "the model determines the size of the loop"),
         ("--bw", bw, "--measure", measure, "the measurement determines the bandwidth"),
@@ -54,11 +54,11 @@ def ask(
         if size_bytes is not None and size_bytes < BLOCK_BYTES:
             least = format_size(BLOCK_BYTES)
             raise UsageError(f"{option}: {size_bytes} bytes is less than one block ({least})", "write a size: 64M, 512Mi")
-    of = None if device is None else DEVICES[device]
+    device_class = None if device is None else DEVICES[device]
     if cache is not None:
         caches: tuple[int, ...] = (cache,)
     else:
-        caches = () if of is None else tuple(sorted({of.least_cache_bytes, of.cache_bytes}))
+        caches = () if device_class is None else tuple(sorted({device_class.least_cache_bytes, device_class.cache_bytes}))
     if loop is None and model is None and not caches:
         raise UsageError(
             "--loop, --model and --cache are all missing, so there is nothing to compute",
@@ -68,12 +68,12 @@ def ask(
         raise UsageError("--ram needs a loop or a model that runs in that memory", "add --loop 70M, or --model FILE")
     storage = None if bw is None else Storage(bw, "given")
     if storage is None and measure is None:
-        if of is None:
+        if device_class is None:
             raise UsageError(
                 "--bw is missing, so the bandwidth of the storage is unknown",
                 "add --bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
             )
-        storage = Storage(of.bandwidth, "device", {"class": of.name, "storage": of.storage})
+        storage = Storage(device_class.bandwidth, "device", {"class": device_class.name, "storage": device_class.storage})
     if tokens_per_second is not None:
         t = max(1, int(SECOND_NS / tokens_per_second))
     return Question(
@@ -82,9 +82,9 @@ def ask(
         loop_bytes=loop,
         model=model,
         caches=caches,
-        hot_bytes=of.hot_bytes if hot is None and of is not None and model is None else hot,
+        hot_bytes=device_class.hot_bytes if hot is None and device_class is not None and model is None else hot,
         period_ns=PAPER.period_ns if t is None else t,
-        device=of,
+        device=device_class,
         period_source="assumed" if t is None else "given",
         ram_bytes=ram,
     )

@@ -1,4 +1,4 @@
-"""What a simulation says: a row for each trace, policy and size, in base units, as the JSON has it."""
+"""The result of a simulation: a row for each trace, policy and size, in base units, with the field names of the JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.units import BLOCK_BYTES
 
 SCHEMA = "llmcache.simulate/1"
-CURVE_POINTS = 513  # of a curve in JSON and pictures; each is exact
+CURVE_POINTS = 513  # per curve, in JSON and plots; each point is exact
 
 
 @dataclass(frozen=True)
 class FetchLatency:
-    """Time to fetch all that a trace reads, with storage of `bw` bytes/s (modelled, see `FetchModel`)."""
+    """Time to fetch all reads of a trace, with storage of `bw` bytes/s (modelled, see `FetchModel`)."""
 
     bw: int
     latency_s: float
@@ -25,7 +25,7 @@ class FetchLatency:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one trace holds; counts in blocks, repeats included."""
+    """Size of one trace; counts in blocks, repeats included."""
 
     trace: str
     rows: int
@@ -37,25 +37,25 @@ class Summary:
     tier: str
     lost_events: int
     cold_stalls: tuple[Stalls, ...]
-    """With --t: the stalls of first references alone, which no cache of any size avoids (modelled)."""
+    """With --t: the stalls of first references alone, which no cache avoids (modelled)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One trace through one policy at one size. Blocks are 4 KiB; a map is a read; every block of a run counts.
+    """One trace with one policy at one size. Blocks are 4 KiB; a map is a read; every block of a run counts.
 
-    Latencies and stalls are modelled; the rest is counted exactly.
+    Latencies and stalls are modelled; all other values are counted exactly.
     """
 
     trace: str
     policy: str
     title: str
-    cache_bytes: int  # as asked for; the cache holds `cache_blocks`, the whole blocks in it
+    cache_bytes: int  # as requested; the cache contains `cache_blocks`, the whole blocks in it
     cache_blocks: int
     accesses: int  # blocks referenced, reads and writes
     hits: int
     hit_ratio: float  # hits / accesses (0..1)
-    byte_hit_ratio: float | None  # share (0..1) of the bytes read that storage did not deliver; None where nothing is read
+    byte_hit_ratio: float | None  # share (0..1) of the bytes read that did not come from storage; None without reads
     reads: int
     writes: int
     read_hits: int
@@ -65,7 +65,7 @@ class Result:
     storage_read_bytes: int
     """Bytes of the reads that missed. A written block is replaced whole: its miss reads nothing, its hit saves no read."""
     evictions: int
-    bw: int  # bandwidth of storage (bytes/s) that `latency_s` is for: the first of `latencies`
+    bw: int  # bandwidth of storage (bytes/s) for `latency_s`: the first of `latencies`
     latency_s: float
     latencies: tuple[FetchLatency, ...]
     stalls: tuple[Stalls, ...]  # one for each bandwidth, if T was given
@@ -81,7 +81,7 @@ class TraceCurve:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All rows of a simulation, by trace, policy and size in the order asked for."""
+    """All rows of a simulation, by trace, policy and size, in the order of the plan."""
 
     model: FetchModel
     period_ns: int | None
@@ -90,7 +90,7 @@ class Simulation:
     curves: tuple[TraceCurve, ...]
 
     def document(self) -> dict[str, Any]:
-        """Returns everything as JSON-ready values."""
+        """Return everything as JSON-ready values."""
         return {
             "schema": SCHEMA,
             "model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(self.model)},
@@ -116,7 +116,7 @@ def _curve_values(item: TraceCurve) -> dict[str, Any]:
 
 
 def merged(parts: Iterable[Simulation]) -> Simulation:
-    """Returns one simulation of all `parts`, which have one model; what several of them tell is kept once."""
+    """Return one simulation of all `parts`, which share one model; duplicates are removed."""
     pieces = list(parts)
     traces = {each.trace: each for piece in pieces for each in piece.traces}
     results = {(row.trace, row.policy, row.cache_bytes): row for piece in pieces for row in piece.results}

@@ -1,8 +1,8 @@
-"""What a trace shows of a mixture of experts: which ones are popular, which come again, what a cache of whole ones hits.
+"""Use of the experts of MoE models in a trace: popularity, reuse, and the hit ratios of a cache of whole experts.
 
 A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
-*use* is an expert in one visit, however many of its tensors and blocks are accessed and in which order. So a prompt that
-is computed at once is one visit, a token is another. Only what is in the trace counts: see `MixtureUses.incomplete`.
+*use* is one expert in one visit, with any number of accesses to its tensors. So a prompt that is computed in one batch
+is one visit; so is each token after it. Only recorded accesses count: see `MixtureUses.incomplete`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from llmcache.cache.models import ExpertSlices, Models
 from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
-MAPPED_AROUND = 16  # blocks that the kernel maps around a fault (64 KiB): they may reach into the slices beside
+MAPPED_AROUND = 16  # blocks that the kernel maps around a fault (64 KiB): they may extend into the neighboring slices
 _DENSE, _UNSURE = -1, -2
-_NUMBER_BITS = 17  # of an expert's code, which begins with its layer; numbers have five digits
+_NUMBER_BITS = 17  # of an expert's code, below the number of its layer; expert numbers have at most five digits
 _CODE_BITS = 34
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One expert's part of one tensor."""
+    """The slice of one expert in one tensor."""
 
     layer: str
     number: int
@@ -39,7 +39,7 @@ class Slice:
 class ExpertLayer:
     """How the experts of one layer were used in its `visits`. `popularity`: uses of each expert, by its number.
 
-    `again`: share (0..1) of the experts of a visit that were used in the next one too; None with a single visit.
+    `again`: share (0..1) of the experts of a visit that were also used in the next one; None with a single visit.
     """
 
     name: str
@@ -55,26 +55,26 @@ class ExpertLayer:
 
     @property
     def used(self) -> int:
-        """Experts that were used at all."""
+        """Number of experts with at least one use."""
         return sum(uses > 0 for uses in self.popularity)
 
     def top(self, parts: int) -> float | None:
-        """Share (0..1) of the uses that one of `parts` equal parts of the experts (rounded up) has: those used most."""
+        """Return the share (0..1) of the uses that belong to the most used 1 / `parts` of the experts (rounded up)."""
         most = sorted(self.popularity, reverse=True)[: -(-self.experts // parts)]
         return sum(most) / self.uses if self.uses else None
 
     def row(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Return the layer as a JSON object."""
         sums = {"used": self.used, "uses": self.uses, "top_tenth": self.top(10), "top_quarter": self.top(4)}
         return json_of(self, name="layer") | sums
 
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """Share (0..1) of the uses that a cache of `experts` whole experts hits, empty at first: with LRU, and at best.
+    """Hit ratios (0..1) of a cache of `experts` whole experts that starts empty, with LRU and with Belady's policy.
 
-    `share`: the part of the bytes of all experts that it holds. Where they differ in size, `size_bytes` and the number of
-    experts are of the mean size: approximate.
+    `share`: capacity as a share of the bytes of all experts. If experts differ in size, `size_bytes` and `experts`
+    assume the mean size: approximate.
     """
 
     share: float
@@ -86,9 +86,9 @@ class ExpertCache:
 
 @dataclass(frozen=True)
 class MixtureUses:
-    """The experts of one model in a trace; `size_bytes` and `experts` are all that the files in the trace have.
+    """Use of the experts of one model in a trace; `size_bytes` and `experts` cover all files of the model in the trace.
 
-    `incomplete`: why there may have been more uses, in words, which makes `belady` no upper bound; None if there were not.
+    `incomplete`: reasons why the trace may lack uses, so that `belady` is no upper bound; None if it is complete.
     """
 
     model: str
@@ -106,7 +106,7 @@ class MixtureUses:
         return sum(layer.uses for layer in self.layers)
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Return the MoE model as a JSON object."""
         renamed = {"size_bytes": "bytes", "lru": "lru_hit_ratio", "belady": "belady_hit_ratio"}
         return json_of(self, size_bytes="bytes", equal="equal_sizes") | {
             "used": sum(layer.used for layer in self.layers),
@@ -117,7 +117,7 @@ class MixtureUses:
 
 
 class Mixtures:
-    """Collects the uses of experts while the batches of a trace go by, in order, in 8 bytes for each use."""
+    """Collects the uses of experts from the batches of a trace, in order; 8 bytes for each use."""
 
     def __init__(self, models: Models) -> None:
         self._known = models
@@ -144,19 +144,19 @@ class Mixtures:
         return self._files[file.id]
 
     def slices(self, file: int) -> list[Slice] | None:
-        """Returns the slices of the file with this number, in the order of their bytes; None if it has none."""
+        """Return the slices of the file with this number, in file order; None if it has none."""
         model = self._files.get(file)
         return None if model is None else list(model.slices(file))
 
     def found(self, provenance: Provenance) -> tuple[MixtureUses, ...]:
-        """Returns the mixtures whose experts were used, by the most uses first; `provenance`: of the trace."""
+        """Return the MoE models whose experts were used, most uses first; `provenance`: of the trace."""
         found = [mixture for model in self._models.values() if (mixture := model.mixture(provenance)) is not None]
         return tuple(sorted(found, key=lambda mixture: (-mixture.uses, mixture.model)))
 
 
 @dataclass(frozen=True)
 class _Map:
-    """Which blocks of a file tell what: stretches that begin at `edges` show that the experts with these codes are used."""
+    """For each block of a file, the expert whose use an access proves: `codes[i]` from block `edges[i]` on."""
 
     slices: ExpertSlices
     edges: Int64s
@@ -164,21 +164,18 @@ class _Map:
 
 
 class _ModelUses:
-    """One model: the files that it consists of, and the uses of its experts."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self._files: dict[int, _Map] = {}
-        self._numbers: dict[str, int] = {}  # of layers
-        self._bytes: dict[int, int] = {}  # by code
+        self._numbers: dict[str, int] = {}  # layer name -> number
+        self._bytes: dict[int, int] = {}  # expert code -> bytes
         self._turns = Turns()
-        self._visit: dict[int, int] = {}  # the last one of each layer
+        self._visit: dict[int, int] = {}  # layer number -> its latest visit
         self._visits = 0
         self._uses: list[Int64s] = []  # visit and code in one number
         self._mapped = False
 
     def add(self, file: int, slices: ExpertSlices) -> None:
-        """Takes `slices` to be those of this file."""
         experts = []
         for name, _, count in slices.layers:
             layer = self._numbers.setdefault(name, len(self._numbers))
@@ -189,28 +186,26 @@ class _ModelUses:
             self._bytes[expert] = self._bytes.get(expert, 0) + size_bytes
         starts, sizes = np.array(slices.starts, np.int64), np.array(slices.sizes, np.int64)
         first, end = nearest_blocks(starts), nearest_blocks(starts + sizes)
-        # Its ends are also accessed where only the slices beside it are used; a small one has nothing but a middle, and of
-        # one that is much smaller than others of its expert (a bias) not even that tells.
+        # The ends of a slice are also accessed when only a neighboring slice is used, so only its middle proves a use.
+        # A slice much smaller than others of its expert (a bias) proves nothing.
         blocks = end - first
         longest = np.zeros(int(expert_of.max()) + 1, np.int64)
         np.maximum.at(longest, expert_of, blocks)
         ends = np.minimum(MAPPED_AROUND, np.maximum(0, blocks - 1) // 2)
         unsure, dense = np.full_like(code, _UNSURE), np.full_like(code, _DENSE)
-        told = np.where(2 * blocks >= longest[expert_of], code, _UNSURE)
+        proving = np.where(2 * blocks >= longest[expert_of], code, _UNSURE)
         edges = np.append(0, np.stack((first, first + ends, end - ends, end), 1))
-        codes = np.append(_DENSE, np.stack((unsure, told, unsure, dense), 1))
+        codes = np.append(_DENSE, np.stack((unsure, proving, unsure, dense), 1))
         real = np.append(edges[1:] > edges[:-1], True)
         self._files[file] = _Map(slices, edges[real], codes[real])
 
     def slices(self, file: int) -> Iterator[Slice]:
-        """Yields the slices of a file."""
         of = self._files[file].slices
         experts = [(name, number) for name, _, count in of.layers for number in range(count)]
         for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
             yield Slice(*experts[expert], start, size_bytes)
 
     def note(self, batch: Trace) -> None:
-        """Takes the reads of the model's files."""
         rows, codes = [], []
         for file, blocks in self._files.items():
             of_file = np.flatnonzero((batch.file == file) & (batch.op != WRITE))
@@ -228,7 +223,7 @@ class _ModelUses:
         self._uses.append(_first(uses))
 
     def _visits_of(self, layer: Int64s) -> Int64s:
-        """Returns the visit that each access to these layers is part of; what is dense counts as a layer of its own."""
+        """Return the visit of each access to these layers; dense tensors count as a layer of their own."""
         turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
         visits = []
         for number in layer[turns].tolist():
@@ -239,7 +234,6 @@ class _ModelUses:
         return np.repeat(np.array(visits, np.int64), np.diff(np.append(turns, len(layer))))
 
     def mixture(self, provenance: Provenance) -> MixtureUses | None:
-        """Returns what was found; None if no expert was used."""
         uses = _first(np.concatenate([np.zeros(0, np.int64), *self._uses]))
         if not len(uses):
             return None
@@ -269,7 +263,6 @@ class _ModelUses:
 
 
 def _first(uses: Int64s) -> Int64s:
-    """Returns each of `uses` where it comes first."""
     _, places = np.unique(uses, return_index=True)
     return uses[np.sort(places)]
 
@@ -291,7 +284,7 @@ def _layer(name: str, layer: int, codes: Int64s, visits: Int64s, used: Int64s) -
 
 
 def _caches(used: Int64s, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
-    """Yields the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies as `simulate` has them."""
+    """Yield the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies are those of `simulate`."""
     from llmcache.cache.curves import StackDistances
     from llmcache.cache.policies.belady import Belady
 

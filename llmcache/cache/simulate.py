@@ -1,14 +1,15 @@
-"""Replays traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
+"""Replay traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
 
 A trace is read twice: once for its block ids, once for all cells of the grid together, in memory that does not grow
-with the trace. Where the cells' states do not fit in memory together, they take turns, one more reading each.
+with the trace. If the states of all cells do not fit in memory together, they run in groups, with one more pass over
+the trace each.
 
-Differs for offline policies (Belady), which must see the future: they get the whole trace in one call, 25 bytes for each
-row, and are refused where the trace is known to lack accesses.
+Offline policies (Belady) must see the future: they receive the whole trace in one call, 25 bytes per row, and are
+refused if the trace is known to lack accesses.
 
-Concurrency: one thread reads batches, one places them, the workers of a pool take (cell, batch) pairs. A cell gets its
-batches one after the other: the next batch is handed out only when all cells are done with the last one, and is placed
-in the meantime. So a cell's state has one user at a time, and three batches are in memory. Kernels hold no GIL.
+Concurrency: one thread reads batches, one maps them to block ids, and the workers of a pool process (cell, batch)
+pairs. The next batch is mapped while the cells process the current one, and is submitted only when all cells have
+finished. So a cell's state has one user at a time, and three batches are in memory. Kernels run without the GIL.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """The replay was asked to stop; what it counted is of no use."""
+    """The replay was interrupted; its counts are incomplete."""
 
 
 class Stop:
-    """Asks the threads of a replay to stop once `is_set`. Without a lock: a signal handler may set it."""
+    """Flag that stops the threads of a replay. Without a lock, because a signal handler may set it."""
 
     is_set = False
 
 
 @dataclass(frozen=True)
 class PlacedRuns:
-    """Some rows of a trace as the cells take them: arrays of one length, one entry per run.
+    """Some rows of a trace as input for the cells: arrays of one length, one entry per run.
 
     `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
     """
@@ -74,11 +75,11 @@ class PlacedRuns:
 
 
 Feed = Callable[[PlacedRuns], None]
-"""Takes the next rows: of something that a trace is replayed through."""
+"""Processes the next rows of a trace."""
 
 
 class PolicyCell:
-    """A policy at one size, and what it has counted so far, in blocks."""
+    """A policy at one size, with its counts in blocks."""
 
     def __init__(self, policy: Policy, meter: StallMeter | None) -> None:
         self.policy = policy
@@ -87,7 +88,7 @@ class PolicyCell:
         self.read_hits = 0
 
     def feed(self, part: PlacedRuns) -> None:
-        """Takes the next rows."""
+        """Process the next rows."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
@@ -95,11 +96,11 @@ class PolicyCell:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
     def stalls(self) -> tuple[Stalls, ...]:
-        """Returns the stalls at each bandwidth, of all rows; none without a meter."""
+        """Return the stalls at each bandwidth, of all rows; empty without a meter."""
         return () if self.meter is None else tuple(self.meter.stalls())
 
     def result(self, summary: Summary, model: FetchModel, cache_bytes: int) -> Result:
-        """Returns the row that follows from what was counted."""
+        """Return the result row for the counts."""
         hits, read_hits = self.hits, self.read_hits
         missed = summary.reads - read_hits
         latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
@@ -129,7 +130,7 @@ class PolicyCell:
 
 
 def state_bytes(value: object, depth: int = 4) -> int:
-    """Bytes of the arrays of `value`, of what it has, and of their tuples."""
+    """Return the bytes of all arrays in `value`, its attributes, and their tuples."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
@@ -137,7 +138,7 @@ def state_bytes(value: object, depth: int = 4) -> int:
 
 
 def ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yields `items`, each of which is made by a thread while the one before it is in use."""
+    """Yield `items`; a thread produces each of them while the caller uses the one before."""
     reader = ThreadPoolExecutor(1)
     waiting = reader.submit(next, items, None)
     try:
@@ -145,21 +146,21 @@ def ahead(items: Iterator[T]) -> Generator[T, None, None]:
             waiting = reader.submit(next, items, None)
             yield item
     finally:
-        # Not joined: what was left unfinished may be collected amid the start of another thread, which holds a lock that a
-        # join needs.
+        # Not joined: an abandoned generator may be garbage-collected while another thread starts, which holds a lock
+        # that a join needs.
         reader.shutdown(wait=False)
         if not waiting.cancel():
             wait([waiting])
 
 
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
-    """Yields the batches as parts, their runs placed in `space`."""
+    """Yield the batches as parts, with their runs mapped to `space`."""
     for batch in ahead(iter(batches)):
         yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
 def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
-    """Returns the rows of all parts in one, as an offline policy needs them."""
+    """Return the rows of all parts as one, for an offline policy."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
@@ -174,12 +175,13 @@ def replay(
     stop: Stop,
     advance: Callable[[int], None],
 ) -> None:
-    """Feeds every part to all cells; `offline` ones get all rows at once, at the end.
+    """Feed every part to all cells; `offline` ones get all rows at once, at the end.
 
-    Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is told the rows times cells done.
-    `Interrupted` once `stop` is set, when the running batch is done.
+    Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is called with the completed
+    rows times cells. Raises `Interrupted` once `stop` is set, after the running batch.
     """
-    seconds = dict.fromkeys(online, 0.0)  # each cell's last part: the slowest start first, lest a thread idle at the end
+    # time of each cell's last part: the slowest start first, so that no thread is idle at the end
+    seconds = dict.fromkeys(online, 0.0)
 
     def timed(feed: Feed, part: PlacedRuns) -> None:
         start = time.perf_counter()
@@ -207,7 +209,7 @@ def replay(
 
 
 def _finish(futures: Iterable[Future[None]], stop: Stop) -> None:
-    """Waits for all `futures` even if one fails, so that no cell is in use any more; then raises what failed."""
+    """Wait for all `futures` even if one fails, so that no cell is in use; then raise the first error."""
     done = [future.exception() for future in futures]
     for error in done:
         if error is not None:
@@ -218,7 +220,7 @@ def _finish(futures: Iterable[Future[None]], stop: Stop) -> None:
 
 @dataclass
 class TraceRun:
-    """Runs `plan` on one trace. Cells whose states together need more than `memory_bytes` take turns."""
+    """Runs `plan` on one trace. Cells whose states together need more than `memory_bytes` run in groups."""
 
     plan: Plan
     name: str
@@ -237,13 +239,13 @@ class TraceRun:
     _in_all: int = 0
 
     def run(self) -> Simulation:
-        """Returns the rows; `Interrupted` once `stop` is set, DataError where the trace does not serve the plan."""
+        """Return the rows; `Interrupted` once `stop` is set, DataError if the trace is unsuitable for the plan."""
         plan = self.plan
-        seers = [name for name in plan.policies if policy_class(name).offline]
-        if seers and (reason := why_not_exact(self.source.provenance)) is not None:
+        offline_policies = [name for name in plan.policies if policy_class(name).offline]
+        if offline_policies and (reason := why_not_exact(self.source.provenance)) is not None:
             raise DataError(
-                f"provenance: '{self.name}' is incomplete, so {seers[0]} would not be exact: {reason}",
-                f"remove {seers[0]} from --policy",
+                f"provenance: '{self.name}' is incomplete, so {offline_policies[0]} would not be exact: {reason}",
+                f"remove {offline_policies[0]} from --policy",
             )
         space = BlockSpace.of(self._seen(self.source.batches(BATCH_ROWS)))
         if plan.period_ns is not None and self._rows > 1 and self._last_ns <= self._first_ns:
@@ -252,7 +254,7 @@ class TraceRun:
                 "omit --t, or use a trace that has times",
             )
         sizes = resolved(plan.sizes, space.footprint)
-        # First references stall whatever the cache: LRU of everything misses nothing else.
+        # First references stall with any cache: LRU with room for all blocks misses nothing else.
         cold = None if plan.period_ns is None else PolicyCell(policy_class("lru")(space.blocks, space.blocks), plan.meter())
         distances = StackDistances(space.blocks) if plan.curves else None
         firsts = [] if cold is None else [cold.feed]
@@ -289,7 +291,7 @@ class TraceRun:
             yield batch
 
     def _next_cells(self, todo: list[tuple[str, int]], space: BlockSpace, used_bytes: int) -> list[tuple[int, PolicyCell]]:
-        """Takes from `todo` what fits in memory, one at least, and returns it as (size in bytes, cell)."""
+        """Remove from `todo` as many cells as fit in memory, at least one, and return them as (size in bytes, cell)."""
         cells: list[tuple[int, PolicyCell]] = []
         while todo and (not cells or used_bytes < self.memory_bytes):
             policy, size = todo.pop(0)
@@ -323,11 +325,11 @@ ModelsOf = Callable[[Sequence[TraceFile]], Models]
 Source = str | Path | Trace
 
 MEMORY_SHARE = 0.25  # of the machine's memory, for the states of all cells that run at the same time
-SIGNALS_S = 0.5  # one that comes just before the main thread waits is only handled after that
+SIGNALS_S = 0.5  # a signal that arrives just before the main thread waits is handled after this time
 
 
 def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
-    """Returns a row for each policy and size (bytes, or shares of the footprint) on one trace.
+    """Return a row for each policy and size (bytes, or shares of the footprint) on one trace.
 
     `source` is a path in any format, or a `Trace`.
     """
@@ -342,16 +344,16 @@ def simulate_all(
     progress: Progress | None = None,
     models: ModelsOf | None = None,
 ) -> Simulation:
-    """Returns the plan's rows for all traces, which share `jobs` threads (default: one per core).
+    """Return the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` looks at those of a file table; without it nothing is known of them. Rows are told apart by the names of their
-    traces: one `Trace` at most.
+    `models` maps a file table to models; without it, no models are known. Rows are identified by the names of their
+    traces, so that only one source may be a `Trace`.
     """
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
     stop = Stop()
-    # After Ctrl-C or the first error the others end with the batch that they are at.
+    # After Ctrl-C or the first error, the other traces stop after their current batch.
     with ExitStack() as at_end:
         at_end.enter_context(_ctrl_c_sets(stop))
         pool = at_end.enter_context(ThreadPoolExecutor(threads))
@@ -380,17 +382,18 @@ def simulate_all(
 
 @contextmanager
 def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
-    """Has Ctrl-C set `stop`, and raises KeyboardInterrupt at the end; the second one raises it at once.
+    """Set `stop` on Ctrl-C, and raise KeyboardInterrupt at the end; a second Ctrl-C raises it at once.
 
-    Raised where it comes, it could leave a lock of a future taken for good, or be lost in a weak reference's callback.
+    An exception raised in the signal handler could leave the lock of a future locked, or be lost in the callback of a
+    weak reference.
     """
-    came = False
+    was_interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
+        nonlocal was_interrupted
+        if was_interrupted:
             signal.default_int_handler(number, frame)
-        came = stop.is_set = True
+        was_interrupted = stop.is_set = True
 
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -401,5 +404,5 @@ def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
+        if was_interrupted:
             raise KeyboardInterrupt

@@ -1,16 +1,18 @@
-"""How large a cache must be, by formula (1): a loop of N bytes, a cache of S for it, storage of BW, a time T per pass.
+"""Cache size by formula (1), for a loop of N bytes, a cache of S for it, storage of bandwidth BW, and a time T per pass.
 
-A pass misses N - S bytes, which storage delivers in (N - S) / BW beside the computing that takes T: there is no stall
-as long as that is at most T. All results are *modelled*. Base units: bytes, nanoseconds, bytes per second; exact integers.
-Source: io_caching section 4.1, formula (1), and section 4.2 for the inverse.
+A pass misses N - S bytes, which storage delivers in (N - S) / BW while the computation takes T: there is no stall if
+that is at most T. All results are *modelled*. Base units: bytes, nanoseconds, bytes per second; exact integers. Source:
+io_caching section 4.1, formula (1), and section 4.2 for the inverse.
 
 Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)}, without the minus sign between N and BW
-that the text and the example of section 4.2 ask for; and its floor would leave a part of a block missing (N = 10 and
-BW*T = 2.5 blocks: with S = 7 three blocks are due where 2.5 come in time). Here S = max(0, ceil(N - BW*T)).
+that the text and the example of section 4.2 require. Its floor would leave a part of a block missing (N = 10 and BW*T =
+2.5 blocks: with S = 7 three blocks are missed, but only 2.5 are delivered in time). Here S = max(0, ceil(N - BW*T)).
 
-A mixture of experts (`mixture.py`) is no loop: S is what leaves a token BW*T missing bytes, expected, and N all its bytes.
+An MoE model (`mixture.py`) is no loop: S is the cache with which a token is expected to miss BW*T bytes, and N is all
+bytes.
 
-The numbers of the paper are `PAPER` and `DEVICES`, each with its section; MB is 10**6 bytes, as in its example (4.2).
+The numbers of the paper are in `PAPER` and `DEVICES`, each with its section; MB is 10**6 bytes, as in its example
+(4.2).
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _MS = 10**6
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A kind of device: how much of its memory may cache a model (bytes), and how fast its storage is (bytes/s).
+    """A kind of device: the part of its memory that may cache a model (bytes), and the speed of its storage (bytes/s).
 
-    `cache_bytes` holds loop and hot set together, and is a range from `least_cache_bytes` where the paper gives one.
+    `cache_bytes` is for loop and hot set together, and is a range from `least_cache_bytes` if the paper gives one.
     Source: io_caching section 4.2.
     """
 
@@ -47,27 +49,27 @@ class DeviceClass:
 
 
 WATCH = DeviceClass("watch", "smartwatch", 64 * _MB, 64 * _MB, 100 * _MB, 4 * _MB, "eMMC 5.x under thermal limits")
-# Section 4.2 calls 256-512 MB the "loop-dedicated cache size S": the hot set stands beside it, hence 0 here.
+# Section 4.2 calls 256-512 MB the "loop-dedicated cache size S", without the hot set, hence 0 here.
 PHONE = DeviceClass("phone", "smartphone", 256 * _MB, 512 * _MB, _GB, 0, "UFS 4.0")
 DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHONE)}  # device classes by name (section 4.2)
 
 
 @dataclass(frozen=True)
 class PaperConstants:
-    """Defaults of the sizing and latency models. Source: io_caching, the section beside each."""
+    """Defaults of the sizing and latency models. Source: io_caching, with the section at each value."""
 
     block_bytes: int = BLOCK_BYTES  # 3, 4.1: "4 KB, consistent with the page size"
     period_ns: int = 100 * _MS  # 4.1: T = 0.1 s, the allowed fetch delay (8-12 tokens/s: 80-125 ms per token)
     period_changes: tuple[float, ...] = (-0.3, -0.2, 0.0, 0.2, 0.3)  # 4.1: "moderate variations (±20-30%)" of T
     hot_bytes: int = 4 * _MB  # 4.2: tokenizer and index files, "less than 4 MB"
-    setup_ns: int = 50 * _US  # 4.1: set-up latency of a storage access
+    setup_ns: int = 50 * _US  # 4.1: setup latency of a storage access
     storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # 4.1: sequential reads
     gpu_bandwidth: int = 20 * _GB  # 4.1: host to GPU
     gpu_setup_ns: int = 2 * _US  # 4.1: base latency of a host-to-GPU transfer
-    request_bytes: int = 1024  # 4.1: "request granularity is 1 KB"; accounting and storage go by blocks
+    request_bytes: int = 1024  # 4.1: "request granularity is 1 KB"; accounting and storage use blocks
 
 
-PAPER = PaperConstants()  # the paper's values, as used wherever nothing else is asked for
+PAPER = PaperConstants()  # the paper's values, used as defaults everywhere
 
 
 SECOND_NS = 10**9
@@ -75,7 +77,7 @@ SECOND_NS = 10**9
 
 @dataclass(frozen=True)
 class SizingParameters:
-    """What the formula needs beside the loop: bandwidth (bytes/s), T (ns) and the hot set (bytes), always kept whole."""
+    """Parameters of the formula besides the loop: bandwidth (bytes/s), T (ns), and the hot set (bytes), cached whole."""
 
     bandwidth: int
     period_ns: int = PAPER.period_ns
@@ -83,16 +85,16 @@ class SizingParameters:
 
     @property
     def staged_bytes(self) -> int:
-        """BW * T: what storage delivers during a pass, whole bytes."""
+        """BW * T: the bytes that storage delivers during a pass, rounded down."""
         return self.bandwidth * self.period_ns // SECOND_NS
 
     def scaled(self, change: float) -> SizingParameters:
-        """The same with T changed by the share `change` (-0.3: 30 % shorter)."""
+        """Return the parameters with T changed by the share `change` (-0.3: 30 % shorter)."""
         return SizingParameters(self.bandwidth, max(1, round(self.period_ns * (1 + change))), self.hot_bytes)
 
 
 def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
-    """S of formula (1) in blocks: max(0, ceil(N - BW*T)) for a loop of N blocks of which BW*T come in time."""
+    """Return S of formula (1) in blocks: max(0, ceil(N - BW*T)) for a loop of N blocks, BW*T of which arrive in time."""
     return max(0, math.ceil(loop_blocks - staged_blocks))
 
 
@@ -100,7 +102,7 @@ def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
 class Need:
     """The smallest cache without stalls: `loop_cache_bytes` for the loop, `cache_bytes` with the hot set.
 
-    `loop_cache_blocks` counts blocks of 4 KiB; a loop's last block may be filled in part.
+    `loop_cache_blocks` counts blocks of 4 KiB; a loop's last block may be partly filled.
     """
 
     loop_cache_bytes: int
@@ -108,16 +110,16 @@ class Need:
     cache_bytes: int
 
 
-Weights = int | MixtureBytes  # what tokens read: bytes of a loop, or a mixture's
+Weights = int | MixtureBytes  # the bytes of a loop, or those of an MoE model
 
 
 def size_of(loop: Weights) -> int:
-    """All bytes of `loop`."""
+    """Return all bytes of `loop`."""
     return loop if isinstance(loop, int) else loop.total_bytes
 
 
 def need(loop: Weights, setting: SizingParameters) -> Need:
-    """The smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
+    """Return the smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
     if isinstance(loop, MixtureBytes):
         kept = loop.kept_bytes(setting.staged_bytes)
         return Need(kept, -(-kept // BLOCK_BYTES), kept + setting.hot_bytes)
@@ -128,7 +130,7 @@ def need(loop: Weights, setting: SizingParameters) -> Need:
 
 
 def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
-    """Bytes of the largest loop that `cache_bytes` in all serve without stalls: N = S + BW*T, S what the hot set leaves.
+    """Return the largest loop (bytes) without stalls: N = S + BW*T, where S is `cache_bytes` without the hot set.
 
     Source: io_caching section 4.2.
     """
@@ -137,10 +139,10 @@ def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
 
 @dataclass(frozen=True)
 class Passes:
-    """How passes over a loop go: what each misses, and the times (ns) of fetching that, of a pass, and of its stall.
+    """Passes over a loop: the bytes that each misses, and the times (ns) to fetch them, of the pass, and of its stall.
 
-    Of a mixture a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is of the bytes of used experts.
-    `even`: the same if all experts of a layer are used equally often, which no popularity makes worse.
+    For an MoE model a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is the share of the bytes
+    of used experts. `even`: the same if all experts of a layer are used equally often, which is the worst case.
     """
 
     loop_cache_bytes: int
@@ -153,7 +155,7 @@ class Passes:
 
     @property
     def stall_free(self) -> bool:
-        """Whether storage keeps up."""
+        """True if storage keeps up."""
         return self.stall_ns == 0
 
     @property
@@ -163,12 +165,12 @@ class Passes:
 
     @property
     def tokens_per_s_lost(self) -> float:
-        """Passes per second that the stalls cost: 1/T less what is left."""
+        """Passes per second lost to stalls: 1/T minus the remaining rate."""
         return 0.0 if self.stall_free else SECOND_NS / (self.pass_ns - self.stall_ns) - self.tokens_per_s
 
 
 def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes:
-    """How passes over `loop` go with `cache_bytes` in all, hot set included: each takes max(T, (N - S) / BW).
+    """Return the cost of passes over `loop` with `cache_bytes` in all, hot set included: each takes max(T, (N - S) / BW).
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
     """
@@ -176,7 +178,7 @@ def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes
 
 
 def passes_keeping(kept: int, loop: Weights, setting: SizingParameters) -> Passes:
-    """How passes over `loop` go of which `kept` bytes stay in memory."""
+    """Return the cost of passes over `loop` if `kept` bytes of it stay in memory."""
     if not isinstance(loop, MixtureBytes):
         return _passes_missing(kept, loop - kept, setting)
     hit_ratio, even_ratio = loop.expert_hit_ratio(kept), loop.even_hit_ratio(kept)
@@ -192,7 +194,7 @@ def _passes_missing(kept: int, missing: int, setting: SizingParameters) -> Passe
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a given cache can do: the largest loop without stalls, and how the loop asked for goes (None: none was)."""
+    """The limits of a given cache: the largest loop without stalls, and the cost of passes over the given loop, if any."""
 
     cache_bytes: int
     largest_loop_bytes: int
@@ -201,12 +203,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Ram:
-    """What memory of `ram_bytes` (given, or this machine's: `source`) gives a loop, beside what it would need.
+    """Memory of `ram_bytes` (`source`: given, or this machine's) for a loop, and the requirements without stalls.
 
-    `mount_cache_bytes` is what llmcachefs takes of it. The page cache reads a loop larger than it whole, in every pass, and
-    a mixture if it has no room for what one token reads.
-    `needed_ram_bytes` or `needed_bandwidth` (bytes/s, with this memory) would be without stalls. `fits_repacked`: whether
-    the memory has room for what llama.cpp copies of the model; None where it copies nothing.
+    `mount_cache_bytes` is the part that llmcachefs uses. With the page cache alone, a larger loop is read whole in
+    every pass, and so is an MoE model if one token's bytes do not fit. `needed_ram_bytes`, or `needed_bandwidth`
+    (bytes/s, with this memory), avoids stalls. `fits_repacked`: the memory also has room for the bytes that llama.cpp
+    copies from the model; None if it copies none.
     """
 
     ram_bytes: int
@@ -221,7 +223,7 @@ class Ram:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The answer with T changed by `change`: `need` where a loop is given, `capacity` of the largest cache given."""
+    """The answer with T changed by `change`: `need` if a loop is given, `capacity` of the largest cache given."""
 
     change: float
     period_ns: int
@@ -231,7 +233,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where a bandwidth (bytes/s) comes from: `source` is given, device or measured, `detail` says how."""
+    """A bandwidth (bytes/s) and its origin: `source` is given, device or measured, with details in `detail`."""
 
     bandwidth: int
     source: str
@@ -240,12 +242,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model's files hold, in bytes, and how a decoder reads it.
+    """Sizes of a model's files, in bytes, by how a decoder reads them.
 
-    `loop_bytes` once per token (of them `sparse_bytes` belong to experts, of which a token reads a part only),
-    `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding).
-    A token uses `used` of the `experts` of a layer; None: there are none, or nothing says how many. llama.cpp copies
-    `repacked_bytes` of the loop into its own memory, unless a flag forbids that.
+    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads only a part),
+    `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). A token
+    uses `used` of the `experts` of a layer; None without experts, or if the number is unknown. llama.cpp copies
+    `repacked_bytes` of the loop into its own memory, unless a flag disables that.
     """
 
     path: str
@@ -261,7 +263,7 @@ class ModelBytes:
 
     @property
     def loop(self) -> Weights:
-        """What tokens read; of a mixture whose used experts nobody tells all of them, an upper bound."""
+        """Bytes that tokens read; all of them, an upper bound, if the number of used experts of an MoE model is unknown."""
         if self.experts is None or self.used is None:
             return self.loop_bytes
         return MixtureBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)
@@ -269,7 +271,7 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class ModeNeed:
-    """What llmcachefs needs in `mode` to keep the loop's share: `--cache`, of which the rest streams through a window."""
+    """The `--cache` that llmcachefs needs in `mode`, including the window for the part that is streamed."""
 
     mode: str
     cache_bytes: int
@@ -278,7 +280,7 @@ class ModeNeed:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that `llmcache size` answers; parts that were not asked for are None or empty. *Modelled* by formula (1)."""
+    """The output of `llmcache size`; parts that were not requested are None or empty. *Modelled* by formula (1)."""
 
     setting: SizingParameters
     storage: Storage
@@ -290,17 +292,20 @@ class Answer:
     model: ModelBytes | None = None
     modes: tuple[ModeNeed, ...] = ()  # empty without a loop
     ram: Ram | None = None
-    period_source: str = "given"  # given, or assumed: nobody said what T is
+    period_source: str = "given"  # given, or assumed: no option sets T
 
 
 def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) -> Capacity:
-    """What `cache_bytes` can do, for `loop` where there is one."""
-    went = None if loop is None else passes(loop, cache_bytes, setting)
-    return Capacity(cache_bytes, largest_loop(cache_bytes, setting), went)
+    """Return the limits of `cache_bytes`, for `loop` if there is one."""
+    loop_passes = None if loop is None else passes(loop, cache_bytes, setting)
+    return Capacity(cache_bytes, largest_loop(cache_bytes, setting), loop_passes)
 
 
 def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
-    """Everything the formula says of a loop, of caches (bytes), or of both; sensitivity goes by the largest cache."""
+    """Return the results of the formula for a loop, for caches (bytes), or for both.
+
+    The sensitivity to T is computed for the largest cache.
+    """
 
     def sensitivity(change: float) -> Sensitivity:
         changed = setting.scaled(change)

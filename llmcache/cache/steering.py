@@ -1,15 +1,15 @@
-"""What a mount keeps of its loops: a pure, deterministic machine that the mount (mode arena) and the simulator share.
+"""Steering: a deterministic state machine, for the mount (mode arena) and the simulator, that selects extents to pin.
 
-It is driven by references to extents (one for each time that a mount fetches an extent, for a reader or ahead of one)
-and by events: facts about files, opens, and budget changes. Its clock is the number of references, its verdicts depend
-on nothing else, and the same sequence gives the same verdicts: an access log of a mount, replayed, shows what the mount
-did. No I/O, no threads, no time; the caller brings the lock.
+Its input is a sequence of references to extents (one for each time that a mount fetches an extent, for a reader or as a
+prefetch) and events: facts about files, opens, and budget changes. The clock is the number of references. The same
+sequence always gives the same verdicts, so that replaying an access log repeats the decisions of the mount. No I/O, no
+threads, no time; the caller holds the lock.
 
-Rules: a loop space that was passed over twice (or whose header says so) loops; its period is counted in references;
-`share_budget` serves active loops first, shorter periods before longer ones; what a loop may keep is spread over it.
-A wanted extent is held from its next reference on. Held extents leave when the plan gives their room to others.
+Rules: a loop space loops after two passes, or at once if its header says so. `share_budget` serves active loops first,
+shorter periods (in references) before longer ones. The pinned extents of a loop are spread over it. A wanted extent is
+pinned from its next reference on, and evicted when a plan assigns its memory to others.
 
-A loop space is a file, or the shards of one model in a row; its extents are numbered through all files.
+A loop space is one file, or all shards of one model; extents are numbered across all its files.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from llmcache.units import BLOCK_BYTES
 
 LARGE_EXTENT = 1 << 20
 SMALL_EXTENT = 128 << 10
-LARGE_FILE_BYTES = 32 << 20  # from here on extents are large
-LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones may be found to loop
-EXTENTS_MAX = 1 << 18  # of one space: state and plans cost by the extent. Beyond 256 GiB extents become larger
-LARGEST_EXTENT = 4 << 20  # that is fetched whole, so that a space of more than 1 TiB is read page by page
-HUGE_BYTES = 2 << 20  # of a huge page, and of an extent of a large file that is steered in place
+LARGE_FILE_BYTES = 32 << 20  # files of at least this size have large extents
+LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones can turn out to loop
+EXTENTS_MAX = 1 << 18  # per space: state and plans grow with the extents. Beyond 256 GiB extents become larger
+LARGEST_EXTENT = 4 << 20  # the largest that is fetched whole; a space of more than 1 TiB is read page by page
+HUGE_BYTES = 2 << 20  # size of a huge page, and of the extents of a large file in mode inplace
 
 
 def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
-    """Returns the size of the extents (bytes) into which a loop space of `size_bytes` is cut, at most `most` of them.
+    """Return the extent size (bytes) for a loop space of `size_bytes`, so that it has at most `most` extents.
 
-    A large one has extents of `large`, or of a multiple."""
+    Large spaces have extents of `large` bytes, or a multiple.
+    """
     least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
     return least * max(1, -(-size_bytes // (least * most)))
 
 
 @dataclass(frozen=True)
 class SpacePart:
-    """One file of a loop space: its extents are `base` .. `base + count - 1`."""
+    """One file of a loop space, with the extents `base` .. `base + count - 1`."""
 
     size_bytes: int
     base: int
@@ -59,7 +60,10 @@ class SpacePart:
 
 
 class Space:
-    """Facts and state of one loop space. `single` extents are read page by page and never held; `hot` ones are of these."""
+    """Facts and state of one loop space.
+
+    `single` extents are read page by page and never pinned; `hot` extents are single too.
+    """
 
     def __init__(self, key: str, extent_bytes: int, parts: Sequence[SpacePart], single: bool) -> None:
         self.key = key
@@ -72,35 +76,35 @@ class Space:
         self.learner = LoopLearner(self.count)
         self.wanted = bytearray(self.count)
         self.held: set[int] = set()
-        self.pages: dict[int, int] = {}  # hot extent -> bytes of it that were read
+        self.pages: dict[int, int] = {}  # hot extent -> number of its bytes read
         self.open = True
         self.convoy = 0
-        self.first = False  # as the user wants
-        self.left = False  # to LRU, which reads less
+        self.first = False  # the user pinned it
+        self.left = False  # left to LRU, which reads less
         self.last = 0  # clock of the last reference
         self.share = Share(0, 0)
         self.settled = Settled(0, 0, [])
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes that take part in the loop, without what is no longer used; 0 when nothing loops."""
+        """Bytes that are part of the loop, without unused extents; 0 if the space does not loop."""
         if not self.learner.looping:
             return 0
         return max(0, self.size_bytes - (self.single.count(1) + self.learner.use.unused.count(1)) * self.extent_bytes)
 
     @property
     def visible(self) -> int:
-        """Extents that a whole pass references."""
+        """Number of extents that a whole pass references."""
         return self.single.count(0) - self.learner.use.unused.count(1)
 
     def blocks(self, extent: int) -> int:
-        """Returns the 4 KiB blocks of `extent` (the last one of a file may be short)."""
+        """Return the number of 4 KiB blocks of `extent` (the last one of a file may be short)."""
         part = self.part_of(extent)
         size = min(self.extent_bytes, part.size_bytes - (extent - part.base) * self.extent_bytes)
         return max(0, -(-size // BLOCK_BYTES))
 
     def part_of(self, extent: int) -> SpacePart:
-        """Returns the file that `extent` is in; IndexError beyond the last."""
+        """Return the file that contains `extent`; IndexError beyond the last."""
         for part in self.parts:
             if extent < part.base + part.count:
                 return part
@@ -108,20 +112,20 @@ class Space:
 
 
 HIT, KEPT, MISS = range(3)
-"""Verdicts: held already; read from storage and held from now on; read from storage and not held."""
+"""Verdicts: already pinned; read from storage and now pinned; read from storage and not pinned."""
 
-IDLE_PERIODS = 2  # a loop that misses two periods has ended or rests
+IDLE_PERIODS = 2  # a loop that misses two periods has ended or is idle
 
 Ranges = Iterable[Sequence[int]]
 Event = Sequence[Any]
-"""A name of `Steering.EVENTS` and its arguments, as JSON knows them."""
+"""A name of `Steering.EVENTS` and its arguments, with JSON types."""
 
 
 class Steering:
-    """The machine. `limit_bytes` is what may be held; counts are in blocks of 4 KiB.
+    """The state machine. `limit_bytes` is the budget for pinned extents; counts are in blocks of 4 KiB.
 
-    `on_evict(key, extent)` is called for each held extent that leaves, `on_plan()` after each new plan. Without `judges_use`
-    extents that are no longer referenced stay part of their loop, as in mounts up to version 1.0.
+    `on_evict(key, extent)` is called for each evicted extent, `on_plan()` after each new plan. Without `judges_use`,
+    unused extents stay part of their loop, as in mounts up to version 1.0.
     """
 
     EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost", "first", "plan", "hold", "leave", "steer")
@@ -145,13 +149,13 @@ class Steering:
         self._on_plan = on_plan
         self._due = False
         self._judges_use = judges_use
-        self._spare_bytes = 0  # that the present plan leaves for what is no longer used
+        self._spare_bytes = 0  # left by the current plan for unused extents
         self._ranked: list[object] = []
 
     # References
 
     def reference(self, key: str, extent: int) -> int:
-        """Returns the verdict on a fetch of the whole `extent` of space `key`: HIT, KEPT or MISS."""
+        """Return the verdict on a fetch of the whole `extent` of space `key`: HIT, KEPT or MISS."""
         space = self.spaces[key]
         self.clock += 1
         space.last = self.clock
@@ -178,38 +182,38 @@ class Steering:
         return KEPT
 
     def page(self, key: str, extent: int, blocks: int) -> None:
-        """Takes a read of `blocks` of a single extent from storage; the page cache may keep them, this machine does not."""
+        """Record that `blocks` of a single extent were read from storage; only the page cache may keep them."""
         self.miss_blocks += blocks
         space = self.spaces[key]
         if extent in space.hot:
             space.pages[extent] = min(space.extent_bytes, space.pages.get(extent, 0) + blocks * BLOCK_BYTES)
 
     def is_single(self, key: str, extent: int) -> bool:
-        """True if `extent` is read page by page; extents beyond the end are those of a growing file that is written."""
+        """Return True if `extent` is read page by page; extents past the end are those of a growing file."""
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
     def holds(self, key: str, extent: int) -> bool:
-        """True if `extent` of space `key` is held."""
+        """Return True if `extent` of space `key` is pinned."""
         space = self.spaces.get(key)
         return space is not None and extent in space.held
 
     def wants(self, key: str, extent: int) -> bool:
-        """True if the present plan would hold `extent` of space `key`; the plan may change with the next reference."""
+        """Return True if the current plan pins `extent` of space `key`; the next reference may change the plan."""
         space = self.spaces.get(key)
         return space is not None and bool(space.wanted[extent])
 
     # Events
 
     def apply(self, event: Event) -> None:
-        """Takes one event: the name of a method below and its arguments. ValueError for a name that is not in EVENTS."""
+        """Apply one event: the name of a method below and its arguments. ValueError for a name that is not in EVENTS."""
         name, *arguments = event
         if name not in self.EVENTS:
             raise ValueError(f"event: must be one of {', '.join(self.EVENTS)}, not {name!r}")
         getattr(self, name)(*arguments)
 
     def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
-        """A new space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
+        """Add a space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
         space = Space(key, extent_bytes, [SpacePart(*part) for part in parts], single=kind != "loop")
         space.last = self.clock
         if kind == "hot":
@@ -220,7 +224,7 @@ class Steering:
     def guess(
         self, key: str, single: Iterable[Sequence[int]], hot: Iterable[Sequence[int]], order: Iterable[Sequence[int]]
     ) -> None:
-        """A header's word, in ranges (first, end) of extents: what is read page by page, and the order of the rest."""
+        """Apply a header's guess, as ranges (first, end) of extents: single ones, hot ones, and the order of the rest."""
         space = self.spaces[key]
         space.learner.believe(_extents(order, space.count))
         space.hot.update(_extents(hot, space.count))
@@ -231,61 +235,61 @@ class Steering:
         self._due = True
 
     def open(self, key: str) -> None:
-        """Somebody has a file of the space open (again)."""
+        """Record that a client has opened a file of the space."""
         self.spaces[key].open, self.spaces[key].last = True, self.clock
         self._due = True
 
     def close(self, key: str) -> None:
-        """Nobody has a file of the space open any more: what it holds gives way to active loops."""
+        """Record that no client has a file of the space open: its extents make room for active loops."""
         self.spaces[key].open, self.spaces[key].last = False, self.clock
         self._due = True
 
     def convoy(self, key: str, steps: int) -> None:
-        """Readers of the space drift apart and need a window wider by `steps`; 0 when they keep together."""
+        """Widen the space's window by `steps`, because its readers drift apart; 0 when they stay together."""
         self.spaces[key].convoy = steps
         self._due = True
 
     def limit(self, limit_bytes: int) -> None:
-        """A new budget, at once: what does not fit any more leaves now."""
+        """Set a new budget, and evict at once what no longer fits."""
         self.limit_bytes = limit_bytes
         self._plan()
 
     def end(self, key: str) -> None:
-        """The space is gone: its file was changed or removed, or has been closed for long."""
+        """Remove the space: its file was changed or removed, or has been closed for long."""
         space = self.spaces.pop(key)
         for extent in sorted(space.held):
             self._evict(space, extent)
         self._due = True
 
     def lost(self, key: str, extent: int) -> None:
-        """An extent that was to be held could not be read. It was never there, so it counts as no eviction."""
+        """Unmark an extent that was to be pinned but could not be read. It was never resident, so this is no eviction."""
         space = self.spaces[key]
         if extent in space.held:
             space.held.remove(extent)
             self.held_blocks -= space.blocks(extent)
 
     def first(self, key: str) -> None:
-        """The user wants the space kept before all others, open or not."""
+        """Mark the space as pinned by the user: it comes before all others, open or not."""
         self.spaces[key].first = True
         self._due = True
 
     def leave(self, key: str) -> None:
-        """Steering reads more of the space than LRU would: nothing of it is held until `steer`."""
+        """Pin nothing of the space until `steer`, because steering reads more of it than LRU would."""
         self.spaces[key].left = True
         self._due = True
 
     def steer(self, key: str) -> None:
-        """The space is steered again."""
+        """Steer the space again."""
         self.spaces[key].left = False
         self._due = True
 
     def plan(self) -> None:
-        """Plans now what is due, and not with the next reference: somebody wants to know it before there is one."""
+        """Make a due plan now, for a caller that needs it before the next reference."""
         if self._due:
             self._plan()
 
     def hold(self, key: str, extent: int) -> None:
-        """An extent was brought in before anybody asked for it (a warm-up); it is held if the plan wants it."""
+        """Record that an extent was read before a client requested it (a warm-up); it is pinned if the plan wants it."""
         space = self.spaces[key]
         if space.wanted[extent] and extent not in space.held:
             space.held.add(extent)
@@ -303,9 +307,9 @@ class Steering:
         return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy, s.first) for s in looping]
 
     def _active(self, looping: list[Space]) -> set[str]:
-        """Keys of loops that were referenced within two periods: their own, or those of a slower loop that is active.
+        """Return the keys of loops referenced within two periods: their own, or those of a slower loop that is active.
 
-        Loops take turns (a draft model and its target): one rests while the other makes a pass.
+        Loops alternate (a draft model and its target): one is idle while the other makes a pass.
         """
         active = set()
         longest = 0
@@ -318,7 +322,6 @@ class Steering:
         return active
 
     def _plan(self) -> None:
-        """Shares the budget anew; held extents that are wanted no longer leave."""
         self._due = False
         loops = self._loops()
         self._ranked = _ranking(loops)
@@ -340,7 +343,7 @@ class Steering:
             space.wanted[extent] = 0
         order = [extent for extent in space.learner.order.extent_at if not (space.single[extent] or unused[extent])]
         space.settled = settle(order, space.wanted, share.pinned_bytes, space.extent_bytes, whole)
-        # What is no longer used stays while there is room for it.
+        # Unused extents stay while there is room for them.
         for extent in filter(space.held.__contains__, stale):
             size_bytes = space.blocks(extent) * BLOCK_BYTES
             if size_bytes > self._spare_bytes:
@@ -360,18 +363,18 @@ class Steering:
 
 
 def _period(space: Space) -> int:
-    """The period in references; before it is seen, that of a lone reader."""
+    """Return the period in references; before one is observed, that of a lone reader."""
     return space.learner.period or space.count
 
 
 def _ranking(loops: list[Loop]) -> list[object]:
-    """What the order of service depends on: a new plan is due when it changes."""
+    """Return the data that the order of service depends on: a new plan is due when it changes."""
     ranked = sorted(loops, key=lambda loop: (not loop.first, loop.period is None, loop.period or 0, loop.size_bytes))
     return [(loop.key, loop.active, loop.period is None) for loop in ranked]
 
 
 def _extents(ranges: Ranges, count: int) -> array[int]:
-    """Returns the extents in `ranges`; IndexError if a space of `count` has no such, or not as many."""
+    """Return the extents in `ranges`; IndexError if they exceed the `count` extents of the space."""
     extents = array("I")
     for first, end in ranges:
         if not 0 <= first <= end <= count or len(extents) + end - first > count:

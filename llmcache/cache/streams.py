@@ -1,11 +1,11 @@
-"""Streams: which accesses of one file belong to one sequential walk, whoever else reads the file at the same time.
+"""Streams: sort the accesses to one file into sequential walks, even if several clients read the file at the same time.
 
-A run of blocks that begins within `WINDOW` blocks of where a stream goes on belongs to that stream: read-ahead and
-threads bring the blocks of a window in any order. Streams go up or down, and may have a stride. A table keeps at most
-`MAX_STREAMS` of them, each found in O(1) by where it is expected to go on.
+A run of blocks that begins within `WINDOW` blocks of the expected position of a stream belongs to that stream, because
+readahead and threads access the blocks of a window in any order. Streams go up or down, and may have a stride. A table
+contains at most `MAX_STREAMS` streams, indexed by expected position for O(1) lookups.
 
-A stream becomes *sequential* once it has walked `WINDOW` blocks in order; shorter ones are what read-ahead makes of
-single accesses. Each further window is tested again. What was tested is handed out as a `Walk`.
+A stream becomes *sequential* once it has covered `WINDOW` blocks in order; shorter ones result from readahead around
+single accesses. Each further window is tested again. Each tested window is returned as a `Walk`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WINDOW = 32  # blocks: the kernel's default read-ahead, 128 KiB
-LEAST_STEPS = 3  # equal steps that make a stride: two happen by chance
-MAX_PATH = 2  # blocks jumped over, to and fro, per block of progress; random accesses jump a third of a window for each
-LONG = 4 * WINDOW  # windows longer than this come from long runs or strides: which blocks need not be written down
-STILL = 4 * 256  # blocks of a file accessed by others: four readers in turn, a request of 1 MiB (FUSE's largest) each
-DWELL = WINDOW  # runs without coming on, after which a stream is a place and not a walk: a window in any order has fewer
+WINDOW = 32  # blocks: the kernel's default readahead, 128 KiB
+LEAST_STEPS = 3  # equal steps that make a stride: two occur by chance
+MAX_PATH = 2  # blocks skipped in either direction, per block of progress; random accesses skip a third of a window each
+LONG = 4 * WINDOW  # longer windows come from long runs or strides, and have no mask of their blocks
+# blocks of a file accessed by others during a pause: four alternating readers, 1 MiB requests (FUSE's maximum)
+STILL = 4 * 256
+DWELL = WINDOW  # runs without progress after which a stream is no walk: a window in any order has fewer
 
 
 class Moment(NamedTuple):
-    """When: nanoseconds, and blocks accessed so far in all files."""
+    """A point in time: nanoseconds, and the number of blocks accessed before it in all files."""
 
     ns: int
     blocks: int
 
 
 class BlockRun(NamedTuple):
-    """Blocks first .. end - 1, accessed from `start` to `stop`, `accesses` blocks counting repeats."""
+    """Blocks first .. end - 1, accessed from `start` to `stop`; `accesses` counts blocks with repeats."""
 
     first: int
     end: int
@@ -42,10 +43,10 @@ class BlockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream with this number, `born` earlier.
+    """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream that began at `born`.
 
-    `mask`: bit i stands for block first + i; 0 where all of them count. `stride`: distance of the runs of `width`
-    blocks, 0 where there are no holes. Not `sequential`: accesses near each other, in no order.
+    `mask`: bit i stands for block first + i; 0 if all blocks were accessed. `stride`: distance of the runs of `width`
+    blocks, 0 without holes. Not `sequential`: accesses close to each other, in no order.
     """
 
     stream: int
@@ -63,7 +64,7 @@ class Walk:
 
 
 class Stream:
-    """One stream; `low` .. `high` - 1 is what it has covered since the last test."""
+    """One stream; `low` .. `high` - 1 is the range covered since the last test."""
 
     def __init__(self, number: int, run: BlockRun) -> None:
         self.number = number
@@ -73,7 +74,7 @@ class Stream:
         self.down = False
         self.last = (first, end)
         self.width = end - first
-        self.left = 0  # blocks of the file that had been accessed after its last run
+        self.left = 0  # blocks of the file accessed up to the end of its last run
         self.step = 0  # from run to run, if `even`
         self.even = True
         self.runs = 1
@@ -88,29 +89,29 @@ class Stream:
         self.mask = self.path = self.accesses = self.idle = 0
 
     def repeats(self, first: int, end: int) -> bool:
-        """Whether this run is its last one once more: a request for another part of the same blocks."""
+        """Return True if this run equals the last one: a request for another part of the same blocks."""
         return (first, end) == self.last
 
     @property
     def head(self) -> int:
-        """The block past its highest, or its lowest if it goes down."""
+        """The block after its highest block, or its lowest block if it goes down."""
         return self.low if self.down else self.high
 
     @property
     def strided(self) -> bool:
-        """Whether the runs have had one distance, with holes, often enough."""
+        """True if enough runs have followed at one distance, with holes."""
         return self.even and self.runs > LEAST_STEPS and abs(self.step) > self.width
 
     @property
     def far(self) -> bool:
-        """Whether its runs are further apart than a window: then it goes on exactly one step on, or not at all."""
+        """True if its runs are more than a window apart: only a run exactly one step further can continue it."""
         return self.even and self.runs >= LEAST_STEPS and abs(self.step) > max(self.width, WINDOW)
 
     def distance(self, first: int, end: int) -> int:
-        """Returns how far the run is from where the stream goes on; more than WINDOW if it cannot be part of it."""
+        """Return the distance of the run from the expected position; more than WINDOW if it cannot belong to the stream."""
         beyond = WINDOW + 1
         if self.repeats(first, end):
-            return 0 if end - first < WINDOW else beyond  # a long run that comes again is another pass
+            return 0 if end - first < WINDOW else beyond  # repeating a long run is another pass
         if self.far:
             return 0 if first == self.last[0] + self.step else beyond
         up = beyond if self.down and self.runs > 1 else abs(first - self.high)
@@ -118,19 +119,19 @@ class Stream:
         return min(up, down)
 
     def places(self) -> tuple[int, ...]:
-        """Blocks near which it must be looked for."""
+        """Return the blocks near which a lookup must find the stream."""
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
     def comes_back(self, run: BlockRun) -> bool:
-        """Whether `run` lies where the stream has been, long after it was there: another visit, and no repeat."""
+        """Return True if `run` revisits blocks of the stream long after their last access: another visit, not a repeat."""
         stays = run.first >= self.head if self.down else run.end <= self.head
         if not self.sequential:
             stays = self.low <= run.first and run.end <= self.high
         return stays and run.start.blocks - self.stop.blocks > LONG
 
     def resume(self, number: int, run: BlockRun) -> Walk | None:
-        """Makes it a stream of its own from `run` on; returns what it walked before, in another pass."""
+        """Turn it into a new stream that begins with `run`; return the walk of the pass before, if any."""
         walk = None
         if self.sequential and self.high > self.low:
             walk = self._walk(sequential=True)
@@ -139,7 +140,7 @@ class Stream:
         return walk
 
     def take(self, run: BlockRun, at_once: bool) -> None:
-        """Adds a run; `at_once`: nothing else was accessed since its last one."""
+        """Add a run; `at_once`: nothing else was accessed since the stream's last run."""
         first, end = run.first, run.end
         self.accesses += run.accesses
         if self.low == self.high:
@@ -155,9 +156,9 @@ class Stream:
         self.step = step
         self.last = (first, end)
         self.runs += 1
-        if self.runs == 2 and not self.sequential:  # a first run of a window is tested, and has a direction
+        if self.runs == 2 and not self.sequential:  # a first run of a window's length is tested, and has a direction
             self.down = first < self.low
-        if self.sequential:  # what lies behind was tested before
+        if self.sequential:  # blocks behind the head were tested before
             first, end = (first, min(end, self.high)) if self.down else (max(first, self.low), end)
         if first < end:
             self._touch(first, end)
@@ -174,11 +175,11 @@ class Stream:
 
     @property
     def due(self) -> bool:
-        """Whether a window is full, or nothing comes on any more."""
+        """True if a window is full, or the stream no longer advances."""
         return self.high - self.low >= WINDOW or self.idle > DWELL
 
     def test(self) -> Walk | None:
-        """Returns the window as a walk, sequential or not, and begins the next one; None to wait for more of it."""
+        """Return the window as a walk, sequential or not, and begin the next one; None if the window is incomplete."""
         length = self.high - self.low
         if length < WINDOW:
             return self.end()
@@ -198,9 +199,9 @@ class Stream:
         return walk
 
     def end(self) -> Walk | None:
-        """Returns what has not been handed out; the stream begins anew with its last run. None if there is nothing."""
+        """Return the untested rest as a walk, None if it is empty; the stream starts over with its last run."""
         if self.accesses and self.high == self.low:
-            # Only accesses behind the window: they belong where the last of them was.
+            # All accesses were behind the window: count them at the last of them.
             self.sequential = False
             self.low, self.high = self.last
             self.mask = (1 << (self.high - self.low)) - 1
@@ -231,22 +232,23 @@ class Stream:
 
 
 MAX_STREAMS = 64
-MAX_YOUNG = MAX_STREAMS // 2  # streams not yet sequential: random accesses cannot push the sequential ones out
-RECENT_STARTS = 4  # new streams that are looked at for a stride longer than a window
-_BUCKET = 2 * WINDOW  # blocks: what is within a window lies in one bucket or its neighbour
+MAX_YOUNG = MAX_STREAMS // 2  # streams not yet sequential: random accesses cannot displace the sequential ones
+RECENT_STARTS = 4  # new streams that are checked for a stride longer than a window
+_BUCKET = 2 * WINDOW  # blocks: two blocks within a window are in the same bucket or in neighboring ones
 
 
 class StreamTable:
-    """Gives every run to a stream; `note` returns what streams have walked meanwhile."""
+    """Assigns every run to a stream; `note` returns the walks that this completes."""
 
     def __init__(self) -> None:
-        self._young: OrderedDict[int, Stream] = OrderedDict()  # least recent first
+        self._young: OrderedDict[int, Stream] = OrderedDict()  # least recently used first
         self._proved: OrderedDict[int, Stream] = OrderedDict()
         self._buckets: dict[int, dict[int, Stream]] = {}
         self._places: dict[int, tuple[int, ...]] = {}  # buckets of each stream
         self._starts: deque[Stream] = deque(maxlen=RECENT_STARTS)
         self._strides: OrderedDict[int, tuple[Stream, Stream]] = OrderedDict()  # block that would make a third step
-        self._ended: OrderedDict[int, int] = OrderedDict()  # where the clock was when the last few sequential streams ended
+        # clock (blocks) at the end of each of the last few sequential streams
+        self._ended: OrderedDict[int, int] = OrderedDict()
         self._accessed = 0  # blocks of this file
         self._latest: Stream | None = None
         self._numbers = itertools.count(1)
@@ -255,7 +257,7 @@ class StreamTable:
         return len(self._young) + len(self._proved)
 
     def note(self, run: BlockRun) -> tuple[bool, list[Walk]]:
-        """Returns whether `run` repeats the one before it, and the walks that it completes."""
+        """Return whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
         stream = self._expected(run) or self._far(run.first, run.end)
         if stream is not None and stream.comes_back(run):
@@ -266,7 +268,7 @@ class StreamTable:
         else:
             repeated = stream.repeats(run.first, run.end)
             self._unfile(stream)
-            if self._accessed - stream.left > STILL:  # it goes on after it stood still
+            if self._accessed - stream.left > STILL:  # the stream resumes after a long pause
                 self._note_end(stream)
                 walks += filter(None, [stream.resume(next(self._numbers), run)])
             stream.take(run, at_once=stream is self._latest)
@@ -280,34 +282,33 @@ class StreamTable:
         return repeated, walks
 
     def _overtake(self, stream: Stream, walk: Walk, walks: list[Walk]) -> None:
-        """Ends streams of earlier passes that stopped where `walk` has come by: their last steps come before it."""
+        """End streams of earlier passes that stopped in the range of `walk`, so that their last steps come before it."""
         for other in list(self._proved.values()):
             here = walk.first - WINDOW <= other.head <= walk.end + WINDOW
             if here and other is not stream and other.stop.blocks <= walk.born.blocks:
                 self._drop(other, walks)
 
     def end(self) -> list[Walk]:
-        """Ends all streams; returns what they have walked since the last test."""
+        """End all streams; return their walks since the last test."""
         walks: list[Walk] = []
         for stream in [*self._young.values(), *self._proved.values()]:
             self._drop(stream, walks)
         return walks
 
     def is_running(self, number: int, since: Moment) -> bool:
-        """Whether the stream with this number came on after `since`."""
+        """Return True if the stream with this number advanced after `since`."""
         stream = self._proved.get(number) or self._young.get(number)
         stop = self._ended.get(number, 0) if stream is None else stream.stop.blocks
         return stop > since.blocks
 
     def _expected(self, run: BlockRun) -> Stream | None:
-        """The stream that goes on within a window of the run."""
         best: Stream | None = None
         best_rank = (True, True, 0)
         first, end = run.first, run.end
         for bucket in {(block + side) // _BUCKET for block in (first, end) for side in (-WINDOW, WINDOW)}:
             for stream in self._buckets.get(bucket, {}).values():
                 distance = stream.distance(first, end)
-                # The one that goes on right here, and of several the most recent: others ended here in an earlier pass.
+                # Prefer a stream expected exactly here, then the most recent: others ended here in an earlier pass.
                 if distance <= WINDOW:
                     rank = (stream.comes_back(run), distance > 0, -stream.stop.blocks)
                     if best is None or rank < best_rank:
@@ -315,13 +316,13 @@ class StreamTable:
         return best
 
     def _far(self, first: int, end: int) -> Stream | None:
-        """The stream that this run makes with two earlier ones in the same distance, further away than a window."""
+        """Return the stream that this run forms with two earlier runs, at equal distances of more than a window."""
         pair = self._strides.pop(first, None)
         if pair is None:
             return None
         older, newer = pair
         lone = all(self._young.get(stream.number) is stream and stream.runs == 1 and stream.accesses for stream in pair)
-        even = newer.last[0] - older.last[0] == first - newer.last[0]  # neither has begun anew elsewhere
+        even = newer.last[0] - older.last[0] == first - newer.last[0]  # neither has restarted elsewhere
         if not (lone and even and older.width == newer.width == end - first):
             return None
         self._unfile(newer)
@@ -342,7 +343,7 @@ class StreamTable:
         return stream
 
     def _file(self, stream: Stream, walks: list[Walk]) -> None:
-        """Puts the stream where it will be looked for, as the most recent one."""
+        """Index the stream by its expected positions, as the most recently used one."""
         self._unfile(stream)
         table, limit = (self._proved, MAX_STREAMS - MAX_YOUNG) if stream.sequential else (self._young, MAX_YOUNG)
         table[stream.number] = stream

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plot": ("llmcache.cli.kv:plot_command", "Plot a saved run of bench: timelines, latency over beta, answers."),
     "profile": ("llmcache.cli.kv:profile_command", "Measure this machine for plan: key scoring, storage, memory."),
     "plan": ("llmcache.cli.kv:plan_command", "Plan where a model and its KV cache fit, and estimate the speed."),
+    "proxy": ("llmcache.cli.kv:proxy_command", "Store and restore the prompts of a stock llama-server."),
     "list": ("llmcache.cli.kv:list_command", "List the prompts stored in a directory, by model."),
     "show": ("llmcache.cli.kv:show_command", "Show the stored prompts and the fingerprint of one model."),
     "prune": ("llmcache.cli.kv:prune_command", "Remove stored prompts by age, size or model."),
@@ -322,3 +323,55 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
     from llmcache.report import kv_prefix
 
     kv_prefix.show_pruned(pruned(directory, unused, keep, model), as_json)
+
+
+@base.command(
+    "proxy", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": True}
+)
+@click.argument("directory", metavar="DIR", type=types.DIRECTORY)
+@click.argument("words", metavar="[-- COMMAND...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--url", metavar="URL", help="Use a running server: http://127.0.0.1:8080.")
+@click.option("--slots-dir", metavar="PATH", type=types.DIRECTORY, help="With --url: the --slot-save-path of the server.")
+@click.option(
+    "--listen",
+    metavar="ADDRESS",
+    help="Listen on HOST:PORT [default: --host and --port of COMMAND; with --url 127.0.0.1:8080].",
+)
+@click.option("--limit", type=types.SIZE, default="20G", help="Maximum size of DIR.")
+@click.option("--ttl", metavar="TIME", help="Remove prompts not used for this time: 30d [default: never].")
+@click.option(
+    "--floor", type=types.SIZE, help="Space to leave free on the file system [default: 1G, or 5 % of a smaller file system]."
+)
+def proxy_command(
+    directory: str,
+    words: tuple[str, ...],
+    url: str | None,
+    slots_dir: str | None,
+    listen: str | None,
+    limit: int,
+    ttl: str | None,
+    floor: int | None,
+) -> int:
+    """Serve a stock llama-server, and store its prompts in DIR.
+
+    COMMAND is llama-server with its options. The proxy listens where the server would, and passes all requests on. If a
+    prompt begins like a stored one, that beginning is restored into a slot of the server instead of evaluated, also
+    after a restart of both. GET /llmcache/metrics returns hits, bytes and seconds saved (OpenMetrics).
+
+    \b
+    Examples:
+      llmcache kv proxy /mnt/nvme/kv -- llama-server -m llama-8b.gguf -c 16384
+      llmcache kv proxy ~/kv --limit 50G -- llama-server -m llama-8b.gguf
+      llmcache kv proxy ~/kv --url http://127.0.0.1:8081 --slots-dir ~/slots
+    """
+    from llmcache.errors import UsageError
+    from llmcache.kv.proxy import command as proxy
+    from llmcache.units import parse_duration
+
+    if bool(words) == (url is not None) or (url is None) != (slots_dir is None):
+        hint = "llmcache kv proxy DIR -- llama-server -m model.gguf"
+        raise UsageError("kv proxy: give either a command after --, or --url and --slots-dir", hint)
+    limits = proxy.Limits(limit, parse_duration(ttl) if ttl else 0, floor)
+    if url is not None and slots_dir is not None:
+        return proxy.attach(directory, limits, url, slots_dir, listen)
+    return proxy.start(directory, limits, words, listen)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.units import BLOCK_BYTES, PAGE_BYTES
+from llmcache.storage import cached_blocks as cached_blocks
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # for what never waits: to get the GIL back would take longer than the call
@@ -36,7 +36,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ = 1, 4, 14, 20, 21, 22
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 _PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
-_PROCESS_MADVISE, _CACHESTAT = 440, 451  # on every architecture; Linux 5.10, 6.5
+_PROCESS_MADVISE = 440  # on every architecture; Linux 5.10
 _PAGEMAP_SCAN, _PAGE_IS_HUGE, _REGIONS = 0xC0606610, 1 << 6, 64  # Linux 6.7
 _IOV_MAX = 1024
 AT_FDCWD = -100
@@ -60,12 +60,6 @@ _NUMBERS = {
     }.items()
 }.get(os.uname().machine)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-
-
-class _Range(ctypes.Structure):
-    """struct iovec (address, length), and struct cachestat_range (offset, length)."""
-
-    _fields_ = [("start", ctypes.c_uint64), ("length", ctypes.c_uint64)]
 
 
 class _Timespec(ctypes.Structure):
@@ -135,15 +129,6 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
     if done < 0:
         raise _failure()
     return int(done)
-
-
-def cached_blocks(fd: int, offset: int, size: int) -> int:
-    """Return the blocks of 4 KiB of a part of a file that are in the page cache (cachestat, which counts pages)."""
-    part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
-    if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
-        raise _failure()
-    blocks = -(-(offset + size) // BLOCK_BYTES) - offset // BLOCK_BYTES
-    return min(blocks, int(found[0]) * (PAGE_BYTES // BLOCK_BYTES))
 
 
 def refusal() -> str | None:

@@ -1,11 +1,11 @@
-"""A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper presumes.
+"""A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper assumes.
 
-Nothing here comes from a model, and every output has to say so.
+Nothing here comes from a model, and every output has to state this.
 
-Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical role";
-section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for few) one that all queries
-look for, plus its position as slow rotations, so that near tokens match. A query looks for the topic of its step, which
-drifts, for heavy hitters, and for what is near. Query heads that share a key head (GQA) differ by noise.
+Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical
+role"; section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for a few) one that all
+queries match, plus its position as slow rotations, so that close tokens match. A query matches the topic of its step,
+which drifts, heavy hitters, and close tokens. Query heads that share a key head (GQA) differ by noise.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
 
 SEGMENT_TOKENS = 128
-"""Tokens that follow each other on one topic."""
+"""Consecutive tokens on one topic."""
 DWELL_STEPS = 32
-"""Decode steps that a query takes from one topic to the next."""
+"""Decode steps of a query from one topic to the next."""
 COMMON = 0.7
-"""Exponent of how much more frequent the first topics are: some come back again and again."""
+"""Exponent of the frequency of topics by rank: some topics return often."""
 INFORMATIVE = 0.35
-"""Share of a segment's tokens that say what it is about."""
+"""Share of a segment's tokens that express its topic."""
 HEAVY = 0.005
-"""Share of the tokens that every query attends to, whatever it is about."""
+"""Share of the tokens that every query attends to, regardless of its topic."""
 TOPICS = 24
 TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
-"""What the topic, being a heavy hitter and being near add to the logit of a token."""
+"""Contributions to the logit of a token: of its topic, of being a heavy hitter, and of being close."""
 QUERY_NOISE = 0.5
 """Standard deviation of a query's noise; that of keys and values is 1."""
 MEMORY_STEPS = 8
@@ -48,7 +48,7 @@ _UNIFORM = np.float32(2 * 3**0.5 / 255)  # of bytes: standard deviation 1
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Shape of a *synthetic* stream: `context` tokens of prompt, then as many decode steps as are asked for."""
+    """Shape of a *synthetic* stream: `context` tokens of prompt, then any number of decode steps."""
 
     layers: int
     kv_heads: int
@@ -70,9 +70,9 @@ class StreamSpec:
 
 
 class Topics:
-    """The course of one *synthetic* sequence over `TOPICS`: by segment, tokens that matter, where queries look.
+    """The course of one *synthetic* sequence over `TOPICS`: topics of segments and queries, and strengths of tokens.
 
-    All of it depends on a token's or a step's number alone, so that any part can be made without the rest.
+    Everything depends only on the number of a token or step, so that any part can be computed alone.
     """
 
     def __init__(self, seed: int, sequence: int) -> None:
@@ -88,11 +88,11 @@ class Topics:
         return min(found, len(self._bounds) - 1)
 
     def of_segment(self, segment: int) -> int:
-        """Returns the topic of the tokens of `segment` of the prompt."""
+        """Return the topic of the tokens of `segment` of the prompt."""
         return self._topic(_SEGMENT, segment)
 
     def strengths(self, segment: int) -> tuple[Floats, Floats]:
-        """Returns how much each token of `segment` says of its topic, and how much it draws every query (0 or 1)."""
+        """Return how strongly each token of `segment` expresses its topic, and whether it is a heavy hitter (0 or 1)."""
         random = self._random(_TOKEN, segment)
         informative = random.random(SEGMENT_TOKENS) < INFORMATIVE
         strength = np.where(informative, 0.6 + 0.6 * random.random(SEGMENT_TOKENS), 0.1)
@@ -100,7 +100,7 @@ class Topics:
         return strength.astype(np.float32), heavy.astype(np.float32)
 
     def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Returns what the queries of a decode step are about: the topic they come from and the one they go to, weighted.
+        """Return the topics of the queries of a decode step with their weights: the one left and the one approached.
 
         The last `DWELL_STEPS` tokens of the prompt are steps below 0.
         """
@@ -111,7 +111,7 @@ class Topics:
 
 
 class SyntheticStream:
-    """Keys, values and queries of a *synthetic* context: the same for the same spec, in whatever parts they are made."""
+    """Keys, values and queries of a *synthetic* context: the same for the same spec, computed in any parts."""
 
     def __init__(self, spec: StreamSpec) -> None:
         self.spec = spec
@@ -119,9 +119,9 @@ class SyntheticStream:
         self._pairs = max(1, spec.head_dim // 16)
 
     def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Returns keys and values [batch, kv_heads, tokens, head_dim] of `positions`, in the type of the stream.
+        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`, in the type of the stream.
 
-        bfloat16 as its bits, uint16. What lies behind the prompt are the tokens of the decode steps.
+        bfloat16 as its bits, uint16. Positions after the prompt are the tokens of the decode steps.
         """
         sides: list[list[NDArray[Any]]] = [[], []]
         for sequence in range(self.spec.batch):
@@ -133,7 +133,6 @@ class SyntheticStream:
         return np.stack(sides[0]), np.stack(sides[1])
 
     def _segment(self, layer: int, sequence: int, segment: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values [kv_heads, SEGMENT_TOKENS, head_dim] of a segment."""
         spec, topics = self.spec, self._topics[sequence]
         first = segment * SEGMENT_TOKENS
         keys, values = (self._noise(kind, layer, sequence, segment) for kind in (_KEYS, _VALUES))
@@ -146,7 +145,7 @@ class SyntheticStream:
         return self._narrowed(keys), self._narrowed(values)
 
     def _noise(self, kind: int, layer: int, sequence: int, number: int) -> Floats:
-        """Uniform noise of standard deviation 1, made of bytes: ten times as fast as a normal one, and as good here."""
+        """Return uniform noise of standard deviation 1, from bytes: ten times as fast as normal noise."""
         spec = self.spec
         shape = (spec.kv_heads, SEGMENT_TOKENS, spec.head_dim)
         raw = np.random.default_rng((spec.seed, kind, layer, sequence, number)).bytes(int(np.prod(shape)))
@@ -157,7 +156,7 @@ class SyntheticStream:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - a stream lives as long as its run
     def _directions(self, layer: int) -> tuple[Floats, Floats]:
-        """Unit vectors of topics [kv_heads, topics, head_dim] and of heavy hitters [kv_heads, head_dim]; 0 for rotations."""
+        """Return unit vectors of topics [kv_heads, topics, head_dim] and of heavy hitters [kv_heads, head_dim]."""
         spec = self.spec
         random = np.random.default_rng((spec.seed, _DIRECTIONS, layer))
         found = random.standard_normal((spec.kv_heads, TOPICS + 1, spec.head_dim)).astype(np.float32)
@@ -166,11 +165,11 @@ class SyntheticStream:
         return found[:, :-1], found[:, -1]
 
     def _amplitude(self, logit: float) -> float:
-        """What a key and a query each have of a unit vector that is to add `logit`."""
+        """Return the factor of a unit vector in a key and in a query, so that together they add `logit`."""
         return math.sqrt(logit * math.sqrt(self.spec.head_dim))
 
     def _rotations(self, positions: Int64s) -> Floats:
-        """Positions as angles of slow rotations [tokens, 2 * pairs]: the nearer two are, the better they match."""
+        """Return positions as angles of slow rotations [tokens, 2 * pairs]: the closer two are, the better they match."""
         speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
         angles = positions[:, None] * speeds
         amplitude = self._amplitude(RECENT_LOGIT) / math.sqrt(self._pairs)
@@ -184,14 +183,14 @@ class SyntheticStream:
         return rows.astype(self.spec.dtype, copy=False)
 
     def queries(self, layer: int, step: int) -> Floats:
-        """Returns the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token.
+        """Return the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token.
 
         Steps down to -DWELL_STEPS are the last tokens of the prompt.
         """
         return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
 
     def prompt_queries(self, layer: int) -> Floats:
-        """Returns the queries [batch, heads, DWELL_STEPS, head_dim], float32, of the last tokens of the prompt."""
+        """Return the queries [batch, heads, DWELL_STEPS, head_dim], float32, of the last tokens of the prompt."""
         return np.stack([self.queries(layer, step) for step in range(-DWELL_STEPS, 0)], axis=2)
 
     def _query(self, layer: int, sequence: int, step: int) -> Floats:
@@ -205,7 +204,7 @@ class SyntheticStream:
         return each + self._query_noise(_QUERIES, layer, sequence, step, QUERY_NOISE)
 
     def _query_noise(self, kind: int, layer: int, sequence: int, step: int, deviation: float) -> Floats:
-        """Noise [heads, head_dim] that is the same at one step as at the one before, but for its oldest part."""
+        """Return noise [heads, head_dim] that differs from that of the step before only in its oldest part."""
         total = np.zeros((self.spec.heads, self.spec.head_dim), np.float32)
         for past in range(MEMORY_STEPS):
             random = np.random.default_rng((self.spec.seed, kind, layer, sequence, step + DWELL_STEPS + MEMORY_STEPS - past))
@@ -214,17 +213,17 @@ class SyntheticStream:
         return total
 
     def estimate(self, layer: int, step: int, error: float = 0.2) -> Floats:
-        """Returns what is known of `queries` one layer ahead: them, off by noise of `error` times their length.
+        """Return an estimate of `queries` one layer ahead: with added noise of `error` times their length.
 
-        Stands for a layer's projection of its predecessor's input (InfiniGen); the error is *assumed*.
+        Models a layer's projection of its predecessor's input (InfiniGen); the error is *assumed*.
         """
-        asked = self.queries(layer, step)
-        length = np.linalg.norm(asked, axis=2, keepdims=True) / self.spec.head_dim**0.5
+        exact = self.queries(layer, step)
+        length = np.linalg.norm(exact, axis=2, keepdims=True) / self.spec.head_dim**0.5
         noise = [self._query_noise(_GUESS, layer, sequence, step, error) for sequence in range(self.spec.batch)]
-        guessed: Floats = asked + np.stack(noise) * length
+        guessed: Floats = exact + np.stack(noise) * length
         return guessed
 
     def ids(self, positions: range) -> Int64s:
-        """Returns ids for the tokens at `positions`: their topics, of the first sequence."""
+        """Return ids for the tokens at `positions`: their topics, of the first sequence."""
         topics = self._topics[0]
         return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -1,4 +1,4 @@
-"""What `llmcache classify` prints: classes, layers and experts of a trace as tables for people, JSON for programs."""
+"""Output of `llmcache classify`: classes, layers and experts of a trace, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llmcache.report.output import fit, fitted_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
-LEAST_FILE = 28  # letters of a file that other columns make room for
-FIRST_TO_GO = ("blocks", "times", "op", "period")  # from a table that is too wide
+LEAST_FILE = 28  # least width of the file column; other columns are dropped for it
+FIRST_TO_GO = ("blocks", "times", "op", "period")  # columns to drop from a table that is too wide
 _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
-    """Prints the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
+    """Print the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
     width = output.output_width()
     output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width))
 
@@ -47,9 +47,10 @@ def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Itera
 
 
 def table(rows: Sequence[Classification], width: int) -> Table:
-    """The classes, largest share of the accesses first, in at most `width` columns (60 at least).
+    """Return the classes as a table at most `width` columns wide (60 at least), largest share of the accesses first.
 
-    Where that is too narrow, columns go, tensors stand below their file, and a path loses its middle.
+    If that is too narrow, columns are dropped, tensors are printed below their file, and paths are shortened in the
+    middle.
     """
     columns: dict[str, list[str]] = {
         "class": [row.kind for row in rows],
@@ -63,12 +64,12 @@ def table(rows: Sequence[Classification], width: int) -> Table:
     room = fit(columns, width, LEAST_FILE, FIRST_TO_GO)
     tensors = [names_line(row) for row in rows]
     files = [f"{printable(row.path)}{_notes(row)}" for row in rows]
-    beside = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
+    has_tensor_column = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         made.add_column(name, justify="left" if name in ("class", "op") else "right", no_wrap=True)
     made.add_column("file", overflow="fold")
-    if beside:
+    if has_tensor_column:
         columns |= {"file": files, "tensors": tensors}
         made.add_column("tensors")
     else:
@@ -79,7 +80,7 @@ def table(rows: Sequence[Classification], width: int) -> Table:
 
 
 def _in_lines(row: Classification, tensors: str, room: int) -> str:
-    """The file of `row`, with what is to be said of it on the same line if there is room, and its tensors below."""
+    """Return the file of `row`, its notes on the same line if there is room, and its tensors below."""
     path, notes = printable(row.path), _notes(row)
     lines = [shortened(path, room - len(notes)) + notes]
     if len(path) + len(notes) > room and room - len(notes) < LEAST_FILE:
@@ -115,19 +116,18 @@ def _notes(row: Classification) -> str:
 
 
 def names_line(row: Classification) -> str:
-    """Returns in short what is known to be in a row: its tensors, and which experts' slices."""
+    """Return a summary of the tensors in a row, and of the experts that have slices in it."""
     return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
 
 
 def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns numbers of experts as ranges; how many they are where the layers are more than a few."""
     if len(experts) > SHOWN_NAMES:
         return f"{sum(map(len, experts.values()))} experts in {len(experts)} layers"
     return ", ".join(f"experts {_ranges(numbers)} of {layer}" for layer, numbers in experts.items())
 
 
 def _tensors(names: Sequence[str]) -> str:
-    """Returns tensor names: layers as a range, the others one by one; the first few."""
+    """Return the first few tensor names: layers as a range, the others one by one."""
     layers: dict[str, list[int]] = {}
     others: list[str] = []
     for name in names:
@@ -154,7 +154,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def summary(found: TraceClasses) -> list[str]:
-    """What the classes come to, as section 3.3 of io_caching sums up a workload, and what to ask `llmcache size`."""
+    """Return the totals of the classes, as in section 3.3 of io_caching, and a matching `llmcache size` command."""
     totals = found.totals
     reads = (
         f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
@@ -176,12 +176,12 @@ def summary(found: TraceClasses) -> list[str]:
 
 
 MOST_LAYERS = 100
-LEAST_LAYER = 20  # letters of a layer that other columns make room for
+LEAST_LAYER = 20  # least width of the layer column; other columns are dropped for it
 LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
 def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
-    """Yields, for each file, a heading, a table, and a line about the layers that had no place in it."""
+    """Yield, for each file, a heading, a table, and a line about layers beyond `MOST_LAYERS`."""
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
@@ -192,7 +192,7 @@ def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
 
 
 def layer_table(layers: Sequence[Layer], width: int) -> Table:
-    """The layers as they come, in at most `width` columns; `missed` is of the accesses of which the trace tells it."""
+    """Return the layers in their order, at most `width` columns wide; `missed` counts accesses with a known result."""
     missed = [_missed(layer) for layer in layers]
     columns = {
         "place": ["-" if layer.place is None else str(layer.place) for layer in layers],
@@ -211,8 +211,8 @@ def _missed(layer: Layer) -> tuple[str, str, str]:
     return str(layer.missed), format_size(layer.missed * BLOCK_BYTES), f"{layer.miss_ratio:.1%}"
 
 
-MOST_EXPERT_LAYERS = 8  # layers that the terminal has a line each for
-LEAST_NAME = 12  # letters of a layer or a policy that other columns make room for
+MOST_EXPERT_LAYERS = 8  # layers up to which the terminal shows each in a row of its own
+LEAST_NAME = 12  # least width of the first column; other columns are dropped for it
 EXPERTS_FIRST_TO_GO = ("visits", "experts")
 CACHES_TO_GO = ("12%", "5%", "30%")
 COUNTS = ("experts", "used", "visits", "uses")
@@ -220,7 +220,7 @@ EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
 def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str | Table]:
-    """Yields, for each mixture, a heading, a table of its layers or of their spread, one of caches, and remarks."""
+    """Yield, for each MoE model, a heading, a table of its layers or their spread, a table of caches, and remarks."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)
@@ -230,7 +230,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
 
 
 def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
-    """Yields the same for a page, with all layers."""
+    """Yield the same as HTML blocks, with all layers."""
     caption = f"Experts of {mixture.model}. Top tenth, top quarter: percentage of the uses that go to the most used tenth "
     caption += "and quarter of the experts. Again: percentage of the experts of a visit that the next visit uses again."
     rows: list[list[Cell]] = [
@@ -261,12 +261,10 @@ def _layers(layers: Sequence[ExpertLayer], width: int) -> Table:
 
 
 def _figures(layer: ExpertLayer) -> tuple[float | None, ...]:
-    """As `EXPERT_COLUMNS` has them."""
     return (layer.experts, layer.used, layer.visits, layer.uses, layer.top(10), layer.top(4), layer.again)
 
 
 def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
-    """The least, the median and the most of those that are known."""
     known = [figure for figure in figures if figure is not None]
     return (min(known), median(known), max(known)) if known else (None, None, None)
 

@@ -1,4 +1,4 @@
-"""The answer of `llmcache edram accuracy`, as a table and as JSON: measured answers, modelled losses."""
+"""Output of `llmcache edram accuracy`, as a table and as JSON: measured answers, modelled losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class AccuracyOptions:
-    """The options of `llmcache edram accuracy`; None where one was not given. `step_ns`: of a step of the recorded run."""
+    """The options of `llmcache edram accuracy`; None if not given. `step_ns`: duration of a step of the recorded run."""
 
     model: str | None = None  # the recall model
     experiment: str | None = None
@@ -60,7 +60,7 @@ class AccuracyOptions:
 
 
 def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
-    """Returns what the options ask for, and writes the recorded run if they do; UsageError names the one that is wrong."""
+    """Return the results for `options`, and write the recorded run if requested; UsageError names an invalid option."""
     if options.record is not None:
         check_target("--record", options.record, options.force)
     if options.context <= 2 * options.pairs:
@@ -71,10 +71,10 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
     setup = AccuracySetup(options.context + 2 * options.questions, options.format, parse_curve(options.curve))
     variants = _variants(options, setup)
     random = np.random.default_rng(options.seed)
-    asked = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
+    questions = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
     if options.record is not None:
-        _record(options, options.record, decoder, asked)
-    return run(decoder, asked, setup, variants, tell)
+        _record(options, options.record, decoder, questions)
+    return run(decoder, questions, setup, variants, tell)
 
 
 def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[CacheVariant]]:
@@ -89,16 +89,16 @@ def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[
     return found | ({"flips": custom(setup, rates)} if rates else {})
 
 
-def _record(options: AccuracyOptions, target: str, decoder: Decoder, asked: Questions) -> None:
+def _record(options: AccuracyOptions, target: str, decoder: Decoder, questions: Questions) -> None:
     if options.budget <= SINKS:
         raise UsageError(f"--budget: must be more than the {SINKS} sinks, not {options.budget} tokens", "increase it")
     settings = AerpSettings(options.budget, SINKS, WINDOW)
-    recorded = record_run(decoder, asked, settings, CellSettings(options.format), step_ns=options.step_ns)
+    recorded = record_run(decoder, questions, settings, CellSettings(options.format), step_ns=options.step_ns)
     recorded.save(target, options.force)
 
 
 def show(found: Accuracies, as_json: bool) -> None:
-    """Prints `found`, as a table or as JSON."""
+    """Print `found`, as a table or as JSON."""
     output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, _parts(found))
 
 

@@ -1,4 +1,4 @@
-"""The answers of `llmcache edram model` and `sweep`, as tables for people and as JSON; all of it is modelled."""
+"""Output of `llmcache edram model` and `sweep`, as tables and as JSON; all values are modelled."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, 
 
 
 def joules(value: float) -> str:
-    """Returns `value` (J) with three digits: "1.14 mJ", "65.2 kJ"."""
+    """Return `value` (J) with three digits: "1.14 mJ", "65.2 kJ"."""
     return _with_prefix(value, "J")
 
 
 def watts(value: float) -> str:
-    """Returns `value` (W) with three digits: "25.3 W"."""
+    """Return `value` (W) with three digits: "25.3 W"."""
     return _with_prefix(value, "W")
 
 
@@ -43,19 +43,19 @@ def _with_prefix(value: float, unit: str) -> str:
     if not value:
         return f"0 {unit}"
     for factor, prefix in _PREFIXES:
-        # 999.6 would be written as 1.0e+03: it belongs to the next prefix.
+        # 999.6 would be formatted as 1.0e+03: it belongs to the next prefix.
         if abs(value) >= 0.9995 * factor:
             return f"{value / factor:#.3g} {prefix}{unit}".replace(". ", " ")
     return f"{value:.2e} {unit}"
 
 
 def percent(share: float) -> str:
-    """Returns a share (0..1) with three digits: "49.2%", "0.0398%"."""
+    """Return a share (0..1) with three digits: "49.2%", "0.0398%"."""
     return f"{100 * share:.3g}%"
 
 
 def times(value: float) -> str:
-    """Returns a factor: "2.08×"."""
+    """Return a factor: "2.08×"."""
     return f"{value:.2f}×"
 
 
@@ -68,16 +68,16 @@ def compare(
     constants: str | None = None,
     **changes: int | None,
 ) -> list[Compared]:
-    """Returns what the options of `llmcache edram model` ask for: the systems with one profile after another.
+    """Return the results for the options of `llmcache edram model`: all systems for each profile in turn.
 
-    `changes`: numbers in place of the workload's. UsageError names the option that is wrong.
+    `changes`: numbers that replace those of the workload. UsageError names an invalid option.
     """
     known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
     shape, systems = named("model", known.models, model), _systems(known, system, recompute)
     profiles = listed("profile", known.profiles, profile)
-    asked = [Configuration(shape, work, one, energies) for energies in profiles for one in systems]
-    return compared(asked, known.baseline)
+    configurations = [Configuration(shape, work, one, energies) for energies in profiles for one in systems]
+    return compared(configurations, known.baseline)
 
 
 def _changed(workload: GenerationWorkload, changes: dict[str, int]) -> GenerationWorkload:
@@ -87,7 +87,7 @@ def _changed(workload: GenerationWorkload, changes: dict[str, int]) -> Generatio
         changes["window"] = min(workload.window, max(0, changes["budget"] - workload.sinks))
     try:
         return replace(workload, name=f"{workload.name}, changed", **changes)
-    except ValueError as error:  # its message begins with the name of the field, which is that of the option
+    except ValueError as error:  # the message begins with the name of the field, which is also that of the option
         raise UsageError(f"--{error}") from error
 
 
@@ -101,12 +101,11 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> list[Acceler
 
 
 def show(rows: Sequence[Compared], as_json: bool) -> None:
-    """Prints what `compare` found on stdout."""
+    """Print the result of `compare` on stdout."""
     output.show(as_json, lambda: document(rows), _parts(rows))
 
 
 def _parts(rows: Sequence[Compared]) -> Iterator[str | Table]:
-    """Yields what was asked, then costs by profile, the energy by component, what time is spent on, and areas."""
     model, work = rows[0].configuration.model, rows[0].configuration.workload
     lengths = f"context {work.context:,}, decode {work.decode:,} tokens, batch {work.batch}, budget N' {work.budget:,}"
     yield f"{model.name}, {work.name}: {lengths} ({MODELLED})"
@@ -172,7 +171,7 @@ AREA_NAMES = {"sram_mm2": "SRAM", "edram_mm2": "eDRAM", "sfu_mm2": "SFU"}
 
 
 def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
-    """What evicting costs in a step with a full cache, by system, of those that evict with the systolic evictor."""
+    """Return, by system, the cost of eviction in a step with a full cache, for systems with the systolic evictor."""
     found: dict[str, EvictorCost] = {}
     for row in rows:
         one = row.configuration
@@ -183,7 +182,6 @@ def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
-    """Returns a table with a column for each of `systems` and a row for each of `cells`."""
     table = titled_table(title, first, *systems)
     for name, cell in cells.items():
         table.add_row(name, *map(cell, systems.values()))
@@ -212,7 +210,7 @@ CELLS: dict[str, Callable[[Compared], str]] = {
     "weights and KV": lambda row: format_size(row.outcome.peak_bytes),
     "fits": lambda row: "yes" if row.outcome.fits else "NO",
 }
-"""Cells of tables, by heading."""
+"""Functions that return the cells of tables, by heading."""
 COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "power", "recomputed", "weights and KV", "fits")
 NAMED = ("model", "workload", "system", "profile")
 SWEPT = (*NAMED, "context", "decode", "batch", "N'", "interval")
@@ -220,7 +218,7 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """Returns what `compare` found as JSON-ready values: seconds, joules, bytes, mm²; ratios against the baseline."""
+    """Return the result of `compare` as JSON-ready values: seconds, joules, bytes, mm²; ratios against the baseline."""
     by_profile = _by_profile(rows)
     own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
@@ -251,7 +249,7 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
 
 
 def row_values(row: Compared) -> dict[str, Any]:
-    """Returns what a result says of itself and its totals, as JSON-ready values."""
+    """Return the configuration and the totals of a result as JSON-ready values."""
     one, outcome = row.configuration, row.outcome
     return {
         "model": one.model.name,
@@ -281,7 +279,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweptSystems:
-    """Every configuration of some axes with its modelled cost; `seconds` is how long this machine took."""
+    """Every configuration of some axes with its modelled cost; `seconds` is the computing time on this machine."""
 
     rows: tuple[Compared, ...]
     baseline: str
@@ -289,7 +287,7 @@ class SweptSystems:
 
 
 def swept(axes: Axes, baseline: AcceleratorSystem) -> SweptSystems:
-    """Returns all configurations of `axes`, compared with `baseline`; UsageError if they are too many."""
+    """Return all configurations of `axes`, compared with `baseline`; UsageError if there are too many."""
     start = time.perf_counter()
     rows = tuple(compared(axes.configurations(), baseline))
     return SweptSystems(rows, baseline.name, time.perf_counter() - start)
@@ -304,9 +302,9 @@ def axes_of(
     constants: str | None,
     **numbers: Sequence[float],
 ) -> tuple[Axes, AcceleratorSystem]:
-    """Returns the axes that the options of `llmcache edram sweep` name, and the system to compare with.
+    """Return the axes for the options of `llmcache edram sweep`, and the baseline system.
 
-    `numbers`: the axes of `Axes` that are numbers. UsageError names the option that is wrong.
+    `numbers`: the numeric axes of `Axes`. UsageError names an invalid option.
     """
     known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
@@ -315,7 +313,7 @@ def axes_of(
 
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
-    """Prints `sweep` on stdout."""
+    """Print `sweep` on stdout."""
     output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
@@ -342,7 +340,7 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
-    """`sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
+    """Return `sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
     return {
         "schema": SWEEP_SCHEMA,
         "kind": MODELLED,

@@ -1,7 +1,8 @@
-"""`llmcache edram plot`: pictures of a saved model or sweep, as a page, or one of them as PNG or SVG.
+"""`llmcache edram plot`: figures of a saved model or sweep, as a page, or one of them as PNG or SVG.
 
-Drawn are energy by component, speed-up and efficiency, the share of refresh, the roofline, and sweeps along what they vary
-most. Documents are those of `llmcache edram model` and `sweep`; DataError names the field that is wrong."""
+The figures are energy by component, speed-up and efficiency, the share of refresh, the roofline, and sweeps over the
+parameter that varies most. The input comes from `llmcache edram model` and `sweep`; DataError names an invalid field.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ NUMBERS = (
     "efficiency", "refresh_share",
 )  # fmt: skip
 SavedResult = Mapping[str, Any]
-"""One result: `NAMES`, `NUMBERS` in seconds, joules and bytes, `mean_interval_ns` (None without eDRAM), and `energies_j` by
-component, empty in a sweep."""
+"""One result: `NAMES`, `NUMBERS` in seconds, joules and bytes, `mean_interval_ns` (None without eDRAM), and
+`energies_j` by component, empty in a sweep.
+"""
 
 
 @dataclass(frozen=True)
 class Roof:
-    """A saved roofline: its roofs, and its points as (name, operations per byte, operations per second)."""
+    """A saved roofline: its limits, and its points as (name, operations per byte, operations per second)."""
 
     system: str
     peak_ops_per_s: float
@@ -48,7 +50,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Saved:
-    """A document: its results in their order, and, of a model, its rooflines."""
+    """A document: its results in order, and the rooflines of a model."""
 
     schema: str
     rows: Sequence[SavedResult]
@@ -57,12 +59,12 @@ class Saved:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether it is of `llmcache edram sweep`."""
+        """True for a document of `llmcache edram sweep`."""
         return self.schema == SWEEP_SCHEMA
 
 
 def read(path: str) -> Saved:
-    """Returns the document in the file `path`; UsageError if it cannot be read, DataError if it is none of ours."""
+    """Return the document in the file `path`; UsageError if it cannot be read, DataError if it is invalid."""
     try:
         document = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -76,7 +78,7 @@ def read(path: str) -> Saved:
 
 
 def saved(document: Any) -> Saved:
-    """Returns `document`, as `json.loads` gives it, checked."""
+    """Return `document`, parsed from JSON, after validation."""
     schema = _checked(document, "", {"schema": str})["schema"]
     if schema not in (MODEL_SCHEMA, SWEEP_SCHEMA):
         raise DataError(f"schema: must be '{MODEL_SCHEMA}' or '{SWEEP_SCHEMA}', not '{schema}'", HINT)
@@ -118,7 +120,7 @@ def _rates(holder: Any, where: str, *names: str) -> list[float]:
 
 
 def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Returns the fields of `holder` that `kinds` names, float for numbers; DataError names what is not of its kind."""
+    """Return the fields of `holder` named in `kinds`, numbers as float; DataError names a field of the wrong kind."""
     if not isinstance(holder, dict):
         raise DataError(f"{where or 'document'}: not a JSON object", HINT)
     found = {}
@@ -137,7 +139,7 @@ def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, An
     return found
 
 
-KIND_LOOKS: dict[str, tuple[str, str]] = {  # colour and hatch: neighbours in a stack differ in both grey and pattern
+KIND_LOOKS: dict[str, tuple[str, str]] = {  # color and hatch: neighbors in a stack differ in both gray value and pattern
     "DRAM, weights": ("#084c8d", ""),
     "DRAM, KV": ("#56b4e9", ""),
     "DRAM, other": ("#b4bac2", "//"),
@@ -169,16 +171,16 @@ AXES = {
 }
 _SCALES = {"mean_interval_ns": 1e-3, "dram_bytes_per_s": 1e-9, "kv_capacity_bytes": 2.0**-20}
 MOST_LINES = 8
-"""Of a picture: as many as have looks of their own."""
+"""Lines per figure: the number of distinct looks."""
 
 
 def look_of_system(system: str, place: int) -> Look:
-    """Returns how `system` is drawn everywhere; one of the user's own gets a look by its place."""
+    """Return the look of `system` in every figure; a user-defined system gets a look by its place."""
     return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
 
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Returns stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
+    """Return stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
@@ -197,7 +199,7 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Returns bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
+    """Return bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
@@ -217,7 +219,7 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Returns bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
+    """Return bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
     of = [row for row in rows if row["mean_interval_ns"] is not None]
     profiles = list(dict.fromkeys(row["profile"] for row in of))
     systems = list(dict.fromkeys(row["system"] for row in of))
@@ -237,7 +239,7 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def roofline_figure(roofs: Sequence[Roof]) -> Figure:
-    """Returns operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
+    """Return operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
     figure, axes = grid_of(len(roofs))
     for panel, roof in zip(axes, roofs, strict=True):
         ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
@@ -258,7 +260,10 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Returns speed-up and efficiency over what a sweep varies most, a line per rest. Call it in `theme.style()`."""
+    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`.
+
+    There is one line for each combination of the other parameters.
+    """
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row["system"] for row in rows}) == len(lines)
@@ -282,13 +287,13 @@ SYSTEM = "system"
 
 
 def varied_most(rows: Sequence[SavedResult]) -> str:
-    """Returns the number (of `AXES`) that is varied most among rows of the same names, the first of equals; or `SYSTEM`."""
+    """Return the axis (of `AXES`) with the most values among rows of the same names, the first of equals; or `SYSTEM`."""
     found = max(AXES, key=lambda name: _values(rows, name))
     return found if _values(rows, found) > 1 else SYSTEM
 
 
 def _values(rows: Sequence[SavedResult], name: str) -> int:
-    """Returns how many values `name` has for one model, workload, system and profile: what those imply is no axis."""
+    """Return the largest number of values of `name` among rows of one model, workload, system and profile."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
         found.setdefault(tuple(row[one] for one in NAMES), set()).add(_place(row, name))
@@ -296,19 +301,18 @@ def _values(rows: Sequence[SavedResult], name: str) -> int:
 
 
 def lines_left_out(rows: Sequence[SavedResult]) -> int:
-    """Returns how many lines a picture of `rows` has no room for."""
+    """Return the number of lines beyond `MOST_LINES`."""
     return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
 
 
 def _place(row: SavedResult, name: str) -> Any:
-    """Returns where a row stands along an axis: a number, or for `SYSTEM` a name."""
     if name == SYSTEM:
         return row[name].replace("+", "\n+")
     return (row[name] or 0.0) * _SCALES.get(name, 1.0)
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
-    """Returns the rows by all that varies but `along`, each in its order."""
+    """Return the rows of each line by label: one line per combination of the varied parameters other than `along`."""
     names = [name for name in NAMES if name != along and len({row[name] for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}
@@ -334,7 +338,7 @@ LEAD = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that a document offers: how it is called, how it is drawn, and what can be read from it."""
+    """A figure of a document: its title, the function that draws it, and its data as text."""
 
     title: str
     draw: Callable[[], Figure]
@@ -344,8 +348,8 @@ class Drawing:
 def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
     """Draw the document in the file `source` as `output`, and return the file.
 
-    `what`: the picture, where the form is no page; None: the first that there is. UsageError for an ending that is no form,
-    an unknown picture, a file that exists.
+    `what`: the figure, unless the form is a page; None for the first one. UsageError for an unsupported extension, an
+    unknown figure, or an existing file.
     """
     form = form_of("-o", output, force)
     found = read(source)
@@ -356,21 +360,21 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
     with style():
         data = page(found, offered).encode() if form == "html" else figure_bytes(offered[chosen].draw(), form)
     if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
-        # What a picture without a caption cannot say.
+        # A page has this in its caption.
         print(f"llmcache: {left_out:,} configurations are not drawn; vary fewer options in one sweep", file=sys.stderr)
     return write_target("-o", output, data, force)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
-    """Returns the pictures that `found` has the data for, by name."""
+    """Return the figures that `found` has data for, by name."""
     rows, baseline = found.rows, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
         title = f"Speed-up and energy efficiency over {AXES.get(along, 'systems')}"
-        return {"sweep": Drawing(title, lambda: sweep_figure(rows, baseline), _told(rows[:8]))}
+        return {"sweep": Drawing(title, lambda: sweep_figure(rows, baseline), _ratios_text(rows[:8]))}
     offered = {
-        "energy": Drawing("Energy by component", lambda: energy_figure(rows), _told(rows)),
-        "speedup": Drawing("Speed-up and energy efficiency", lambda: ratio_bars(rows, baseline), _told(rows)),
+        "energy": Drawing("Energy by component", lambda: energy_figure(rows), _ratios_text(rows)),
+        "speedup": Drawing("Speed-up and energy efficiency", lambda: ratio_bars(rows, baseline), _ratios_text(rows)),
     }
     if refreshed := [row for row in rows if row["mean_interval_ns"] is not None]:
         shares = "; ".join(f"{row['system']}, {row['profile']} {percent(row['refresh_share'])}" for row in refreshed)
@@ -388,7 +392,7 @@ def drawings(found: Saved) -> dict[str, Drawing]:
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
-    """Returns all pictures as one HTML page. Call it in `theme.style()`."""
+    """Return all figures as one HTML page. Call it in `theme.style()`."""
     first, many = found.rows[0], f"{len(found.rows):,} configurations"
     work = f"context {first['context']:,.0f}, decode {first['decode']:,.0f}, batch {first['batch']:g}"
     which = many if found.is_sweep else f"{first['model']}, {first['workload']}: {work}"
@@ -400,7 +404,7 @@ def page(found: Saved, offered: dict[str, Drawing]) -> str:
     return html_page("llmcache edram: accelerator model", LEAD, sections)
 
 
-def _told(rows: Sequence[SavedResult]) -> str:
+def _ratios_text(rows: Sequence[SavedResult]) -> str:
     return "; ".join(
         f"{row['system']}, {row['profile']}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}"
         for row in rows

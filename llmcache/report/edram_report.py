@@ -1,4 +1,4 @@
-"""The answer of `llmcache edram report`: what refreshing a recorded run costs, as tables and as JSON; all modelled."""
+"""Output of `llmcache edram report`: the refresh cost of a recorded run, as tables and as JSON; all modelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROW_RULES = ("floor", "ceil")
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """The accounts of one run: by profile at the intervals that were asked for, and, in the first, by rule and strategy."""
+    """The accounts of one run: by profile for the given intervals and, for the first profile, by rule and strategy."""
 
     run: EdramRun
     intervals: RefreshIntervals
@@ -46,9 +46,9 @@ def accounted(
     capacity_bytes: float | None,
     constants: str | None,
 ) -> RefreshReport:
-    """Returns the accounts of the run in the file `source`; UsageError and DataError name the option or field that is wrong.
+    """Return the accounts of the run in the file `source`; UsageError and DataError name an invalid option or field.
 
-    `step_ns`: how long a step takes, in place of what the run says; `capacity_bytes`: what the eDRAM holds.
+    `step_ns`: duration of a step, instead of that in the run; `capacity_bytes`: capacity of the eDRAM.
     """
     profiles = listed("profile", read_constants(constants).profiles, profile)
     if rule not in RULES:
@@ -72,7 +72,7 @@ def accounted(
 
 
 def parse_intervals(text: str) -> RefreshIntervals:
-    """Returns the intervals meant by `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
+    """Return the intervals for `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
     if text.strip().lower() in STRATEGIES:
         return STRATEGIES[text.strip().lower()]
     try:
@@ -83,7 +83,7 @@ def parse_intervals(text: str) -> RefreshIntervals:
 
 
 def show(found: RefreshReport, as_json: bool) -> None:
-    """Prints `found` on stdout."""
+    """Print `found` on stdout."""
     output.show(as_json, lambda: document(found), _parts(found))
 
 
@@ -138,7 +138,7 @@ def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccou
 
 
 def document(found: RefreshReport) -> dict[str, Any]:
-    """`found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
+    """Return `found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
     run = found.run
     return {
         "schema": SCHEMA,

@@ -1,7 +1,7 @@
-"""Pages of one file: text, tables and pictures, with nothing loaded from elsewhere and no script.
+"""HTML pages of one file: text, tables and images, without external resources or scripts.
 
-A page is sections of blocks; every block escapes the text it is given. Pictures are embedded in base64
-and stand on a light card, also where the page is dark. A policy in the page's head forbids any other resource.
+A page consists of sections of blocks; every block escapes its text. Images are embedded in base64 on a light
+background, also in dark mode. A content security policy in the head blocks any other resource.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from urllib.parse import quote
 
 from llmcache import __version__
 
-LONG = 24  # letters of a cell that may be broken anywhere: of paths and names, which have no spaces
+LONG = 24  # letters from which a cell may be broken anywhere: paths and names, which have no spaces
 _MIME = {"svg": "image/svg+xml", "png": "image/png"}
 
 
 def printable(text: str) -> str:
-    """Returns `text` with a ? for each character that neither page nor picture may hold: control codes, lone surrogates."""
+    """Return `text` with a ? for each character that neither pages nor figures can show: control codes, lone surrogates."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -29,10 +29,10 @@ def _text(text: str) -> str:
 
 
 class HtmlBlock(Protocol):
-    """Something that a section holds."""
+    """A block of a section."""
 
     def html(self) -> str:
-        """Returns the block as HTML."""
+        """Return the block as HTML."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with values: the conditions under which something was measured or modelled."""
+    """Names with values: the conditions of a measurement or a model."""
 
     facts: Sequence[tuple[str, str]]
 
@@ -61,7 +61,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Badge:
-    """A table cell that judges: a mark and a word, so that colour is not all there is. `kind`: good, fair or bad."""
+    """A table cell with a verdict: a mark and a word, so that color is not the only sign. `kind`: good, fair or bad."""
 
     text: str
     kind: str
@@ -74,7 +74,7 @@ class Badge:
 
 @dataclass(frozen=True)
 class Link:
-    """A table cell that leads to another page, which lies beside this one."""
+    """A table cell that links to another page in the same directory."""
 
     text: str
     file: str
@@ -89,7 +89,7 @@ Cell = str | int | float | Badge | Link
 
 @dataclass(frozen=True)
 class Table:
-    """A table; `columns` name their units. Numbers stand right, `digits` behind the point."""
+    """A table; `columns` include their units. Numbers are aligned right, with `digits` decimals."""
 
     caption: str
     columns: Sequence[str]
@@ -123,7 +123,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An embedded image. `alt` says what can be read from it, `caption` under which conditions it was made."""
+    """An embedded image. `alt` describes its data, `caption` its conditions."""
 
     data: bytes
     form: str
@@ -139,7 +139,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that stay closed until the reader opens them."""
+    """Blocks that are collapsed until the reader opens them."""
 
     summary: str
     blocks: Sequence[HtmlBlock]
@@ -152,19 +152,19 @@ class Fold:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what belongs under it. `anchor` makes it a place to link to within the page."""
+    """A heading with its blocks."""
 
     title: str
     blocks: Sequence[HtmlBlock]
 
     def html(self, anchor: str) -> str:
-        """Returns the section as HTML, reachable at `anchor`."""
+        """Return the section as HTML; links within the page reach it at `anchor`."""
         inner = "\n".join(block.html() for block in self.blocks)
         return f'<section id="{anchor}"><h2>{_text(self.title)}</h2>\n{inner}\n</section>'
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """Returns a whole page: `title`, a first paragraph, a list of contents if there is more than one section."""
+    """Return a whole page: `title`, a first paragraph, a table of contents if there is more than one section."""
     anchors = [f"section-{number}" for number in range(1, len(sections) + 1)]
     links = "".join(
         f'<li><a href="#{anchor}">{_text(section.title)}</a></li>' for anchor, section in zip(anchors, sections, strict=True)

@@ -1,19 +1,20 @@
-"""What papers claim, as rows of data, and the one judge that sets our numbers beside them.
+"""Judge the claims of papers by our numbers.
 
-A paper is a file of `llmcache/papers`: its words, where they stand, and the rule of the verdict. How ours is got is code:
-named values per claim and variant, which know nothing of verdicts. The judge computes each verdict from these values by the
-rule of the row, and tells them by their names, so that a page, a table and a JSON document say the same.
+Each paper has a file in `llmcache/papers` with its claims: the quote, its section, and the rule of the verdict. Code
+computes our values, named by claim and variant, without knowing the verdicts. The judge applies the rule of each claim
+to these values and prints them by name, so that page, table and JSON document agree.
 
-    [[claim."figure 10"]]                # what it is about: claims are judged, counted and shown by that
+    [[claim."figure 10"]]                # topic: claims are judged, counted and shown by topic
     name = "up-to-8.56"
     section = "abstract"
     quote = "up to 8.56× speedup over baselines"
-    rule = "the largest is within 10 % of 8.56; partly: at least 4.21"     # the same in words
-    confirmed = "away <= 0.1"            # of our values; `and` binds closer than `or`
+    rule = "the largest is within 10 % of 8.56; partly: at least 4.21"     # the conditions in words
+    confirmed = "away <= 0.1"            # of our values; `and` binds tighter than `or`
     partly = "most >= 4.21"
 
-A claim of a number has `paper`, its `unit`, `why` it differs, and names one of the paper's `[rule]` in place of the
-conditions, which are then of `paper`, `ours`, `away` (the relative difference) and `gained` (how much of the gain over 1).
+A claim about a number has `paper`, its `unit`, and `why` ours differs. Instead of conditions it names one of the
+paper's `[rule]` entries, whose conditions use `paper`, `ours`, `away` (the relative difference) and `gained` (our gain
+over 1 as a share of the paper's).
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ else:
 
 PAPERS = Path(__file__).resolve().parents[1] / "papers"
 OURS = "ours"
-"""The variant of a claim that has but one."""
+"""The variant of a claim that has only one."""
 _TERM = re.compile(r"(\w+) (<=|>=|<|>) (\S+)")
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 Values = Mapping[str, float]
-"""Our answer to a claim, by name: in base units, which a name says (`_bytes`, `_ns`); shares are of 1."""
+"""Our values for a claim, by name: in base units, which the name contains (`_bytes`, `_ns`); shares are 0..1."""
 Ours = Mapping[str, Mapping[str, Mapping[str, Values] | Values | float]]
-"""Ours, by what it is about and claim: values by variant; where a number is printed, a number or one by variant."""
+"""Our values by topic and claim: for words, values by variant; for a printed number, a number or one by variant."""
 
 
 class Verdict(Enum):
-    """What our numbers say of a claim."""
+    """The verdict of our numbers on a claim."""
 
     CONFIRMED = "confirmed"
     PARTLY = "partly"
@@ -56,9 +57,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper with its rule in words, and when that counts as confirmed, or as partly so.
+    """A sentence of a paper with its rule in words, and the conditions for confirmed and partly confirmed.
 
-    `paper`: the number that is printed, in `unit`; None where only words are. `told`: how ours is said beside it.
+    `paper`: the printed number, in `unit`; None for a claim in words. `told`: template for our number next to it.
     """
 
     about: str
@@ -74,7 +75,7 @@ class Claim:
     why: str = ""
 
     def verdict(self, values: Values) -> Verdict:
-        """Returns what the rule says of `values`; KeyError for a value that it names and there is not."""
+        """Return the verdict of the rule on `values`; KeyError for a missing value."""
         if holds(self.confirmed, values):
             return Verdict.CONFIRMED
         return Verdict.PARTLY if self.partly and holds(self.partly, values) else Verdict.NOT_CONFIRMED
@@ -82,7 +83,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What our numbers say of a claim, for one variant of what it speaks of."""
+    """The verdict of our numbers on one variant of a claim."""
 
     verdict: Verdict
     words: str
@@ -97,7 +98,7 @@ class Judged:
     findings: Mapping[str, Finding]
 
     def as_json(self, kind: str) -> dict[str, Any]:
-        """Returns claim and findings for a JSON document; what the paper says and what is ours stay apart."""
+        """Return claim and findings for a JSON document; the paper's data and ours are kept separate."""
         claim = self.claim
         paper: dict[str, Any] = {"section": claim.section, "quote": claim.quote}
         named: dict[str, Any] = {"about": claim.about, "kind": kind, "name": claim.name, "paper": paper, "rule": claim.rule}
@@ -116,9 +117,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of `llmcache/papers`: who wrote what, how ours is got by what claims are about, and the claims.
+    """A file of `llmcache/papers`: bibliographic data, the kind of our values by topic, and the claims.
 
-    `rules`: of claims of numbers, by name, as fields of `Claim`. `data`: whatever else the file has.
+    `rules`: for claims about numbers, by name, as fields of `Claim`. `data`: the remaining contents of the file.
     """
 
     facts: Mapping[str, str]
@@ -132,7 +133,7 @@ class Paper:
 
 
 def read_paper(name: str) -> Paper:
-    """Returns the paper in `llmcache/papers/NAME.toml`."""
+    """Return the paper in `llmcache/papers/NAME.toml`."""
     data = tomllib.loads((PAPERS / f"{name}.toml").read_text())
     rules: dict[str, dict[str, str]] = data.pop("rule", {})
     rows = {about: [row | rules.get(row["rule"], {}) for row in rows] for about, rows in data.pop("claim").items()}
@@ -143,7 +144,7 @@ def read_paper(name: str) -> Paper:
 
 
 def holds(condition: str, values: Values) -> bool:
-    """Whether `condition` is true of `values`; ValueError if it is none. What it compares is a value, or a number."""
+    """Return True if `condition` is true of `values`; ValueError if it is invalid. Its operands are values or numbers."""
     return any(all(_compared(term, values) for term in part.split(" and ")) for part in condition.split(" or "))
 
 
@@ -156,9 +157,9 @@ def _compared(term: str, values: Values) -> bool:
 
 
 def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -> dict[str, list[Judged]]:
-    """Returns the claims with what `ours` says of them, by what they are about; what is not measured is left out.
+    """Return the claims with our findings, by topic; topics that were not measured are left out.
 
-    `facts`: numbers that the reasons name. KeyError where a claim about something measured has no values of its own.
+    `facts`: numbers for the templates of reasons. KeyError if a claim of a measured topic has no values.
     """
     found: dict[str, list[Judged]] = {}
     for about in paper.kinds:
@@ -174,14 +175,14 @@ def _findings(claim: Claim, ours: Mapping[str, Values] | Values | float) -> dict
         return {variant: Finding(claim.verdict(own), told(own), own) for variant, own in values.items()}
     numbers = cast("Values", ours) if isinstance(ours, Mapping) else {OURS: ours}
     found = {variant: _number(claim, claim.paper, one) for variant, one in numbers.items()}
-    if claim.why:  # the last of them says it
+    if claim.why:  # only the last finding contains the reason
         last = list(found)[-1]
         found[last] = replace(found[last], words=f"{found[last].words}. {claim.why}")
     return found
 
 
 def _number(claim: Claim, paper: float, ours: float) -> Finding:
-    # What is printed is rounded: a number on the edge is inside.
+    # Printed numbers are rounded: a number on the edge is inside.
     values = {"paper": paper, "ours": ours, "away": abs(ours - paper) / abs(paper) - 1e-9}
     values["gained"] = (ours - 1) / (paper - 1) if paper != 1 else 0.0
     words = claim.told.format(ours=f"{number(ours)}{claim.unit}", paper=f"{number(paper)}{claim.unit}")
@@ -189,16 +190,16 @@ def _number(claim: Claim, paper: float, ours: float) -> Finding:
 
 
 def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Values]]:
-    """Returns our values for claims that have but one `variant`."""
+    """Return our values for claims that have only one `variant`."""
     return {name: {variant: values} for name, values in claims.items()}
 
 
 def told(values: Values) -> str:
-    """Returns `values` by their names, in words: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
-    return "; ".join(_told(name.replace("_", " "), value) for name, value in values.items())
+    """Return `values` with their names as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
+    return "; ".join(_value_text(name.replace("_", " "), value) for name, value in values.items())
 
 
-def _told(name: str, value: float) -> str:
+def _value_text(name: str, value: float) -> str:
     if name.endswith(" bytes"):
         return f"{name.removesuffix(' bytes')}: {format_size(value)}"
     if name.endswith(" ns"):
@@ -207,7 +208,7 @@ def _told(name: str, value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Returns `value` with three digits and all before the point, thousands apart: "19,456", "0.0302", "5.20e-05"."""
+    """Return `value` with three digits and thousands separators: "19,456", "0.0302", "5.20e-05"."""
     if value and not 1e-3 <= abs(value) < 1e9:
         return f"{value:.2e}"
     if abs(value) < 100:

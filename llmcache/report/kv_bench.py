@@ -1,8 +1,8 @@
-"""What `llmcache kv bench` prints and `llmcache kv plot` draws; measured and modelled never in one table.
+"""Output of `llmcache kv bench` and figures of `llmcache kv plot`; measured and modelled values are never in one table.
 
-A sweep is drawn as latency against beta, the ratio of the pools of processor and device, with where the rule and memory
-put it (hillinfer.txt, section 4.4 and figure 11b); a task as answers, times and memory (`kv_task`); any other as a Gantt
-chart of a decode step, which resource did what when, a panel for each policy.
+A sweep is drawn as latency over beta, the ratio of the pools of processor and device, with the beta expected by the
+rule and by memory (hillinfer.txt, section 4.4 and figure 11b). A task is drawn as answers, times and memory
+(`kv_task`), any other run as a Gantt chart of a decode step by resource, a panel for each policy.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from llmcache.units import format_duration, format_size
 
 OURS = "hillinfer"
 _REASONS = {"scoring": {"score", "index", "query"}, "fetch": {"fetch"}, "moves, spill": {"move", "spill"}}
-"""Columns of the table, and why what they add up has moved; every tier and reason by itself is in the JSON."""
+"""Columns of the table, with the reasons for transfers that each sums up; the JSON has every tier and reason separately."""
 _TITLES = {COMPUTE: "accelerator", DEVICE: "computational SSD"}
-_WHAT = {
+_KIND_TEXTS = {
     "measured": "measured on this machine, with a synthetic stream of keys and values",
     "modelled": "modelled for another machine, nothing was run",
 }
 
 
 def show(bench: Bench, as_json: bool) -> None:
-    """Prints `bench` on stdout."""
+    """Print `bench` on stdout."""
     output.show(as_json, bench.document, _parts(bench))
 
 
 def _parts(bench: Bench) -> Iterator[str | Table]:
-    yield f"One decode step ({_WHAT[bench.kind]})"
+    yield f"One decode step ({_KIND_TEXTS[bench.kind]})"
     yield "; ".join(f"{name} {value}" for name, value in conditions(bench))
     if (marks := bench.marks) is not None:
         bound = "" if marks.m0 is None else f", memory is full at {marks.m0:.3g}"
@@ -63,21 +63,21 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
 
 
 def kind_of(bench: Bench) -> str:
-    """Returns whether the figures are measured or modelled, and what of the machine was emulated in any of the rows."""
+    """Return "measured" or "modelled", with the parts of the machine that were emulated in any row."""
     taking_part = {name for row in bench.rows if row.observed is not None for name in row.observed.timeline["emulated"]}
     emulated = [_TITLES.get(name, name) for name in RESOURCES if name in taking_part]
     return f"{bench.kind}, with an emulated {' and '.join(emulated)}" if emulated else bench.kind
 
 
 def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
-    """Returns what was set, as names and values, without what was not, nor details of the synthetic stream."""
-    told = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
-    told += [("note", note) for note in bench.notes if notes]
-    return [(name.replace("_", " "), str(value)) for name, value in told if value is not None]
+    """Return the settings as names and values, without those that are None and details of the synthetic stream."""
+    settings = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
+    settings += [("note", note) for note in bench.notes if notes]
+    return [(name.replace("_", " "), str(value)) for name, value in settings if value is not None]
 
 
 def latency_cells(bench: Bench) -> Iterator[list[str]]:
-    """Yield headings, then rows: time by stage, each as if alone; the share that no computing hides; relative time."""
+    """Yield headings, then rows: time by stage if it ran alone; time not hidden by computation; relative time."""
     yield ["policy", "beta", "per token", *STAGES, "exposed", "idle", "vs fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
@@ -88,7 +88,7 @@ def latency_cells(bench: Bench) -> Iterator[list[str]]:
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
-    """How many times as fast as each baseline the variants of HillInfer are; nothing where there is nothing to compare."""
+    """Yield the speed-ups of the variants of HillInfer over each baseline, if there are baselines."""
     baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
     for row in bench.rows:
         if row not in baselines and baselines:
@@ -97,7 +97,7 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 
 
 def traffic_table(bench: Bench) -> Table:
-    """Bytes of a step over the link to the SSD by reason, where chosen tokens were, pages that moved between the pools."""
+    """Return bytes of a step over the SSD link by reason, the share of selected tokens in memory, and pages moved."""
     links = [f"link: {name}" for name in _REASONS]
     made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
     for row in bench.rows:
@@ -118,7 +118,7 @@ def traffic_table(bench: Bench) -> Table:
 
 
 def device_lines(bench: Bench) -> Iterator[str]:
-    """What the emulated device took: modelled time and wall time apart."""
+    """Yield the time of the emulated device: modelled time and wall time separately."""
     for row in bench.rows:
         if row.observed is not None and row.observed.device is not None:
             device = row.observed.device
@@ -133,7 +133,7 @@ TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00",
 
 
 def beta_figure(bench: Bench, source: str) -> Figure:
-    """Returns latency and evaluation by beta; DataError if `bench` is no sweep."""
+    """Return latency and evaluation time over beta; DataError if `bench` is no sweep."""
     rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
     if bench.marks is None or len(rows) < 2:
         raise DataError(f"{source}: marks: not a sweep of beta", "create one with 'llmcache kv bench --sweep-beta --json'")
@@ -155,13 +155,13 @@ def beta_figure(bench: Bench, source: str) -> Figure:
 
 
 STAGE_COLOURS: dict[str, str] = {"evaluate": "#e69f00", "fetch": "#56b4e9", "compute": "#0072b2", "update": "#cc79a7"}
-"""From Okabe and Ito; also apart in grey."""
+"""From Okabe and Ito; also distinct in gray."""
 
-_HEIGHT = 0.72  # of a bar, where resources are 1 apart
+_HEIGHT = 0.72  # of a bar; resources are 1 apart
 
 
 def timeline_figure(bench: Bench, source: str) -> Figure:
-    """Returns a panel for each policy, all to one scale; DataError if `bench` has no timelines (modelled ones have none)."""
+    """Return a panel for each policy, all at one scale; DataError if `bench` has no timelines (modelled runs have none)."""
     shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
     if not shown:
         raise DataError(f"{source}: rows: a {bench.kind} run has no timeline", "draw a run of '--profile measured'")
@@ -203,33 +203,33 @@ _LEAD = "KV cache policies choose the keys and values that a decode step attends
 
 
 def plot(run: str, output: str, force: bool) -> Written:
-    """Draws the file `run`, what 'llmcache kv bench --json' wrote, as `output` (.png, .svg or .html), and returns that.
+    """Draw the file `run`, from 'llmcache kv bench --json', as `output` (.png, .svg or .html), and return the latter.
 
-    UsageError: `run` cannot be read, `output` has another ending or is there; DataError: `run` is no benchmark.
+    UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """
     form, hint = form_of("-o", output, force), "create one with 'llmcache kv bench --json'"
     try:
         with Path(run).open("rb") as stream:
-            told = json.loads(stream.read(_LARGEST_BYTES))
+            document = json.loads(stream.read(_LARGEST_BYTES))
     except OSError as error:
         raise UsageError(f"{run}: cannot be read: {error.strerror}", hint) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{run}: not JSON: {error}", hint) from error
-    if isinstance(told, dict) and told.get("schema") == TASK_SCHEMA:
-        return write_target("-o", output, kv_task.drawn(read_task(told, run), form), force)
-    return write_target("-o", output, drawn(read_bench(told, run), run, form), force)
+    if isinstance(document, dict) and document.get("schema") == TASK_SCHEMA:
+        return write_target("-o", output, kv_task.drawn(read_task(document, run), form), force)
+    return write_target("-o", output, drawn(read_bench(document, run), run, form), force)
 
 
 def drawn(bench: Bench, source: str, form: str) -> bytes:
-    """Returns the picture of `bench`, which came from `source`, as a file of `form`; DataError if there is none of it."""
+    """Return the figure of `bench`, read from `source`, as a file of `form`; DataError if it has none."""
     figure = beta_figure(bench, source) if bench.marks is not None else timeline_figure(bench, source)
     return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
 
 
 def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_json: bool, tell: Progress) -> None:
-    """Runs what is asked for, prints it, and draws it as `output` if one is given.
+    """Run `asked`, print the result, and draw it as `output` if given.
 
-    UsageError names the option that is wrong, before anything runs.
+    UsageError names an invalid option, before anything runs.
     """
     form = ""
     if output is not None:
@@ -249,7 +249,6 @@ def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_
 
 
 def _alt(bench: Bench) -> str:
-    """Returns in words what the picture shows."""
     if bench.marks is None:
         parts = [f"{row.title}: idle {row.idle_share:.0%}" for row in bench.rows if row.observed is not None]
         return f"Gantt chart of one decode step by resource ({', '.join(RESOURCES)}). " + "; ".join(parts) + "."
@@ -258,16 +257,16 @@ def _alt(bench: Bench) -> str:
 
 
 def _caption(bench: Bench) -> str:
-    told = "; ".join(f"{name}: {value}" for name, value in conditions(bench, notes=True))
+    settings = "; ".join(f"{name}: {value}" for name, value in conditions(bench, notes=True))
     kind = kind_of(bench)
-    return f"{kind[0].upper()}{kind[1:]}. {told}."
+    return f"{kind[0].upper()}{kind[1:]}. {settings}."
 
 
 def _page(bench: Bench, figure: Figure) -> str:
     headings, *rows = latency_cells(bench)
-    what = "Latency over beta" if bench.marks is not None else "One decode step"
+    title = "Latency over beta" if bench.marks is not None else "One decode step"
     sections = [
-        Section(what, [theme.embedded(figure, _alt(bench), _caption(bench))]),
+        Section(title, [theme.embedded(figure, _alt(bench), _caption(bench))]),
         Section("Times", [PageTable(f"{kind_of(bench)}; each stage by itself", headings, rows)]),
         Section("Conditions", [Facts(conditions(bench, notes=True))]),
     ]

@@ -1,4 +1,4 @@
-"""The answers of `llmcache kv plan` and `llmcache kv profile`, as text for people and as JSON, from the same dataclasses."""
+"""Output of `llmcache kv plan` and `llmcache kv profile`, as text and as JSON, from the same dataclasses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SCHEMA = "llmcache.kv-plan/1"
 
 
 def show(plan: KvPlan, as_json: bool) -> None:
-    """Prints `plan` on stdout."""
+    """Print `plan` on stdout."""
     output.show(as_json, lambda: document(plan), _parts(plan))
 
 
 def _parts(plan: KvPlan) -> Iterator[str | Table]:
-    yield from _understood(plan)
+    yield from _inputs(plan)
     yield from ("", _tiers(plan), "")
     yield from _pools(plan)
     if plan.latencies:
@@ -40,7 +40,7 @@ def _parts(plan: KvPlan) -> Iterator[str | Table]:
     yield from ("", limits)
 
 
-def _understood(plan: KvPlan) -> Iterator[str]:
+def _inputs(plan: KvPlan) -> Iterator[str]:
     model, workload, machine = plan.model, plan.workload, plan.machine
     yield (
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
@@ -82,7 +82,6 @@ def _tiers(plan: KvPlan) -> Table:
 
 
 def _pools(plan: KvPlan) -> Iterator[str]:
-    """The sizes of the pools and why."""
     yield f"KV cache    {format_size(plan.use.kv)}, {format_size(plan.model.token_bytes)} per token"
     if plan.places.gpu:
         yield "pools       none: weights and KV cache fit on the GPU"
@@ -98,7 +97,6 @@ def _pools(plan: KvPlan) -> Iterator[str]:
 
 
 def _latencies(plan: KvPlan) -> Table:
-    """Modelled times by system and stage; HillInfer's speed-up over each."""
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
     made = titled_table(title, "system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up")
     for one in plan.latencies:
@@ -110,7 +108,7 @@ def _latencies(plan: KvPlan) -> Table:
 
 
 def document(plan: KvPlan) -> dict[str, Any]:
-    """`plan` as JSON-ready values: bytes, ns, tokens; null where nothing was asked or a ratio is infinite."""
+    """Return `plan` as JSON-ready values: bytes, ns, tokens; null if not requested, or for an infinite ratio."""
     places = plan.places.to_json()
     return {
         "schema": SCHEMA,
@@ -139,12 +137,11 @@ def document(plan: KvPlan) -> dict[str, Any]:
 
 
 def show_profile(found: KnownProfile, as_json: bool) -> None:
-    """Prints `found` on stdout."""
+    """Print `found` on stdout."""
     output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), "", _speeds(found)))
 
 
 def _profile_lines(found: KnownProfile) -> Iterator[str]:
-    """What was measured, when, and where the profile is kept."""
     profile = found.profile
     yield f"machine     {profile.key.processor}, {profile.key.processors} processors, Linux {profile.key.kernel}"
     yield f"storage     {profile.directory} (device {profile.key.device}, {profile.key.filesystem})"
@@ -163,7 +160,6 @@ def _age(found: KnownProfile) -> str:
 
 
 def _speeds(found: KnownProfile) -> Table:
-    """The speeds, one row each, with how each came about."""
     host, storage = found.profile.host, found.profile.storage
     page = format_size(storage.page_bytes)
     rows = (
@@ -186,7 +182,7 @@ def _speeds(found: KnownProfile) -> Table:
 
 
 def profile_document(found: KnownProfile) -> dict[str, Any]:
-    """`found` as JSON-ready values: bytes, seconds, bytes per second; ns where the name says so."""
+    """Return `found` as JSON-ready values: bytes, seconds, bytes per second; ns if the name contains it."""
     return {
         "schema": PROFILE_SCHEMA,
         "kind": "measured",
@@ -200,5 +196,5 @@ def profile_document(found: KnownProfile) -> dict[str, Any]:
 
 
 def _beta(found: KnownProfile) -> float:
-    """f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
+    """Return f_c / f_s. Source: hillinfer.txt, section 3.3, equation (1)."""
     return found.profile.host.score_bytes_per_s / found.profile.storage.device_bytes_per_s

@@ -1,4 +1,4 @@
-"""Stored prompts (`llmcache kv list`, `show`, `prune`), as text for people and as JSON; both from the same dataclasses."""
+"""Stored prompts (`llmcache kv list`, `show`, `prune`), as text and as JSON; both from the same dataclasses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LIST, SHOW, PRUNE = "llmcache.kv-list/1", "llmcache.kv-show/1", "llmcache.kv-pru
 
 
 _UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
-LEAST_MODEL = 18  # letters of a model's file that other columns make room for
+LEAST_MODEL = 18  # least width of the model column; other columns are dropped for it
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
-    """Prints what is stored, a line for each model."""
+    """Print the stored models, one per line."""
     rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
     _show(as_json, {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
 
@@ -47,7 +47,7 @@ def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:
-    """Prints what is stored of one model, and what its fingerprint stands for."""
+    """Print the stored data of one model, and the meaning of its fingerprint."""
     _show(as_json, {"schema": SHOW, **asdict(model)}, _model(model))
 
 
@@ -65,7 +65,7 @@ def _model(model: StoredModel) -> Iterator[str]:
 
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
-    """Prints what was removed."""
+    """Print the removed and remaining blocks."""
     removed = f"removed {found.removed_blocks:,} blocks, {format_size(found.removed_bytes)}"
     left = f"{found.left_blocks:,} blocks left, {format_size(found.left_bytes)}"
     _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])

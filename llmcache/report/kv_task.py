@@ -1,6 +1,6 @@
-"""What `llmcache kv bench --task` prints and draws: a table for people, JSON for programs, a picture or a page.
+"""Output of `llmcache kv bench --task`: a table, JSON, a figure or a page.
 
-Pictures are like icecache's figures 1, 6, 7 and 8; all of it is *measured* on the machine that the run was made on.
+The figures follow icecache's figures 1, 6, 7 and 8; all values are *measured* on the machine of the run.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 PART_COLOURS: dict[str, str] = {LOADING: "#56b4e9", QUERY: "#e69f00", UPDATE: "#cc79a7", DECODING: "#0072b2"}
-"""As in a decode step's Gantt chart."""
+"""The same as in the Gantt chart of a decode step."""
 _MS, _MIB = 1e6, 1 << 20
 _VARIANTS: tuple[tuple[theme.Dash, str], ...] = (((0, (1, 1.2)), "s"), ((0, (5, 1.5)), "^"), ((0, (3, 1, 1, 1)), "D"))
 
 
 def look_of(policy: str) -> theme.Look:
-    """Returns how a policy is drawn everywhere; a variant of one as the policy itself."""
+    """Return the look of a policy in every figure; variants share that of the policy."""
     return theme.KV_LOOKS[policy.split("-")[0]]
 
 
 def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
-    """Return how lines of `policies` are drawn in one picture: variants of one policy differ in dash and marker."""
+    """Return the looks of `policies` in one figure: variants of one policy differ in dash and marker."""
     looks: dict[str, theme.Look] = {}
     for policy in dict.fromkeys(policies):
         before = sum(look_of(other).colour == look_of(policy).colour for other in looks)
@@ -45,18 +45,18 @@ def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
 
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
-    """Memory against time per token, at the longest context, as figure 1; beside each point right answers and budget."""
+    """Draw memory against time per token at the longest context, as figure 1; labels are right answers and budget."""
     rows = bench.at(bench.contexts[-1])
     looks = looks_of(row.policy for row in rows)
     titles = {row.title for row in rows}
     for row in rows:
         look = looks[row.policy]
         at = ((row.memory.kv_bytes + row.memory.index_bytes) / _MIB, row.speed.tpot_ns / _MS)
-        label = row.title if row.title in titles else None  # once for each policy
+        label = row.title if row.title in titles else None  # once per policy
         titles.discard(row.title)
         axes.scatter(*at, marker=look.marker, color=look.colour, zorder=look.front, label=label)
-        told = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
-        axes.annotate(told, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
+        text = f"{row.answers.share:.0%}" + ("" if row.budget is None else f" ({row.budget})")
+        axes.annotate(text, at, xytext=(5, 3), textcoords="offset points", fontsize=6, color=look.colour)
     theme.logarithmic(axes, "x")
     axes.margins(x=0.2)
     axes.set(ylim=(0, None), xlabel="keys, values and index in memory (MiB)", ylabel="time per token (ms)")
@@ -65,7 +65,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
-    """Time to the second token, as figure 7a."""
+    """Draw the time to the second token, as figure 7a."""
     rows = bench.at(bench.contexts[-1])
     times = [row.speed.tt2t_ns / _MS for row in rows]
     axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
@@ -74,7 +74,7 @@ def second_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
-    """Time per token and what it consists of, with right answers relative to the full cache's, as figures 7b and 7c."""
+    """Draw time per token by part, labeled with right answers relative to the full cache, as figures 7b and 7c."""
     full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
     left = np.zeros(len(rows))
     for part in PARTS:
@@ -82,8 +82,8 @@ def per_token(axes: Axes, bench: TaskBench) -> None:
         axes.barh(range(len(rows)), widths, left=left, color=PART_COLOURS[part], label=part, height=0.7)
         left += widths
     for place, row in enumerate(rows):
-        told = f"{row.answers.share / full:.0%}" if full else "-"
-        axes.annotate(told, (float(left[place]), place), xytext=(3, -3), textcoords="offset points", fontsize=7)
+        text = f"{row.answers.share / full:.0%}" if full else "-"
+        axes.annotate(text, (float(left[place]), place), xytext=(3, -3), textcoords="offset points", fontsize=7)
     _names(axes, rows)
     axes.set(xlabel="time per token (ms)", title="Time per token; right answers vs. full cache")
     axes.set_xlim(right=1.35 * float(left.max()))
@@ -91,7 +91,7 @@ def per_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
-    """Time per token over context, as figure 8; of several budgets the largest."""
+    """Draw time per token over context, as figure 8, for the largest budget."""
     largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
     lines: dict[str, list[TaskRow]] = {}
     for row in sorted(bench.rows, key=lambda row: row.context):
@@ -107,7 +107,7 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
 
 
 def accuracy(axes: Axes, bench: TaskBench) -> None:
-    """Share of right answers by budget at the longest context, with standard errors; lines: everything kept."""
+    """Draw the share of right answers by budget at the longest context, with standard errors; the line is the full cache."""
     rows = bench.at(bench.contexts[-1])
     for policy, look in looks_of(row.policy for row in rows if row.budget is not None).items():
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.budget or 0)
@@ -137,16 +137,16 @@ PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
     "per token": ("Time per token (as in figures 7b and 7c of the paper)", per_token),
     "scaling": ("Time per token over context (as in figure 8 of the paper)", scaling),
 }
-"""Panels by name: the title on a page, and what draws it; depths are apart (see `depth_figure`)."""
+"""Panels by name: the title on a page, and the function that draws it; depths are separate (see `depth_figure`)."""
 
 
 def panels_of(bench: TaskBench) -> list[str]:
-    """Returns the panels that `bench` has data for."""
+    """Return the panels that `bench` has data for."""
     return [name for name in PANELS if name != "scaling" or len(bench.contexts) > 1]
 
 
 def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
-    """Returns panels of `bench` in one figure."""
+    """Return panels of `bench` in one figure."""
     with theme.style():
         figure, axes = theme.grid_of(len(panels), columns=3)
         for place, name in zip(axes, panels, strict=True):
@@ -155,7 +155,7 @@ def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
 
 
 def depth_figure(bench: TaskBench) -> Figure | None:
-    """Returns right answers by depth and context, a panel for each cache with a budget, as figure 6; None without depths."""
+    """Return right answers by depth and context, a panel per cache with a budget, as figure 6; None without depths."""
     names = list(dict.fromkeys(row.name for row in bench.rows if row.answers.depths and row.budget is not None))
     if not names:
         return None
@@ -194,7 +194,7 @@ LEAD = (
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
-    """Prints `bench` on stdout."""
+    """Print `bench` on stdout."""
     output.show(as_json, lambda: {**bench.document(), "llmcache_version": __version__}, _parts(bench))
 
 
@@ -212,17 +212,19 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
-    """Returns what was set, as names and values."""
-    told = {name: ", ".join(map(str, one)) if isinstance(one, list) else str(one) for name, one in bench.conditions.items()}
-    return list(told.items())
+    """Return the settings as names and values."""
+    settings = {
+        name: ", ".join(map(str, one)) if isinstance(one, list) else str(one) for name, one in bench.conditions.items()
+    }
+    return list(settings.items())
 
 
 Cells = dict[str, str]
-"""What a row of a table says, by column."""
+"""Cells of a row by column."""
 
 
 def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
-    """Returns what is told of a row's answers, attention and memory, and of its times and what a step moves."""
+    """Return a row's cells about answers, attention and memory, and those about times and bytes moved per step."""
     full, kept, moved = bench.stock(row.context), bench.kept(row), row.moved_bytes
     nats = {"loss above full": bench.above(row), "divergence": row.divergences and mean_of(row.divergences)}
     answers = {
@@ -251,39 +253,39 @@ def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
 
 
 def drawn(bench: TaskBench, form: str) -> bytes:
-    """Returns `bench` as a file of `form`: png, svg or html."""
+    """Return `bench` as a file of `form`: png, svg or html."""
     if form == "html":
         return page(bench).encode()
     return theme.captioned(figure_of(bench, panels_of(bench)), caption(bench), form)
 
 
 def caption(bench: TaskBench) -> str:
-    """Returns the conditions as one paragraph."""
+    """Return the conditions as one paragraph."""
     return "Measured. " + "; ".join(f"{name}: {value}" for name, value in facts(bench)) + "."
 
 
 def page(bench: TaskBench) -> str:
-    """Returns `bench` as an HTML page, a picture for each of the paper's figures that it has data for."""
-    told, under = alt_text(bench), caption(bench)
+    """Return `bench` as an HTML page, with a figure for each of the paper's figures that it has data for."""
+    alt, conditions = alt_text(bench), caption(bench)
     sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
         title = "Right answers by depth and context (as in figure 6 of the paper)"
-        sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {told}", under)]))
+        sections.append(Section(title, [theme.embedded(depths, f"Right answers by depth. {alt}", conditions)]))
     for name in panels_of(bench):
-        sections.append(Section(PANELS[name][0], [theme.embedded(figure_of(bench, [name]), told, under)]))
+        sections.append(Section(PANELS[name][0], [theme.embedded(figure_of(bench, [name]), alt, conditions)]))
     sections.append(Section("Conditions", [Facts(facts(bench))]))
     return html_page(f"llmcache kv bench --task {bench.task}", LEAD, sections)
 
 
 def alt_text(bench: TaskBench) -> str:
-    """Returns in words what the pictures show."""
+    """Return the data of the figures as text."""
     rows = bench.at(bench.contexts[-1])
-    told = ", ".join(f"{row.name} {row.answers.share:.0%} at {row.speed.tpot_ns / 1e6:.3g} ms per token" for row in rows)
-    return f"At {bench.contexts[-1]:,} tokens: {told}."
+    results = ", ".join(f"{row.name} {row.answers.share:.0%} at {row.speed.tpot_ns / 1e6:.3g} ms per token" for row in rows)
+    return f"At {bench.contexts[-1]:,} tokens: {results}."
 
 
 def page_table(bench: TaskBench) -> PageTable:
-    """Returns all rows as a table of a page."""
-    told = [(row, *cells_of(bench, row)) for row in bench.rows]
-    rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in told]
-    return PageTable(f"Measured, task {bench.task}", ["cache", "context", *told[0][1], *told[0][2]], rows)
+    """Return all rows as a table of a page."""
+    cells = [(row, *cells_of(bench, row)) for row in bench.rows]
+    rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in cells]
+    return PageTable(f"Measured, task {bench.task}", ["cache", "context", *cells[0][1], *cells[0][2]], rows)

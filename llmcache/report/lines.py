@@ -1,7 +1,7 @@
-"""Pictures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios.
+"""Figures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios.
 
-A line is level from each size that is known to the next: where a loop begins to fit, hits jump, and a slope would tell
-of sizes between that nobody looked at.
+A line is level from each known size to the next: where a loop begins to fit, hits jump, and a slope would suggest
+values for sizes that were never computed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from llmcache.report.theme import MUTED, POLICY_LOOKS, Look, bandwidth_look, grid_of, legend_below, logarithmic
 
-MANY_POINTS = 16  # with more, not every point has a marker
-WIDE_RANGE = 200  # largest size / smallest size from which on the axis is logarithmic
+MANY_POINTS = 16  # with more, only some points have a marker
+WIDE_RANGE = 200  # ratio of largest to smallest size above which the axis is logarithmic
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: `values` at cache sizes `sizes_bytes` (ascending, both of one length), called `label`, drawn as `look`.
+    """A curve: `values` at cache sizes `sizes_bytes` (ascending, same length), with its label and look.
 
-    `marked`: places of the points that have a marker; None for some of them, evenly.
+    `marked`: indices of the points with a marker; None for evenly spaced ones.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Line:
     marked: tuple[int, ...] | None = None
 
     def filled(self, sizes_bytes: NDArray[np.float64], values: NDArray[np.float64]) -> Line:
-        """Returns the line with further points between its ends, which have no markers."""
+        """Return the line with additional points between its ends, without markers."""
         between = (sizes_bytes > self.sizes_bytes[0]) & (sizes_bytes < self.sizes_bytes[-1])
         sizes = np.concatenate((self.sizes_bytes, sizes_bytes[between]))
         order = np.argsort(sizes, kind="stable")
@@ -48,9 +48,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: lines of one trace. `marks`: sizes in bytes with a name, such as the footprint.
+    """One set of axes with the lines of one trace. `marks`: sizes in bytes with a name, such as the footprint.
 
-    `linear`: the axis of sizes is never logarithmic; for lines whose points are evenly spread.
+    `linear`: never use a logarithmic axis of sizes; for lines with evenly spaced points.
     """
 
     title: str
@@ -60,12 +60,12 @@ class Panel:
 
 
 def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
-    """Returns the curve of `policy`, in its look, called `title`."""
+    """Return the curve of `policy`, in its look, with the label `title`."""
     return Line(title, POLICY_LOOKS[policy], np.asarray(sizes_bytes, float), np.asarray(values, float))
 
 
 def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:
-    """Returns a curve for each of `bandwidths` (bytes/s), slowest first and dark; `latencies_s` in their order."""
+    """Return a curve for each of `bandwidths` (bytes/s), slowest first and darkest; `latencies_s` in the same order."""
     sizes = np.asarray(sizes_bytes, float)
     by_speed = sorted(zip(bandwidths, latencies_s, strict=True), key=lambda item: item[0])
     return [
@@ -75,7 +75,7 @@ def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies
 
 
 def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
-    """Returns a figure of ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
+    """Return a figure of ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
     figure, axes = grid_of(len(panels))
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
@@ -87,9 +87,9 @@ def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
 
 
 def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
-    """Returns a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
+    """Return a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
 
-    `comparable`: all panels have one scale of latencies, as they should where they show the same trace.
+    `comparable`: all panels share one scale of latencies, for panels of the same trace.
     """
     figure, axes = grid_of(len(panels))
     longest = max(float(line.values.max()) for panel in panels for line in panel.lines)
@@ -107,7 +107,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
     factor, unit = next(((f, name) for f, name in UNITS if largest >= f), UNITS[-1])
     for order, line in enumerate(panel.lines):
         every = max(1, len(line.values) // MANY_POINTS)
-        # Markers of different lines at different points: lines that lie on each other stay told apart.
+        # Markers of different lines are at different points, so that overlapping lines stay distinct.
         marked = (order % every, every) if line.marked is None else list(line.marked)
         look = {"drawstyle": "steps-post", "markevery": marked, **line.look.line()}
         axes.plot(line.sizes_bytes / factor, line.values, label=line.label, **look)

@@ -1,4 +1,4 @@
-"""What reports write and show: files that are whole or not there, progress on stderr, tables for terminals."""
+"""Output of reports: files that are written completely or not at all, progress on stderr, tables for terminals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNBOUND = 400
 
 
 def show(as_json: bool, document: Callable[[], object], parts: Iterable[str | Table]) -> None:
-    """Print an answer on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
+    """Print a result on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
 
     On a terminal, lines are wrapped at words, and a table that is too wide is printed as several.
     """
@@ -57,12 +57,12 @@ def output_width() -> int:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Return `line` in lines of `width`, broken at spaces; all but the first are indented to the text behind its label."""
+    """Return `line` wrapped at `width`, broken at spaces; continuation lines are indented to the text after its label."""
     if len(line) <= width:
         return line
     label = re.match(r" *\S+(?: \S+)* {2,}| *", line)
     indent = label.end() if label is not None and label.end() <= width // 2 else 0
-    line = re.sub(r"(?<=\d) (?=[^\W\d_]{1,4}\b|%)", "\0", line)  # a number stays with its unit
+    line = re.sub(r"(?<=\d) (?=[^\W\d_]{1,4}\b|%)", "\0", line)  # keep a number and its unit together
     broken = textwrap.wrap(
         line, width, subsequent_indent=" " * (indent or 2), break_long_words=False, break_on_hyphens=False
     )
@@ -70,7 +70,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def _fitted(table: Table, console: Console, width: int) -> Iterator[Table]:
-    """Yield `table`, or tables of at most `width` that together have its columns, each with its key columns.
+    """Yield `table`, or several tables of at most `width` with its columns, each with its key columns.
 
     Before it is split, long headings are broken at spaces, and the gaps between columns shrink to one space.
     """
@@ -115,7 +115,7 @@ def _narrowed(table: Table, places: Sequence[int], lines: int, gap: int) -> Tabl
 
 
 def _in_lines(heading: str, room: int, lines: int) -> str:
-    """Return `heading` broken at spaces into at most `lines`, as wide as needed, but at least `room`."""
+    """Return `heading` broken at spaces into at most `lines`, as narrow as possible, but at least `room` wide."""
     for width in range(max(1, room, *map(len, heading.split(" "))), len(heading)):
         broken = textwrap.wrap(heading, width, break_on_hyphens=False)
         if len(broken) <= lines:
@@ -124,13 +124,13 @@ def _in_lines(heading: str, room: int, lines: int) -> str:
 
 
 class KeyedTable(Table):
-    """A table whose first `keys` columns name its rows: they are in each part of a table that is split."""
+    """A table whose first `keys` columns name its rows: if it is split, each part contains them."""
 
     keys = 1
 
 
 class _PrintableConsole(Console):
-    """Shows what files, traces and models are called, and cannot be steered by it: lines, cells, headings and titles."""
+    """Prints names from files, traces and models without control characters: in lines, cells, headings and titles."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
@@ -149,9 +149,9 @@ class Written:
 
 
 def form_of(option: str, path: str, force: bool) -> str:
-    """Returns "png", "svg" or "html" by the ending of `path`; UsageError, naming `option`, for another.
+    """Return "png", "svg" or "html" by the extension of `path`; UsageError, naming `option`, for another.
 
-    Also as `check_target`.
+    Raises the errors of `check_target` too.
     """
     form = Path(path).suffix.lower().removeprefix(".")
     if form not in FORMS:
@@ -161,14 +161,14 @@ def form_of(option: str, path: str, force: bool) -> str:
 
 
 def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None:
-    """UsageError, naming `option`, if a file may not be written to `path`. Ask before hours of work."""
+    """Raise a UsageError, naming `option`, if `path` may not be written. Call it before long work."""
     Output(path, force, option)
 
 
 def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> Written:
-    """Write `data` to `path` as a whole, and return what was written.
+    """Write `data` to `path` atomically, and return the written file.
 
-    Errors as `check_target`, and EnvironmentProblem if there is no room.
+    Raises the errors of `check_target`, and EnvironmentProblem if there is no space.
     """
     output = Output(path, force, option)
     with output as temporary, writing(output.path):
@@ -177,7 +177,7 @@ def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: 
 
 
 class Progress:
-    """Told how far each trace is (`cache.plan.Progress`); shows a bar for each."""
+    """A progress bar for each trace (a `cache.plan.Progress`)."""
 
     def __init__(self, shown: bars.Progress) -> None:
         self._shown = shown
@@ -185,13 +185,13 @@ class Progress:
         self._compiling: bars.TaskID | None = None
 
     def __call__(self, trace: str, done: int, in_all: int) -> None:
-        """Takes that `done` of `in_all` rows of `trace` are replayed."""
+        """Show that `done` of `in_all` rows of `trace` are replayed."""
         if trace not in self._traces:
             self._traces[trace] = self._shown.add_task(trace.replace("[", r"\["), total=in_all)
         self._shown.update(self._traces[trace], completed=done, total=in_all)
 
     def compiling(self, begins: bool) -> None:
-        """Says that policies are being compiled, which a first run waits for, until it is told that they are."""
+        """Show that policies are being compiled, which delays a first run, until called with False."""
         if self._compiling is None:
             self._compiling = self._shown.add_task("compiling (once per installation)", total=None)
         self._shown.update(self._compiling, visible=begins)
@@ -199,21 +199,21 @@ class Progress:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Yields what to tell the progress, which is on stderr and only on a terminal."""
+    """Yield a `Progress`, which prints on stderr, and only on a terminal."""
     console = Console(stderr=True)
     columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
         yield Progress(shown)
 
 
-def tell(what: str) -> None:
-    """Says on stderr what begins, if somebody looks."""
+def tell(text: str) -> None:
+    """Print on stderr what begins, if it is a terminal."""
     if sys.stderr.isatty():
-        print(what, file=sys.stderr)
+        print(text, file=sys.stderr)
 
 
 def trimmed(text: str) -> str:
-    """Returns a number and its unit without zeros that say nothing: "60 MB" of "60.0 MB", "1.5 GB"."""
+    """Return a number and its unit without trailing zeros: "60 MB" for "60.0 MB", "1.5 GB"."""
     number, _, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
@@ -229,7 +229,7 @@ def plain_table(first: str, *figures: str, gap: int = 2, keys: int = 1) -> Keyed
 
 
 def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]) -> int:
-    """Takes columns away, as they are named, until a table of `width` has room for one more of `least`; returns its room.
+    """Remove columns, in the order of `first_to_go`, until another one of width `least` fits; return the room for it.
 
     `columns`: the cells below each heading, as text; two spaces follow each.
     """
@@ -246,7 +246,7 @@ def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iter
 def fitted_table(
     first: str, names: Iterable[str], columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]
 ) -> Table:
-    """Returns `names` and `columns` as a plain table of `width`; columns go as by `fit`, and names lose their middle."""
+    """Return `names` and `columns` as a plain table of `width`; columns are dropped as in `fit`, names are shortened."""
     room = fit(columns, width, least, first_to_go)
     made = plain_table(first, *columns)
     for cells in zip((shortened(name, room) for name in names), *columns.values(), strict=True):

@@ -1,13 +1,14 @@
 """Efficient Long-Context LLM Inference on the Edge with Hierarchical KV Eviction using SmartSSD (HillInfer), recomputed.
 
-Anonymous ACL submission. Its figures print curves and bars whose numbers are not in the text: its words are quoted and
-judged (`llmcache/papers/hillinfer.toml`). It measures a machine that is not here: what it says, what the latency model
-gives for that machine, and what `tools/bench papers` has measured, small, with an emulated device, stay apart.
+Anonymous ACL submission. Its figures print curves and bars without numbers, so its words are quoted and judged
+(`llmcache/papers/hillinfer.toml`). The paper measures a machine that is not available here. The paper's results, the
+latency model's results for that machine, and the small measurements of `tools/bench papers` with an emulated device are
+kept separate.
 
-The paper leaves open what decides about its speed-ups, so several readings of its set-up are judged, none chosen for its
-result. The first takes the machine as section 4.2 states it. The others put the share of the KV cache on the SSD that
-figure 3a speaks of, whatever the memory; two of them take the speed of the SSD from the paper of the framework that the
-baselines are built on.
+The paper leaves open what determines its speed-ups, so several readings of its setup are judged; none was chosen for
+its result. The first takes the machine as section 4.2 states it. The others put the share of the KV cache that figure
+3a mentions on the SSD, regardless of the memory; two of them take the speed of the SSD from the paper of the framework
+that the baselines are built on.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ Claims = Mapping[str, Values]
 """Our values by claim."""
 
 
-# How the paper's experiments can be read
+# Readings of the paper's experiments
 
 _STATED = Workload(CONTEXTS[0])
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read section 4.2: what `workload` assumes, at any context, on `machine`.
+    """One reading of section 4.2: the assumptions of `workload`, at any context, on `machine`.
 
-    `ssd_share`: of the KV cache, for every system; None: what does not fit elsewhere.
+    `ssd_share`: share of the KV cache on the SSD, for every system; None: the part that does not fit elsewhere.
     """
 
     machine: Hardware
@@ -58,7 +59,7 @@ class Reading:
     workload: Workload = _STATED
 
     def latency(self, system: str | System, model: ModelShape, context: int) -> Latency:
-        """Returns the modelled latency of `system`, a name or a system."""
+        """Return the modelled latency of `system`, a name or a system."""
         workload = replace(self.workload, context=context)
         kv_bytes = model.kv_bytes(context, workload.batch)
         places = None if self.ssd_share is None else by_ssd_share(kv_bytes, self.ssd_share)
@@ -76,13 +77,13 @@ READINGS: dict[str, Reading] = {
     "flexgen-20": Reading(_FLEXGEN_PC, 0.2, _WHOLE),
     "flexgen-30": Reading(_FLEXGEN_PC, 0.3, _WHOLE),
 }
-"""All readings; the paper's file has their titles, and what they are in words."""
+"""All readings; the paper's file has their titles and descriptions."""
 Cases = Mapping[tuple[str, int], Mapping[str, Latency]]
-"""Modelled latencies by system, of a model at a context."""
+"""Modelled latencies by system, for a model and a context."""
 
 
 def cases_of(reading: Reading) -> Cases:
-    """Returns the paper's models at every context that each was made for."""
+    """Return the latencies of the paper's models at every context up to their limits."""
     return {
         (model.name, context): {name: reading.latency(name, model, context) for name in SYSTEMS}
         for model in MODELS.values()
@@ -92,19 +93,19 @@ def cases_of(reading: Reading) -> Cases:
 
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
-    """Returns how many times as long `baseline` takes as HillInfer. Source: 4.3, "end-to-end latency"."""
+    """Return the latency of `baseline` as a multiple of HillInfer's. Source: 4.3, "end-to-end latency"."""
     own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
     return other / own
 
 
 def speedups(cases: Cases) -> dict[str, list[float]]:
-    """Returns HillInfer's speed-ups over each baseline at every case."""
+    """Return HillInfer's speed-ups over each baseline for all cases."""
     return {baseline: [speedup(latencies, baseline) for latencies in cases.values()] for baseline in BASELINES}
 
 
 # Memory: figure 2 and section 1, modelled from sizes
 
-SAID = {QWEN: 30.0, LLAMA: 51.0}  # GB of the paper, at 4 K and 8
+SAID = {QWEN: 30.0, LLAMA: 51.0}  # GB in the paper, at 4 K and batch 8
 GPU_GB, PC_GB = 24, 44
 MEMORY_CONTEXT = 4096
 BY_CONTEXT, BY_BATCH = (1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
@@ -112,7 +113,7 @@ BY_CONTEXT, BY_BATCH = (1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
 
 
 def memory_values() -> Claims:
-    """Returns what is claimed of memory."""
+    """Return our values for the claims about memory."""
     uses = {model: memory_use(MODELS[model], MEMORY_CONTEXT, BATCH) for model in SAID}
     found: dict[str, Values] = {}
     for model, takes, exceeds in ((QWEN, "qwen-30-gb", "qwen-beyond-the-gpu"), (LLAMA, "llama-51-gb", "llama-beyond-a-pc")):
@@ -133,19 +134,19 @@ Transfers = Mapping[float, dict[float, float]]
 
 
 def modelled_transfers(reading: Reading) -> Transfers:
-    """Returns figure 3a by the latency model, on the machine of `reading`."""
+    """Return figure 3a by the latency model, on the machine of `reading`."""
     model, rate = MODELS[QWEN], reading.machine.ssd_bytes_per_s
     return {share: {context: share * model.kv_bytes(context, BATCH) / rate for context in CONTEXTS} for share in SHARES}
 
 
 def transfers_document(kind: str, layers: int, seconds: Transfers) -> dict[str, Any]:
-    """Returns transfers for a JSON document. `layers`: how many were read."""
+    """Return transfers for a JSON document. `layers`: number of layers read."""
     rows = [{"share": s, "context": c, "seconds": one} for s, row in seconds.items() for c, one in row.items()]
     return {"kind": kind, "layers": layers, "rows": rows}
 
 
 def transfer_values(seconds: Transfers) -> Claims:
-    """Returns what is claimed of times by context and by share."""
+    """Return our values for the claims about transfer times by context and by share."""
     growth = min(after / before for row in seconds.values() for before, after in pairwise(row.values()))
     times = {f"{share:.0%} at {n}_ns": 1e9 * one for share, row in seconds.items() for n, one in row.items()}
     low, high = (seconds[share] for share in SHARES)
@@ -156,18 +157,18 @@ def transfer_values(seconds: Transfers) -> Claims:
     }
 
 
-# Accuracy: figure 8 and section 4.3, measured with a small model that recalls
+# Accuracy: figure 8 and section 4.3, measured with a small recall model
 
 
 def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
-    """Returns what is claimed of answers: `full` with everything kept, `by_system[system][alpha]`, shares of `answers`."""
+    """Return our values for the claims about answers: `full` with the whole cache, `by_system[system][alpha]`, as shares."""
     rows = {float(alpha): share for alpha, share in found["by_system"][system].items()}
     full = found["full"]
     least = min((alpha for alpha, share in rows.items() if full - share <= 0.01), default=1.0)
-    told = {f"alpha {alpha:g}": share for alpha, share in rows.items()}
+    by_alpha = {f"alpha {alpha:g}": share for alpha, share in rows.items()}
     return {
         "comparable-accuracy": {"full": full, "at_0.2": rows[0.2], "loss": full - rows[0.2]},
-        "alpha-trade-off": {"least_alpha": least, "full": full, **told},
+        "alpha-trade-off": {"least_alpha": least, "full": full, **by_alpha},
     }
 
 
@@ -175,7 +176,7 @@ def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
 
 
 def speedup_values(cases: Cases) -> Claims:
-    """Returns what is claimed of speed-ups, for one reading."""
+    """Return our values for the claims about speed-ups, for one reading."""
     rows = speedups(cases)
     every = [value for row in rows.values() for value in row]
     inside = sum(LEAST <= value <= MOST for value in every)
@@ -197,14 +198,14 @@ def speedup_values(cases: Cases) -> Claims:
 
 
 def needed(reading: Reading) -> dict[str, tuple[float, float]]:
-    """Returns between which speeds (bytes/s) the baselines' SSD has to be for the paper's range; NaN where none does it.
+    """Return, by baseline, the range of SSD speeds (bytes/s) that gives the paper's speed-ups; NaN for unreachable ends.
 
-    Of Qwen-7B at 4 K; all else is as in `reading`. HillInfer itself does not read that SSD, so a slower one makes it look
-    faster.
+    For Qwen-7B at 4 K; everything else is as in `reading`. HillInfer itself does not read that SSD, so a slower one
+    increases its speed-up.
     """
 
     def rate_for(baseline: str, wanted: float) -> float:
-        """The rate at which the speed-up is as `wanted`, by bisection: it falls as the SSD gets faster."""
+        """Return the rate for the speed-up `wanted`, by bisection: the speed-up falls as the SSD gets faster."""
 
         def at(rate: float) -> float:
             factor = rate / reading.machine.ssd_bytes_per_s
@@ -233,14 +234,14 @@ PARTS: dict[str, System] = {
 }
 """The bars of figure 11a."""
 BKP_KEEPS = {"BKP keeps nothing": None, "BKP keeps everything": 0.0}
-"""The ends of what BKP can do: important tokens on the SSD as often as others, or never."""
+"""The extremes of BKP: important tokens are on the SSD as often as others, or never."""
 STEPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Values of beta, as multiples of fc / fs."""
 BETA_RULE = PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s
 
 
 def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
-    """Returns what is claimed of the parts of HillInfer and of what they need besides, for one reading."""
+    """Return our values for the claims about the parts of HillInfer and their overhead, for one reading."""
     times = {f"{part}, s": one.token_ns / 1e9 for part, one in found.items()}
     whole, model = found[WHOLE], MODELS[QWEN]
     tokens = whole.places.ssd / model.token_bytes
@@ -254,7 +255,7 @@ def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
 
 
 def beta_sweep() -> dict[str, list[float]]:
-    """Returns figure 11b by the model, ns per token at each of `STEPS`: host memory without bound, so the rule decides."""
+    """Return figure 11b by the model, ns per token at each of `STEPS`; host memory is unlimited, so the rule decides."""
     model, workload = MODELS[QWEN], Workload(PART_CONTEXT)
     places = [by_beta(model.kv_bytes(PART_CONTEXT, BATCH), step * BETA_RULE) for step in STEPS]
     return {
@@ -267,29 +268,29 @@ def beta_sweep() -> dict[str, list[float]]:
 
 
 def sweep_values(times: Sequence[float]) -> Values:
-    """Returns how many steps of the sweep the least latency is from beta = fc / fs."""
+    """Return the distance, in steps of the sweep, of the least latency from beta = fc / fs."""
     best, place = times.index(min(times)), STEPS.index(1.0)
-    told = {f"at {step:g} fc/fs_ns": time for step, time in zip(STEPS, times, strict=True)}
+    by_step = {f"at {step:g} fc/fs_ns": time for step, time in zip(STEPS, times, strict=True)}
     away = {"excess_at_rule": times[place] / min(times) - 1, "steps_away": abs(best - place)}
-    return {"best": STEPS[best], **away, **told}
+    return {"best": STEPS[best], **away, **by_step}
 
 
-# What ran on a machine with no GPU, its device emulated: verdicts of this project's systems, not of the paper's
+# Runs on a machine without a GPU, with an emulated device: verdicts on this project's systems, not on the paper's
 
 
 def run_values(bench: Bench) -> Claims:
-    """Returns what is claimed of speed-ups, parts and traffic, from a benchmark of all systems."""
+    """Return our values for the claims about speed-ups, parts and traffic, from a benchmark of all systems."""
     rows = {row.policy: row for row in bench.rows}
     gains = {name: rows["hillinfer"].speedup_over(rows[name]) for name in BASELINES}
     times = {f"{name}_ns": rows[name].token_ns for name in ("prefetch", "hillinfer-no-app", "hillinfer")}
     every = {f"{name}, a step_ns": one.token_ns for name, one in rows.items()}
-    moved = {  # bytes a step that cross from the SSD to the host for evaluation
+    moved = {  # bytes per step from the SSD to the host for evaluation
         name: sum(size for link, size in rows[name].moved_bytes.items() if link.startswith("ssd to cpu") and "scor" in link)
         for name in ("prefetch", "hillinfer")
     }
     return {
         "speed-up-here": gains | every | {"inside": sum(LEAST <= value <= MOST for value in gains.values())},
-        # Two medians may differ by 5 % on a machine that does other things too.
+        # Two medians may differ by 5 % on a machine with other load.
         "parts-here": times | {"faster": sum(after <= 0.95 * before for before, after in pairwise(times.values()))},
         "link-bytes-here": {
             **{f"{name}_bytes": size for name, size in moved.items()},
@@ -299,24 +300,24 @@ def run_values(bench: Bench) -> Claims:
 
 
 def beta_values(bench: Bench) -> Values:
-    """Returns how many steps of the sweep the least latency is from where rule and memory expect it."""
+    """Return the distance, in steps of the sweep, of the least latency from the beta expected by rule and memory."""
     rows = sorted((row.beta or 0.0, row.token_ns) for row in bench.rows)
     betas, times = [beta for beta, _ in rows], [time for _, time in rows]
     expected = bench.marks.expected if bench.marks is not None else 0.0
     best = times.index(min(times))
     place = min(range(len(rows)), key=lambda at: abs(betas[at] - expected))
-    told = {f"at {beta:.3g}_ns": time for beta, time in rows}
+    by_beta = {f"at {beta:.3g}_ns": time for beta, time in rows}
     away = {"excess": times[place] / min(times) - 1, "steps_away": abs(best - place)}
-    return {"best": betas[best], "expected": expected, **away, **told}
+    return {"best": betas[best], "expected": expected, **away, **by_beta}
 
 
 # The reproduction
 
 
 class HillInferResults:
-    """Everything that the models give, in less than a second, beside what was measured.
+    """All modelled results, computed in less than a second, and the measured ones.
 
-    What was not measured is None; `measured["missing"]` says why.
+    Missing measurements are None; `measured["missing"]` gives the reasons.
     """
 
     def __init__(self, paper: Paper, measured: Mapping[str, Any]) -> None:
@@ -339,7 +340,7 @@ class HillInferResults:
         )
 
     def ours(self) -> Ours:
-        """Returns our values for every claim; what was not measured is left out."""
+        """Return our values for every claim; missing measurements are left out."""
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
             return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
@@ -368,8 +369,8 @@ class HillInferResults:
             found["figure 11b, this machine"] = {"beta-here": {here: beta_values(self.beta)}}
         return found
 
-    def told(self) -> dict[str, Any]:
-        """Returns everything that a document has beside the claims."""
+    def document(self) -> dict[str, Any]:
+        """Return the contents of a JSON document besides the claims."""
         here = {key: self.measured[key] for key in ("systems", "beta", "accuracy", "missing", "machine", "date", "quick")}
         layers = {"modelled": MODELS[QWEN].layers, "measured": (self.measured["transfers"] or {}).get("layers", 0)}
         transfers = {kind: transfers_document(kind, layers[kind], of) for kind, of in self.transfers.items()}
@@ -425,11 +426,11 @@ class HillInferResults:
 
 
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
-    """Returns the paper recomputed. `quick` changes nothing: what is measured is saved."""
+    """Return the paper recomputed. `quick` has no effect: measurements are stored."""
     tell("evaluating the models")
     paper = read_paper("hillinfer")
     results = HillInferResults(paper, measurements("hillinfer"))
-    return Reproduction("hillinfer", paper, judge(paper, results.ours()), results.told(), lambda: _blocks(results))
+    return Reproduction("hillinfer", paper, judge(paper, results.ours()), results.document(), lambda: _blocks(results))
 
 
 # The page
@@ -439,12 +440,12 @@ def _blocks(found: HillInferResults) -> Blocks:
     paper, measured, places = found.paper, found.measured, found.paper.data["measured"]
     memory = ", ".join(f"{model} {memory_use(MODELS[model], MEMORY_CONTEXT, BATCH).total / GIB:.1f} GiB" for model in SAID)
     ends = [(kind, share, list(row.values())) for kind, of in found.transfers.items() for share, row in of.items()]
-    told = "; ".join(f"{kind}, {share:.0%}: {of[0]:.3g} to {of[-1]:.3g} s" for kind, share, of in ends)
+    ends_text = "; ".join(f"{kind}, {share:.0%}: {of[0]:.3g} to {of[-1]:.3g} s" for kind, share, of in ends)
     beta = "; ".join(f"{name}: {min(of) / 1e6:.0f} to {max(of) / 1e6:.0f} ms" for name, of in found.sweep.items())
     blocks: dict[str, list[HtmlBlock]] = {
         "Speed-ups: differences and reasons": list(_why(found)),
         "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), told=memory)],
-        places["transfers"]: [picture(paper, "transfers", _transfer_figure(found.transfers), told=told)],
+        places["transfers"]: [picture(paper, "transfers", _transfer_figure(found.transfers), told=ends_text)],
         places["systems"]: [
             picture(paper, "speed-ups", _speedup_figure(paper, found.cases)),
             picture(paper, "latencies", _latency_figure(paper, found.cases)),
@@ -466,7 +467,7 @@ def _blocks(found: HillInferResults) -> Blocks:
 
 
 def _why(found: HillInferResults) -> Iterator[HtmlBlock]:
-    """Yields by how much the speed-ups are missed, and what decides about them, in the order of its weight."""
+    """Yield the differences between the speed-ups and the paper, and their causes, most important first."""
     paper, ssd, device = found.paper, PAPER_PC.ssd_bytes_per_s, PAPER_PC.device_bytes_per_s
     moved = {
         name: READINGS["flexgen-20"].latency(name, MODELS[QWEN], 4096).moved["ssd to host"] / 1e9
@@ -494,7 +495,6 @@ def _rates(ends: tuple[float, float]) -> str:
 
 
 def _machine_table(machine: Hardware) -> Table:
-    """Returns every number of `machine`, in base units, with where it comes from."""
     rows: list[list[Cell]] = []
     for name in NUMBERS:
         origin = machine.origins[name]
@@ -502,7 +502,7 @@ def _machine_table(machine: Hardware) -> Table:
     return Table(machine.title, ["number", "value", "origin", "source"], rows)
 
 
-# Pictures like the paper's, from our numbers; what the paper says is drawn apart, as marks
+# Figures like the paper's, from our numbers; the paper's numbers are separate marks
 
 _TWO = (Look("#0072b2", "-", "o", 2.2), Look("#d55e00", (0, (5, 1)), "s", 2.0))
 _LIMIT = Look(MUTED, (0, (2, 2)), "", 0.9)
@@ -510,7 +510,7 @@ SYSTEM_LOOKS = {name: KV_LOOKS[name] for name in ("full", "h2o", "prefetch", "le
 
 
 def _memory_figure() -> Figure:
-    """Returns figure 2: GiB over context and over batch, the paper's numbers as crosses."""
+    """Return figure 2: GiB over context and over batch, the paper's numbers as crosses."""
 
     def curves(places: Sequence[int], said_at: int, use: Callable[[ModelShape, int], MemoryUse]) -> dict[str, Curve]:
         found: dict[str, Curve] = {}
@@ -532,7 +532,7 @@ def _memory_figure() -> Figure:
 
 
 def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
-    """Returns figure 3a, modelled and measured: seconds over context."""
+    """Return figure 3a, modelled and measured: seconds over context."""
     panels = {
         kind.capitalize(): {
             f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)
@@ -543,12 +543,12 @@ def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
 
 
 def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
-    """Returns figure 10: speed-ups end to end at every point, one panel a reading."""
+    """Return figure 10: end-to-end speed-ups at every point, one panel per reading."""
     figure, axes = grid_of(len(cases))
     for panel, (name, found) in zip(axes, cases.items(), strict=True):
         panel.axhspan(LEAST, MOST, color=FAINT, zorder=0, label=f"paper: {LEAST} to {MOST}x")
         panel.axhline(1, color=MUTED, linewidth=0.8, zorder=1)
-        # The four baselines side by side, so that none hides another.
+        # The four baselines are shifted, so that none hides another.
         for shift, (baseline, row) in zip((-0.24, -0.08, 0.08, 0.24), speedups(found).items(), strict=True):
             line = SYSTEM_LOOKS[baseline].line() | {"linestyle": "none", "markersize": 6.5}
             panel.plot([at + shift for at in range(len(row))], row, label=f"over {SYSTEMS[baseline].title}", **line)
@@ -563,7 +563,7 @@ def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
 
 
 def _latency_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
-    """Returns figure 9 for LongChat-7B: seconds per token over context, for two readings."""
+    """Return figure 9 for LongChat-7B: seconds per token over context, for two readings."""
 
     def curve(found: Cases, system: str) -> dict[float, float]:
         return {n: latencies[system].token_ns / 1e9 for (model, n), latencies in found.items() if model == LONGCHAT}
@@ -578,7 +578,7 @@ def _latency_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
 
 
 def _sweep_figure(sweep: Mapping[str, Sequence[float]]) -> Figure:
-    """Returns figure 11b: ms per token over beta, in multiples of fc / fs."""
+    """Return figure 11b: ms per token over beta, in multiples of fc / fs."""
     curves = {
         name: (look, {step: time / 1e6 for step, time in zip(STEPS, times, strict=True)})
         for look, (name, times) in zip(_TWO, sweep.items(), strict=True)

@@ -1,8 +1,8 @@
-"""IceCache (ICLR 2026) recomputed: what its tables and figures claim, asked of a small model that recalls.
+"""IceCache (ICLR 2026) recomputed: the claims of its tables and figures, measured with a small recall model.
 
-The paper's models and data sets are not downloaded: their tables stand on the page as the paper prints them, and ours not
-among them (`llmcache/papers/icecache.toml`). `tools/bench papers` has measured the answers of the recall model, and times
-of a model with random weights; `llmcache kv bench --task … --model DIR` asks a model of the user's the same.
+The paper's models and data sets are not downloaded: the page shows their tables as printed, separate from ours
+(`llmcache/papers/icecache.toml`). `tools/bench papers` has measured the answers of the recall model, and times of a
+model with random weights; `llmcache kv bench --task … --model DIR` does the same with any model.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ JUDGED = (ICE, "icecache-dci", "icecache-pages")
 """Variants whose answers are judged: `auto` scores exactly at these lengths; the paper's own is the last."""
 RIVALS = ("quest", "h2o", "window")
 TASKS = {"passkey": "figure 6", "recall": "tables 1, 2 and 5", "chain": "tables 3 and 6", "needle": "table 4"}
-"""What claims about a task are about."""
+"""Topics of the claims about each task."""
 TIMES = "figures 1, 7 and 8"
 Length = Mapping[str, Any]
-"""A cache at a length of context, as `tools/bench papers` writes it: times, memory, shares of transformers' own cache."""
+"""A cache at one context length, from `tools/bench papers`: times, memory, and both relative to transformers' own cache."""
 
 
 # Answers: figure 6 and tables 1 to 6
 
 
 def row_of(bench: TaskBench, policy: str, budget: int | None = None, context: int | None = None) -> TaskRow:
-    """Returns the row of a policy; None: its largest budget, the longest context."""
+    """Return the row of a policy; None: its largest budget, the longest context."""
     at = bench.contexts[-1] if context is None else context
     rows = [row for row in bench.at(at) if row.policy == policy and budget in (None, row.budget)]
     return max(rows, key=lambda row: row.budget or 0)
 
 
 def _answers(rows: Sequence[TaskRow]) -> Values:
-    """The share of right answers of each row, and its standard error."""
     shares = {f"{row.name} at {row.context:,}, share": row.answers.share for row in rows}
     return shares | {f"{row.name} at {row.context:,}, ±": row.answers.error for row in rows}
 
@@ -48,14 +47,14 @@ def _budgets(bench: TaskBench) -> list[int]:
 
 
 def every_passkey(bench: TaskBench, policy: str) -> Values:
-    """How many passkeys are found, at every depth, context and budget, and at the worst of those."""
+    """Return the share of passkeys found, over all depths, contexts and budgets, and in the worst case."""
     rows = [row for row in bench.rows if row.policy == policy]
     right, asked = sum(sum(row.answers.right) for row in rows), sum(row.answers.questions for row in rows)
     return {"share": right / asked, "asked": asked, "least_share": min(row.answers.share for row in rows)}
 
 
 def kept(bench: TaskBench, policy: str) -> Values:
-    """How much of the full cache's answers the largest budget keeps, at the context where it keeps least."""
+    """Return the share of the full cache's answers that the largest budget keeps, at the worst context."""
     rows = [row_of(bench, policy, context=context) for context in bench.contexts]
     fulls = [bench.stock(row.context).answers.share for row in rows]
     relative = min(row.answers.share / full if full else 0.0 for row, full in zip(rows, fulls, strict=True))
@@ -63,13 +62,13 @@ def kept(bench: TaskBench, policy: str) -> Values:
 
 
 def quarter(bench: TaskBench, policy: str) -> Values:
-    """By how much a budget of 64 answers better than the best other policy with 256."""
+    """Return the lead of a budget of 64 over the best other policy with 256."""
     own, others = row_of(bench, policy, 64), [row_of(bench, rival, 256) for rival in RIVALS]
     return {"lead": own.answers.share - max(row.answers.share for row in others), **_answers([own, *others])}
 
 
 def outperforms(bench: TaskBench, policy: str) -> Values:
-    """By how much it answers better than each other policy at each equal budget."""
+    """Return the lead over each other policy at equal budgets."""
     leads = {
         f"{rival} {budget}": row_of(bench, policy, budget).answers.share - row_of(bench, rival, budget).answers.share
         for budget in _budgets(bench)
@@ -79,7 +78,7 @@ def outperforms(bench: TaskBench, policy: str) -> Values:
 
 
 def near_exact(bench: TaskBench, policy: str) -> Values:
-    """How many answers fewer it gives than choosing by an exact scan of all keys, at each budget."""
+    """Return the loss of answers compared with an exact scan of all keys, at each budget."""
     losses = {
         str(budget): row_of(bench, ICE, budget).answers.share - row_of(bench, policy, budget).answers.share
         for budget in _budgets(bench)
@@ -98,16 +97,16 @@ ANSWERS: dict[str, dict[str, Callable[[TaskBench, str], Values]]] = {
     "chain": {"long-generation": kept},
     "needle": {"needles": kept},
 }
-"""What answers by task and claim."""
+"""Functions that compute our values, by task and claim."""
 
 
 # Time and memory: figures 1, 7 and 8, with random weights
 
 
 def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
-    """Returns what is claimed of time and memory, most of it at the longest context.
+    """Return our values for the claims about time and memory, mostly at the longest context.
 
-    Differs from the paper: it counts the memory of the GPU, and its index is in the host's; here there is one memory.
+    Differs from the paper: it counts the GPU's memory, and its index is in host memory; here there is only one memory.
     """
     by_policy = {
         name: sorted((row for row in rows if row["policy"] == name), key=lambda row: int(row["tokens"]))
@@ -135,13 +134,13 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
 
 
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
-    """Returns the paper recomputed. `quick` changes nothing: what is measured is saved."""
+    """Return the paper recomputed. `quick` has no effect: measurements are stored."""
     paper, measured = read_paper("icecache"), measurements("icecache")
-    told = {
+    contents = {
         "blank": [{"where": where, "what": what, "why": why} for where, what, why in paper.data["blank"]],
         "measured_here": {"kind": "measured", **{key: one for key, one in measured.items() if key != "schema"}},
     }
-    return Reproduction("icecache", paper, judge(paper, ours(measured)), told, lambda: _blocks(paper, measured))
+    return Reproduction("icecache", paper, judge(paper, ours(measured)), contents, lambda: _blocks(paper, measured))
 
 
 def _benches(measured: Mapping[str, Any]) -> dict[str, TaskBench]:
@@ -149,10 +148,10 @@ def _benches(measured: Mapping[str, Any]) -> dict[str, TaskBench]:
 
 
 def ours(measured: Mapping[str, Any]) -> Ours:
-    """Returns our values for every claim; what was not measured is left out."""
+    """Return our values for every claim; missing measurements are left out."""
     found: dict[str, dict[str, dict[str, Values]]] = {}
     for task, bench in _benches(measured).items():
-        # An exact scan is not compared with itself.
+        # The exact scan is not compared with itself.
         found[TASKS[task]] = {
             name: {variant: values(bench, variant) for variant in JUDGED if name != "near-top-k" or variant != ICE}
             for name, values in ANSWERS[task].items()
@@ -183,17 +182,17 @@ def _blocks(paper: Paper, measured: Mapping[str, Any]) -> Blocks:
 
 
 def _pictures(bench: TaskBench) -> list[HtmlBlock]:
-    told, under = kv_task.alt_text(bench), kv_task.caption(bench)
+    alt, conditions = kv_task.alt_text(bench), kv_task.caption(bench)
     depths = kv_task.depth_figure(bench) if bench.task == "passkey" else None
     if depths is not None:
-        return [theme.embedded(depths, f"Right answers by depth. {told}", under)]
+        return [theme.embedded(depths, f"Right answers by depth. {alt}", conditions)]
     if len(_budgets(bench)) <= 1:
         return []
-    return [theme.embedded(kv_task.figure_of(bench, ["accuracy"]), told, under)]
+    return [theme.embedded(kv_task.figure_of(bench, ["accuracy"]), alt, conditions)]
 
 
 def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
-    """Figures 8 and 1: time of a token and memory over the context, a line for each cache; and the numbers."""
+    """Return figures 8 and 1, time per token and memory over context with a line per cache, and a table."""
     panels: dict[str, dict[str, theme.Curve]] = {"Time per token (ms)": {}, "Keys, values and index in memory (MiB)": {}}
     looks = kv_task.looks_of(row["policy"] for row in rows)
     for row in rows:
@@ -201,7 +200,7 @@ def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
         for curves, value in zip(panels.values(), (row["speed"]["tpot_ns"] / 1e6, memory), strict=True):
             curves.setdefault(row["title"], (looks[row["policy"]], {}))[1][row["tokens"]] = value
     figure = theme.curves_figure(panels, "context (tokens)", "", doubling=True)
-    told = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
+    times = "; ".join(f"{row['title']} {row['speed']['tpot_ns'] / 1e6:.0f} ms at {row['tokens']:,}" for row in rows)
     head = ["tokens", "cache", "per token (ms)", "relative to full", *(f"{part} (ms)" for part in PARTS)]
     cells: list[list[Cell]] = [
         [
@@ -211,4 +210,4 @@ def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
         for row in rows
     ]  # fmt: skip
     columns = [*head, "KV in memory (%)", "with index (%)"]
-    return [picture(paper, "growth", figure, told=told), Table("By context (measured)", columns, cells, digits=2)]
+    return [picture(paper, "growth", figure, told=times), Table("By context (measured)", columns, cells, digits=2)]

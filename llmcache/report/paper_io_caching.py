@@ -1,9 +1,10 @@
 """Rethinking I/O Caching for Large Language Model Inference on Resource-Constrained Mobile Platforms, recomputed.
 
-H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, shaped
-after its text. It prints figures 4 and 5 without numbers: its words are quoted and judged (`llmcache/papers/io-caching.toml`
-has them and the thresholds that words have to become). That the traces have the patterns that they are shaped after
-confirms nothing: judged is whether our detector, which knows nothing of how they were made, finds them.
+H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, modeled
+on its text. Figures 4 and 5 have no printed numbers, so its words are quoted and judged
+(`llmcache/papers/io-caching.toml` has them, with thresholds). That the traces have the patterns they were built with
+confirms nothing; the verdicts are about whether our detector, which has no information about their construction, finds
+these patterns.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from llmcache.units import BLOCK_BYTES, format_size
 
 MB = 10**6
 AWARE = ("algorithm1", "llmcache")
-"""The two policies that stand for the paper's "LLM-aware": its pseudocode as printed, and ours."""
+"""The two policies compared with the paper's "LLM-aware" one: its pseudocode as printed, and ours."""
 BELADY = "belady"
 POLICIES = ("lru", "lecar", *AWARE, BELADY)
 NOTES, TRANSLATE, EMBEDDER, CLASSIFICATION = "ai_notes", "ai_translate", "text_embedder", "text_classification"
@@ -65,18 +66,18 @@ TITLES = {
     "gemini": "Gemini",
 }
 STEPS, QUICK_STEPS = 100, 10
-"""Cache sizes, evenly from one step to the whole footprint."""
-VISIBLE = 0.005  # half a percentage point: less cannot be told in a printed figure
+"""Number of cache sizes, evenly spaced from one step to the whole footprint."""
+VISIBLE = 0.005  # half a percentage point: smaller differences are invisible in a printed figure
 KNEE = 500 * MB  # bytes/s
 FORMULA, DETECTED = "formula (1)", "llmcache classify"
 
 
 @dataclass(frozen=True)
 class App:
-    """An application's results. All arrays go by cache size (`sizes_bytes`, ascending).
+    """An application's results. All arrays are by cache size (`sizes_bytes`, ascending).
 
     `hit_ratio`: policy -> (sizes), 0..1. `latency_s`: policy -> (bandwidths x sizes), modelled seconds for the whole
-    trace. `remote`: inference happens on a server.
+    trace. `remote`: inference runs on a server.
     """
 
     name: str
@@ -93,7 +94,7 @@ Apps = Mapping[str, App]
 
 
 def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
-    """Returns the applications called `names`, in this order."""
+    """Return the applications called `names`, in this order."""
     return [apps[name] for name in names]
 
 
@@ -101,7 +102,7 @@ def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
 
 
 def higher_than_lru(apps: Apps, aware: str) -> Values:
-    """By how much the policy `aware` hits more often than LRU, at every application and size."""
+    """Return the gain in hit ratio of `aware` over LRU, over all applications and sizes."""
     gains = [app.hit_ratio[aware] - app.hit_ratio["lru"] for app in on_device(apps)]
     every = np.concatenate(gains)
     share, least = float((every >= -VISIBLE).mean()), min(float(gain.mean()) for gain in gains)
@@ -110,7 +111,7 @@ def higher_than_lru(apps: Apps, aware: str) -> Values:
 
 
 def lru_stands_still(apps: Apps, aware: str) -> Values:
-    """In how many applications LRU has a long region of sizes without gain where `aware` goes on gaining."""
+    """Return the share of applications in which LRU has a long range of sizes without gain, and `aware` a shorter one."""
     flat = {f"{policy}.{app.title}": flat_share(app, policy) for policy in ("lru", aware) for app in on_device(apps)}
     pairs = [(flat[f"lru.{app.title}"], flat[f"{aware}.{app.title}"]) for app in on_device(apps)]
     both = sum(lru >= 0.2 and own <= lru / 2 for lru, own in pairs)
@@ -118,9 +119,9 @@ def lru_stands_still(apps: Apps, aware: str) -> Values:
 
 
 def flat_share(app: App, policy: str) -> float:
-    """Returns the longest range of sizes over which the hit ratio gains nothing visible, as a share of the largest size.
+    """Return the longest range of sizes without a visible gain in hit ratio, as a share of the largest size.
 
-    A policy that has reached what the largest cache gives has nothing left to gain: such sizes do not count.
+    Sizes at which a policy has already reached its final hit ratio do not count.
     """
     ratios = app.hit_ratio[policy]
     below = int(np.count_nonzero(ratios < ratios[-1] - VISIBLE))
@@ -133,7 +134,7 @@ def flat_share(app: App, policy: str) -> float:
 
 
 def near_baseline(apps: Apps, aware: str) -> Values:
-    """In how many of two applications LRU stays near its baseline up to large caches in which `aware` hits."""
+    """Return in how many of two applications LRU stays near its baseline up to large caches, while `aware` hits."""
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
@@ -146,28 +147,28 @@ def near_baseline(apps: Apps, aware: str) -> Values:
 
 
 def progress(ratios: Doubles) -> Doubles:
-    """Returns how far each size has come from the hit ratio of the smallest cache (0) to that of the largest (1).
+    """Return each hit ratio on a scale from that of the smallest cache (0) to that of the largest (1).
 
-    Where the largest is no better, none has come anywhere.
+    All zeros if the largest cache is no better.
     """
     way = float(ratios[-1] - ratios[0])
     return (ratios - ratios[0]) / way if way > 0 else np.zeros_like(ratios)
 
 
 def lecar_sometimes(apps: Apps, aware: str, name: str) -> Values:
-    """At how many sizes of one application LeCaR is ahead, and by how much."""
+    """Return the share of sizes of one application at which LeCaR leads, and its largest lead."""
     ahead = apps[name].hit_ratio["lecar"] - apps[name].hit_ratio[aware]
     return {"share_of_sizes": float((ahead > VISIBLE).mean()), "most": float(ahead.max())}
 
 
 def outperforms_lecar(apps: Apps, aware: str) -> Values:
-    """By how much `aware` hits more often than LeCaR in AI Translate."""
+    """Return the gain in hit ratio of `aware` over LeCaR in AI Translate."""
     gain = apps[TRANSLATE].hit_ratio[aware] - apps[TRANSLATE].hit_ratio["lecar"]
     return {"mean_gain": float(gain.mean()), "share_of_sizes": float((gain >= -VISIBLE).mean())}
 
 
 def higher_overall(apps: Apps, aware: str) -> Values:
-    """In how many of two applications `aware` hits more often than LeCaR on the mean over sizes."""
+    """Return in how many of two applications `aware` has a higher mean hit ratio over sizes than LeCaR."""
     gains = {
         app.title: float((app.hit_ratio[aware] - app.hit_ratio["lecar"]).mean())
         for app in on_device(apps, (EMBEDDER, CLASSIFICATION))
@@ -176,7 +177,7 @@ def higher_overall(apps: Apps, aware: str) -> Values:
 
 
 def lecar_fluctuates(apps: Apps, aware: str) -> Values:
-    """The largest loss of hits from one size to the next larger one, of LeCaR and of `aware`."""
+    """Return the largest drop in hit ratio from one size to the next larger one, of LeCaR and of `aware`."""
     lecar, own = (
         max(0.0, *(float(-np.diff(app.hit_ratio[policy]).min()) for app in on_device(apps))) for policy in ("lecar", aware)
     )
@@ -202,7 +203,7 @@ BANDWIDTHS = tuple(FetchModel().storage_bandwidths)
 
 
 def latency_falls(apps: Apps, aware: str) -> Values:
-    """In how many applications latency falls with more cache and with more bandwidth."""
+    """Return in how many applications latency falls with more cache and with more bandwidth."""
     rises: dict[str, float] = {}
     for app in on_device(apps):
         latency = app.latency_s[aware]
@@ -212,7 +213,7 @@ def latency_falls(apps: Apps, aware: str) -> Values:
 
 
 def knee_of_bandwidth(apps: Apps, aware: str) -> Values:
-    """How much latency gains up to 500 MB/s and beyond, in the three applications that the paper names."""
+    """Return the gain in latency up to 500 MB/s and beyond, for the three applications in the paper."""
     values: dict[str, float] = {}
     clear = flat = 0
     knee = BANDWIDTHS.index(KNEE)
@@ -226,7 +227,7 @@ def knee_of_bandwidth(apps: Apps, aware: str) -> Values:
 
 
 def size_counts_less(apps: Apps, aware: str) -> Values:
-    """Up to which size more cache gains less than more bandwidth, in the three applications of the paper."""
+    """Return the size up to which more cache gains less than more bandwidth, for the three applications in the paper."""
     values: dict[str, float] = {}
     shares: list[float] = []
     less = 0
@@ -243,7 +244,7 @@ def size_counts_less(apps: Apps, aware: str) -> Values:
 
 
 def translate_is_sensitive(apps: Apps, aware: str) -> Values:
-    """What AI Translate gains from cache beside the others, and where it gains fastest."""
+    """Return the gain of AI Translate from cache compared with the others, and its fastest gains by bandwidth."""
     gains = {
         app.title: float(1 - (app.latency_s[aware][:, -1] / app.latency_s[aware][:, 0]).mean())
         for app in on_device(apps, (TRANSLATE, *BY_BANDWIDTH))
@@ -264,9 +265,9 @@ FIGURE5: dict[str, Callable[[Apps, str], Values]] = {
 
 
 def writes_fetch_too(apps: Apps) -> dict[str, App]:
-    """Returns `apps` with latencies (modelled) as if a write fetched what it replaces, and went to the GPU as well.
+    """Return `apps` with latencies (modelled) as if a write fetched the block it replaces and went to the GPU too.
 
-    The paper does not say which it counts, and writes prevail in two of its applications: both readings are judged.
+    The paper does not specify this, and writes dominate two of its applications, so both readings are judged.
     """
     model = FetchModel()
 
@@ -282,7 +283,7 @@ def writes_fetch_too(apps: Apps) -> dict[str, App]:
 
 # Patterns: sections 3.1 to 3.3 (figures 1 and 2), detection in section 4.1
 
-# Blocks of each application's loops, by what they do. Section 3.1; for AI Translate section 4.2 (about 2 MB).
+# Blocks of each application's loops, by operation. Section 3.1; for AI Translate section 4.2 (about 2 MB).
 LOOP_BLOCKS: Mapping[str, Mapping[str, int]] = {
     NOTES: {READ_OP: 10_000, WRITE_OP: 5_000},
     TRANSLATE: {READ_OP: 2 * MB // BLOCK_BYTES},
@@ -292,8 +293,8 @@ LOOP_BLOCKS: Mapping[str, Mapping[str, int]] = {
 
 
 def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict[str, Values]:
-    """Returns what the detector finds in each trace, by name; `remote`: those without inference on the device."""
-    found = {  # blocks found in loops, against those in the paper's text
+    """Return the findings of the detector in each trace, by name; `remote`: traces without inference on the device."""
+    found = {  # blocks found in loops, relative to those in the paper's text
         f"{name}.{op}": sum(row.size_bytes for row in classes[name].rows if row.kind == LOOP and row.op == op)
         / BLOCK_BYTES
         / blocks
@@ -319,14 +320,16 @@ def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict
 # A loop of N blocks and a cache of S (section 4.1)
 
 BLOCKS = 1000
-PASSES, SETTLED = 220, 200  # the last ones count: without bypass no policy can hit more than N (S-1)/(N-1) for long
+# only the last passes count: without bypass no policy can hit more than N (S-1)/(N-1) permanently
+PASSES, SETTLED = 220, 200
 LOOP_SIZES = (100, 250, 500, 750, 900)
 
 
 def loop_hits(policy: str) -> Values:
-    """Returns the mean hits per settled pass over a loop that nothing else disturbs, by blocks of cache.
+    """Return the mean hits per settled pass over an undisturbed loop, by blocks of cache.
 
-    `missing`: how many hits fewer than the cache has blocks a pass has at worst; `share_of_sizes`: at which it has none.
+    `missing`: the largest shortfall of hits per pass compared with the blocks of the cache; `share_of_sizes`: share
+    without hits.
     """
     first, count = np.zeros(PASSES, np.int64), np.full(PASSES, BLOCKS, np.int64)
     hits = {size: float(policy_class(policy)(size, BLOCKS).replay(first, count)[-SETTLED:].mean()) for size in LOOP_SIZES}
@@ -337,17 +340,17 @@ def loop_hits(policy: str) -> Values:
 
 # Hardware: section 4.2, and formula (1) of section 4.1
 
-# What the paper says, in bytes: the right-hand side of every comparison here. Section 4.2 unless noted.
+# The paper's numbers, in bytes, for every comparison here. Section 4.2 unless noted.
 WATCH_LOOP, PHONE_LOOPS = 70 * MB, (356 * MB, 612 * MB)
 NOTES_LOOP, TRANSLATE_LOOP, LARGE_WEIGHTS = 60 * MB, 2 * MB, 500 * MB
 NOTES_BLOCKS, NOTES_READS = (10_000, 25_000), 15_000  # 3.1: write loop 10,000-15,000, read loop 15,000-25,000
-EXAMPLE = 10, Fraction(5, 2)  # a loop and BW x T, in blocks, that is no whole number
+EXAMPLE = 10, Fraction(5, 2)  # a loop and BW x T, in blocks; the latter is not an integer
 PARAMETERS = (10**9, 3 * 10**9)
-FEWEST_BITS = 2  # per weight: below it no quantisation in use leaves a model of such a size usable
+FEWEST_BITS = 2  # per weight: below this, no quantization in use leaves a model of this size usable
 
 
 def hardware() -> dict[str, Values]:
-    """Returns what is claimed of device classes, of AI Notes' loops, and of formula (1)."""
+    """Return our values for the claims about device classes, AI Notes' loops, and formula (1)."""
     # Settings of formula (1), with the paper's T.
     on_watch, on_phone = (SizingParameters(one.bandwidth, PAPER.period_ns, one.hot_bytes) for one in (WATCH, PHONE))
     loop = largest_loop(WATCH.cache_bytes, on_watch)
@@ -407,7 +410,7 @@ def _off(own: float, said: float) -> dict[str, float]:
 
 
 def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
-    """Returns the largest relative change of the loop that `cache_bytes` serve, for the paper's variations of T."""
+    """Return the largest relative change of the loop size for `cache_bytes`, over the paper's variations of T."""
     loop = largest_loop(cache_bytes, setting)
     return max(abs(largest_loop(cache_bytes, setting.scaled(change)) / loop - 1) for change in PAPER.period_changes)
 
@@ -416,7 +419,7 @@ def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
 
 
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
-    """Returns the paper recomputed. `quick`: at 10 cache sizes in place of 100."""
+    """Return the paper recomputed. `quick`: at 10 cache sizes instead of 100."""
     paper, measured = read_paper("io-caching"), measurements("io-caching")
     traces: dict[str, Trace] = {}
     apps: dict[str, App] = {}
@@ -429,7 +432,7 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
     tell("detecting loops")
     classes = {name: classify([trace]) for name, trace in traces.items()}
     judged = judge(paper, ours(apps, classes, measured["overhead"]["ns_per_block"]))
-    told = {
+    contents = {
         "traces": "synthetic, shaped after sections 3.1 and 3.2; those of the paper are not public",
         "latency_model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(FetchModel())},
         "cache_sizes_per_trace": {name: len(app.sizes_bytes) for name, app in apps.items()},
@@ -437,11 +440,11 @@ def reproduce(quick: bool, tell: Tell) -> Reproduction:
         "classes": [{"trace": name, **dict(vars(found.totals))} for name, found in classes.items()],
         "overhead": {"kind": paper.kinds["overhead"], **measured["overhead"], "machine": measured["machine"]},
     }
-    return Reproduction("io-caching", paper, judged, told, lambda: _blocks(paper, traces, apps, classes, measured))
+    return Reproduction("io-caching", paper, judged, contents, lambda: _blocks(paper, traces, apps, classes, measured))
 
 
 def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) -> Ours:
-    """Returns our values for every claim, by what it is about, claim and variant."""
+    """Return our values for every claim, by topic, claim and variant."""
 
     def of_aware(functions: Mapping[str, Callable[[Apps, str], Values]], data: Apps) -> dict[str, dict[str, Values]]:
         return {name: {aware: function(data, aware) for aware in AWARE} for name, function in functions.items()}
@@ -461,7 +464,7 @@ def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) 
 
 
 def app_of(name: str, title: str, results: Sequence[Result]) -> App:
-    """Returns the results of one trace, which has every policy at the same sizes in ascending order, as arrays."""
+    """Return the results of one trace as arrays; every policy has the same sizes in ascending order."""
     by_policy: dict[str, list[Result]] = {}
     for result in results:
         by_policy.setdefault(result.policy, []).append(result)
@@ -537,7 +540,9 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
         for app in apps
     ]
     means = {app.title: {policy: float(app.hit_ratio[policy].mean()) for policy in POLICIES} for app in apps}
-    told = "; ".join(f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items())
+    means_text = "; ".join(
+        f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items()
+    )
     rows: list[list[Cell]] = []
     for app in apps:
         of = means[app.title]
@@ -546,18 +551,18 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
     many = len(apps[0].sizes_bytes)
     columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]} / Belady" for policy in AWARE)]
     head = f"Mean hit ratio over {many} sizes from {1 / many:.1%} to 100 % of the footprint (modelled)"
-    return [picture(paper, name, ratio_figure(panels, "hit ratio"), told=told), Table(head, columns, rows)]
+    return [picture(paper, name, ratio_figure(panels, "hit ratio"), told=means_text), Table(head, columns, rows)]
 
 
 def _latencies(paper: Paper, apps: Apps, policy: str) -> HtmlBlock:
     model, shown = FetchModel(), on_device(apps)
     panels = [Panel(app.title, bandwidth_lines(BANDWIDTHS, app.sizes_bytes, list(app.latency_s[policy]))) for app in shown]
     ends = ((app.title, app.latency_s[policy]) for app in shown)
-    told = "; ".join(f"{title} {latency[0, 0]:.2f} to {latency[-1, -1]:.2f} s" for title, latency in ends)
+    ends_text = "; ".join(f"{title} {latency[0, 0]:.2f} to {latency[-1, -1]:.2f} s" for title, latency in ends)
     missed = f"{model.setup_ns / 1000:g} µs and {model.block_bytes} bytes"
     sent = f"{model.gpu_setup_ns / 1000:g} µs and {model.request_bytes} bytes at {model.gpu_bandwidth / 1e9:g} GB/s"
     title = policy_class(policy).title
-    return picture(paper, "latency", latency_figure(panels), told=told, policy=title, missed=missed, sent=sent)
+    return picture(paper, "latency", latency_figure(panels), told=ends_text, policy=title, missed=missed, sent=sent)
 
 
 def _accesses(app: App, trace: Trace, found: TraceClasses) -> HtmlBlock:

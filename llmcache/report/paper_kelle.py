@@ -1,9 +1,10 @@
 """Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
 
-T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Its accelerator exists as RTL and simulators that are not
-public: every number here is modelled, from the constants that the paper prints and from named public ones. Where a number
-does not follow from those, its claim says so. Figures 13 to 16 are images without numbers: only what the text says is
-judged. What the paper prints is in `llmcache/papers/kelle.toml`; here is what follows from its constants.
+T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Its accelerator exists as RTL and simulators that are
+not public. Every number here is modelled, from the constants printed in the paper and from named public ones; if a
+number does not follow from those, its claim says so. Figures 13 to 16 are images without numbers, so that only the text
+about them is judged. The paper's numbers are in `llmcache/papers/kelle.toml`; this module computes the consequences of
+its constants.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ Change = Callable[[AcceleratorSystem], AcceleratorSystem]
 LLAMA, PG19 = MODELS["llama2-7b"], WORKLOADS["PG19"]
 OURSELF = SYSTEMS["Kelle+eDRAM"]
 AVERAGED = ("llama2-7b", "llama2-13b", "llama3.2-3b")
-"""Models that the averages of section 8.1 are taken over here: those of tables 7 to 9. The paper's are in figure 13."""
+"""Models for the averages of section 8.1: those of tables 7 to 9. Figure 13 names the paper's."""
 TASKS = tuple(WORKLOADS)
 WEIGHTS_8_4 = 6.5 * GIB  # "assuming 8-bit weights occupy 6.5 GB out of 16 GB DRAM"
 CELL_UM2 = 0.525  # a 6T cell at 65 nm
@@ -77,22 +78,22 @@ BOTH = "paper, declared recomputation"
 
 LATENCY, ENERGY = 0, 1
 Cost = NDArray[np.float64]
-"""Latency (s) and energy (J) of something, or how many times less of both it needs than something else."""
+"""Latency (s) and energy (J), or the ratios of both between two systems."""
 
 
 def same(system: AcceleratorSystem) -> AcceleratorSystem:
-    """Returns `system` as it is."""
+    """Return `system` unchanged."""
     return system
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
-    """Returns `system` on changed hardware."""
+    """Return `system` with changed hardware."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
 @cache
 def outcomes(*configurations: Configuration) -> tuple[Outcome, ...]:
-    """Returns the modelled costs of `configurations`, evaluated at once and remembered; nothing is fitted."""
+    """Return the modelled costs of `configurations`, evaluated together and cached; nothing is fitted."""
     return tuple(evaluate(configurations))
 
 
@@ -103,7 +104,7 @@ def costs(
     recompute: str = "first-principles",
     change: Change = same,
 ) -> dict[str, Cost]:
-    """Returns the cost of each of the five systems; `change` is made to all but the baseline."""
+    """Return the cost of each of the five systems; `change` applies to all but the baseline."""
     systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
     systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
     found = outcomes(*(Configuration(MODELS[model], workload, system, profile) for system in systems.values()))
@@ -111,7 +112,7 @@ def costs(
 
 
 def gains(model: str, workload: GenerationWorkload, *more: Any, **options: Any) -> dict[str, Cost]:
-    """Returns speed-up and efficiency of each system against Original+SRAM; arguments as of `costs`."""
+    """Return speed-up and efficiency of each system against Original+SRAM; arguments as for `costs`."""
     found = costs(model, workload, *more, **options)
     return {name: found[BASELINE] / cost for name, cost in found.items()}
 
@@ -123,13 +124,13 @@ PARTS: dict[str, tuple[str, str]] = {
     "aerp": ("AEP+SRAM", "AERP+SRAM"),
     "kelle-over-aerp": ("AERP+SRAM", "Kelle+eDRAM"),
 }
-"""What section 8.1 says of a part of Kelle: the gain over one system of another."""
+"""Parts of Kelle in section 8.1: the baseline and the system whose gain is claimed."""
 WITH_MODES = ("kelle", "aerp")
-"""Parts that are also told with recomputation as the paper declares it."""
+"""Parts for which recomputation as declared in the paper is reported too."""
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
-    """Returns the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
+    """Return the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
         name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
@@ -138,27 +139,27 @@ def mean_gains(profile: Profile, recompute: str = "first-principles", change: Ch
 
 
 def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
-    """Returns what `system` costs with each model and task of the averages."""
+    """Return the cost of `system` with each model and task of the averages."""
     return outcomes(
         *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
     )
 
 
 def mean(values: Iterable[float]) -> float:
-    """Returns the mean of some numbers."""
+    """Return the mean of `values`."""
     return float(np.mean(list(values)))
 
 
 def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
-    """Returns a measure for each profile of energies."""
+    """Return a measure for each energy profile."""
     return {name: measure(profile) for name, profile in PROFILES.items()}
 
 
-# What follows from printed numbers alone
+# Consequences of printed numbers alone
 
 
 def chip() -> dict[str, float | Values]:
-    """Returns what is claimed of memories and chip: table 1, areas and powers of section 8, what they imply together."""
+    """Return our values for the claims about memories and chip: table 1, section 8, and their consequences."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
     edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
@@ -183,12 +184,12 @@ def chip() -> dict[str, float | Values]:
 
 
 def platform_mm2() -> float:
-    """Returns the chip of section 3.1 with 4 MB of SRAM: array and SFU of section 8, the memory of table 1."""
+    """Return the area of the chip of section 3.1 with 4 MB of SRAM: array and SFU of section 8, the memory of table 1."""
     return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
 
 
 def algorithm() -> dict[str, float | Values]:
-    """Returns what is claimed of intervals, lifetimes, recomputation and capacities."""
+    """Return our values for the claims about intervals, lifetimes, recomputation and capacities."""
     curve = paper_curve()
     other = Points(((RETENTION_NS, curve.failure(RETENTION_NS)), (KELLE_INTERVALS.mean_ns, FAILURE_RATE)))
     apart, together = step_lifetimes_ns()
@@ -203,7 +204,7 @@ def algorithm() -> dict[str, float | Values]:
             "the groups' mean, if it is at 1.05 ms": sum(map(other.failure, KELLE_INTERVALS.in_order())) / 4,
         },
         "same-failure-rate": curve.failure(KELLE_INTERVALS.mean_ns),
-        # Equations 7 and 8 at T_SRAM = T_eDRAM = 1 ns, and what they come to for a decode step.
+        # Equations 7 and 8 at T_SRAM = T_eDRAM = 1 ns, and their result for a decode step.
         "lifetime-baseline": sum(one_after_the_other(1.0, 1.0)),
         "lifetime-kelle": sum(at_the_same_time(1.0, 1.0)),
         "lifetime-ratio": {"LLaMA2-7B, PG19, batch 16": together / apart},
@@ -232,22 +233,22 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Returns how long activations lie in eDRAM in a decode step of LLaMA2-7B on PG19: in order, and as Kelle schedules."""
+    """Return the lifetimes of activations in a decode step of LLaMA2-7B on PG19: sequential, and scheduled by Kelle."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
 
 def recompute_s() -> float:
-    """Returns how long the array takes for K and V of a token in one layer of LLaMA2-7B (s)."""
+    """Return the time (s) of the array for K and V of a token in one layer of LLaMA2-7B."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
 
 
-# What the accelerator model gives
+# Results of the accelerator model
 
 
 def averages() -> dict[str, float | Values]:
-    """Returns what is claimed of the gains of each part, averaged over models and tasks, and of their bounds."""
+    """Return our values for the claims about mean gains of each part, over models and tasks, and about their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
@@ -275,7 +276,7 @@ def averages() -> dict[str, float | Values]:
 
 
 def _longer() -> Values:
-    """Returns in which share of the cases the gain grows with the decoded length: from task to task, and of PG19 alone."""
+    """Return the share of steps in which the gain grows with the decoded length: from task to task, and for PG19 alone."""
     by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
     one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
 
@@ -291,7 +292,7 @@ def _longer() -> Values:
 
 
 def _peak_gib(system: AcceleratorSystem) -> Values:
-    """Returns what weights and KV cache need after the last token at batch 16, without recomputation (GiB)."""
+    """Return the size of weights and KV cache after the last token at batch 16, without recomputation (GiB)."""
     found = {}
     for model in AVERAGED:
         for workload in WORKLOADS.values():
@@ -303,7 +304,7 @@ def _peak_gib(system: AcceleratorSystem) -> Values:
 
 
 def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Values]]]:
-    """Returns the claims of tables 7, 8 and 9 with what the model gives: every value, then each relative to the first."""
+    """Return the claims of tables 7, 8 and 9 with the model's values: each value, then each relative to the first."""
     claims: list[Claim] = []
     found: dict[str, dict[str, float | Values]] = {f"table {place}": {} for place in (7, 8, 9)}
     why, shapes = paper.data["why"], paper.data["shape"]
@@ -334,10 +335,10 @@ def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Value
             for at in rest:
                 quote = f"{row[at]:.2f}× [{key}, {shape.format(at, row[first])}]"
                 relative = {name: ours[at][name] / ours[first][name] for name in PROFILES}
-                told, rule = why[f"{about}, relative"], shapes[about]
-                add(about, f"{short}-relative-{key}-{at}", quote, row[at] / row[first], relative, told, rule)
+                reason, rule = why[f"{about}, relative"], shapes[about]
+                add(about, f"{short}-relative-{key}-{at}", quote, row[at] / row[first], relative, reason, rule)
             if about == "table 8":
-                # Of refresh energy that is linear in 1/interval, from the first two rows alone.
+                # If refresh energy is linear in 1/interval, from the first two rows alone.
                 share = row["1050"] / row["525"] - 1
                 linear = {f"{us} µs": 1 + share * (1050 / us - 1) for us in (131, 262)}
                 quote = f"{row['131']:.2f}× [{key}, 131 µs; as energy relative to 1050 µs]"
@@ -372,11 +373,11 @@ POWERS: dict[str, tuple[str, ...]] = {
     "sram": ("weight_memory", "sram_leakage"),
     "sfu": ("sfu", "evictor"),
 }
-"""Components of the chip's power by part, as section 8 has them."""
+"""Components of the chip's power by part, as in section 8."""
 
 
 def experiments() -> dict[str, float | Values]:
-    """Returns what is claimed in sections 3 and 8.3, of single experiments, and of the chip's powers at work."""
+    """Return our values for the claims of sections 3 and 8.3 about single experiments, and about the chip's power."""
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
         **_motivation(),
@@ -395,18 +396,18 @@ def experiments() -> dict[str, float | Values]:
 
 
 def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
-    """Returns the mean power (W) of the components whose names begin so."""
+    """Return the mean power (W) of the components whose names begin with one of `prefixes`."""
     return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
 
 
 def chip_w(outcome: Outcome) -> float:
-    """Returns the mean power (W) on the chip, without DRAM."""
+    """Return the mean power (W) of the chip, without DRAM."""
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
 def _motivation() -> dict[str, float | Values]:
-    """Section 3: twice the SRAM, and eDRAM that is refreshed as often as its cells need it."""
-    lengths = (512, 2048, 8192)  # figure 3 names its decoding lengths in the image only
+    """Return values for section 3: twice the SRAM, and eDRAM refreshed at the retention time."""
+    lengths = (512, 2048, 8192)  # the decoding lengths of figure 3 are only in the image
     works = [
         GenerationWorkload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths
     ]
@@ -414,15 +415,17 @@ def _motivation() -> dict[str, float | Values]:
     large = replace(small, kv_capacity_bytes=4 * MIB, weight_capacity_bytes=4 * MIB)
     edram = replace(EDRAM_HARDWARE, kv_capacity_bytes=8 * MIB)
 
-    def asked(hardware: AcceleratorHardware, profile: Profile = PAPER) -> tuple[Outcome, ...]:
+    def evaluated(hardware: AcceleratorHardware, profile: Profile = PAPER) -> tuple[Outcome, ...]:
         system = AcceleratorSystem("figure 3", hardware, ORIGINAL)
         return outcomes(*(Configuration(LLAMA, work, system, profile) for work in works))
 
     def more_power(p: Profile) -> float:
-        return mean(chip_w(two) / chip_w(one) - 1 for one, two in zip(asked(small, p), asked(large, p), strict=True))
+        return mean(chip_w(two) / chip_w(one) - 1 for one, two in zip(evaluated(small, p), evaluated(large, p), strict=True))
 
-    shares = {name: [one.refresh_j / one.energy_j for one in asked(edram, profile)] for name, profile in PROFILES.items()}
-    pairs = zip(asked(small), asked(large), strict=True)
+    shares = {
+        name: [one.refresh_j / one.energy_j for one in evaluated(edram, profile)] for name, profile in PROFILES.items()
+    }
+    pairs = zip(evaluated(small), evaluated(large), strict=True)
     return {
         "sram-8mb-speedup": mean(one.latency_s / two.latency_s for one, two in pairs),
         "sram-8mb-power": by_profile(more_power),
@@ -432,7 +435,7 @@ def _motivation() -> dict[str, float | Values]:
 
 
 def _evictor() -> dict[str, float | Values]:
-    """8.1.4, against one comparator that scans the scores after they are known."""
+    """Return values for 8.1.4: compared with a single comparator that scans the scores after they are computed."""
     without = with_hardware(OURSELF, systolic_evictor=False)
     pairs = list(zip(of_all(OURSELF, PAPER), of_all(without, PAPER), strict=True))
     saved_time = [1 - one.latency_s / two.latency_s for one, two in pairs]
@@ -466,18 +469,18 @@ STRATEGIES: dict[str, tuple[RefreshIntervals, bool]] = {
 
 
 def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
-    """Returns the energy (J) of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
-    asked = []
+    """Return the energy (J) of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
+    configurations = []
     for name, (intervals, scheduler) in STRATEGIES.items():
         interval_ns = RETENTION_NS if name == "Org" else intervals.hst_msb_ns
         policy = replace(OURSELF.policy, intervals=intervals, activation_interval_ns=interval_ns)
         system = AcceleratorSystem(name, replace(KELLE_HARDWARE, overlap=scheduler), policy).with_recompute(recompute)
-        asked.append(Configuration(LLAMA, PG19, system, profile))
-    return {name: one.energy_j for name, one in zip(STRATEGIES, outcomes(*asked), strict=True)}
+        configurations.append(Configuration(LLAMA, PG19, system, profile))
+    return {name: one.energy_j for name, one in zip(STRATEGIES, outcomes(*configurations), strict=True)}
 
 
 def _strategies_hold() -> Values:
-    """Returns in which share of the steps energy falls from Org to Uni, to 2D, to 2K."""
+    """Return the share of steps in which energy falls from Org to Uni, to 2D, to 2K."""
 
     def share(profile: Profile, recompute: str = "first-principles") -> float:
         energies = strategy_j(profile, recompute).values()
@@ -502,7 +505,7 @@ def _long_inputs() -> dict[str, float | Values]:
 
 
 def _half_bandwidth() -> dict[str, float | Values]:
-    """8.3.7: eDRAM of half the bandwidth."""
+    """Return values for 8.3.7: eDRAM of half the bandwidth."""
 
     def halved(system: AcceleratorSystem) -> AcceleratorSystem:
         return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system
@@ -518,7 +521,7 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
 
 def facts() -> dict[str, Any]:
-    """Returns the numbers that reasons name."""
+    """Return the numbers for the templates of reasons."""
     apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()
@@ -541,25 +544,24 @@ def facts() -> dict[str, Any]:
 
 
 def reproduce(quick: bool, tell: Tell) -> Reproduction:
-    """Returns the paper recomputed. `quick` changes nothing: it takes a second."""
+    """Return the paper recomputed. `quick` has no effect: this takes a second."""
     tell("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)
     paper = replace(paper, claims=[*claims, *paper.claims])
     ours = {"chip": chip(), "algorithm": algorithm(), "averages": averages(), **found, "experiments": experiments()}
     judged = judge(paper, ours, facts())
-    told = {
+    contents = {
         "kind": "modelled",
         "averaged_over": {"models": list(AVERAGED), "tasks": list(TASKS)},
         "profiles": {name: dataclasses.asdict(profile) for name, profile in PROFILES.items()},
         "systems": {name: dataclasses.asdict(system) for name, system in SYSTEMS.items()},
         "not_recomputed": [{"where": a, "what": b, "why": c} for a, b, c in paper.data["not_recomputed"]],
     }
-    return Reproduction("kelle", paper, judged, told, lambda: _blocks(judged, paper))
+    return Reproduction("kelle", paper, judged, contents, lambda: _blocks(judged, paper))
 
 
 def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
-    """Returns what the page shows beside the claims, by section."""
     titles = {about: section["title"] for section in paper.sections for about in section.get("about", ())}
     blocks: dict[str, list[HtmlBlock]] = {}
     for about, along in (
@@ -568,17 +570,17 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
         ("table 9", "batch (sequences)"),
     ):
         named = {one.claim.name: one for one in judged[about]}
-        told = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
-        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=told)]
+        printed = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
+        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=printed)]
     example = "LLaMA2-7B on PG19, by component (as in figures 13, 15b and 16a)"
     columns = ["where", "what", "reason"]
     facts = paper.facts
-    whose = ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}")
+    source = ("paper", f"{facts['authors']}: {facts['title']}. {facts['published']}, doi:{facts['doi']}")
     return blocks | {
         example: list(_example(paper)),
         "Not recomputed": [Table("Parts of the paper that are not recomputed", columns, paper.data["not_recomputed"])],
         "Conditions": [
-            Facts([whose, *paper.data["conditions"].items()]),
+            Facts([source, *paper.data["conditions"].items()]),
             _constants("Energy profiles", PROFILES),
             _constants("Accelerators", {name: system.hardware for name, system in SYSTEMS.items()}),
             _constants("Policies", {name: system.policy for name, system in SYSTEMS.items()}),
@@ -588,7 +590,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
 
 
 PRINTED = Look(INK, "-", "s", 1.8, 6)
-LOOKS: dict[str, tuple[str, Look]] = {  # by profile: what the legend calls it
+LOOKS: dict[str, tuple[str, Look]] = {  # by profile: label and look
     "paper": ("modelled, profile paper", Look("#0072b2", "-", "o", 2.0)),
     "public": ("modelled, profile public", Look("#d55e00", (0, (5, 1.5)), "^")),
     "silicon": ("modelled, profile silicon", Look("#009e73", (0, (3, 1, 1, 1)), "D")),
@@ -596,7 +598,7 @@ LOOKS: dict[str, tuple[str, Look]] = {  # by profile: what the legend calls it
 
 
 def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -> Figure:
-    """Returns printed and modelled efficiencies of a table over its numbers, a panel for each of its rows or systems."""
+    """Return printed and modelled efficiencies of a table over its parameter, a panel for each row or system."""
     data: dict[str, dict[str, float]] = paper.data[about.replace(" ", "")]
     short = about.replace("table ", "t")
     if about == "table 9":
@@ -607,8 +609,8 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
     for title, of in names.items():
         claims = {float(at): named[name] for at, name in of.items()}
         panels[title] = {"printed in the paper": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
-        for profile, (told, look) in LOOKS.items():
-            panels[title][told] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})
+        for profile, (label, look) in LOOKS.items():
+            panels[title][label] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})
     return curves_figure(panels, along, "efficiency, relative to Original+SRAM")
 
 
@@ -626,7 +628,6 @@ def _example(paper: Paper) -> Iterator[HtmlBlock]:
 
 
 def _constants(caption: str, parts: Mapping[str, Any]) -> Table:
-    """Returns every field of what is modelled with, in base units, a column for each of `parts`."""
     names = [name for name in vars(next(iter(parts.values()))) if name not in ("name", "title")]
     rows: list[list[Cell]] = []
     for name in names:

@@ -1,11 +1,11 @@
-"""The picture of a trace (`llmcache plot`): which blocks are accessed when, as in figures 1 and 2 of io_caching.
+"""The figure of a trace (`llmcache plot`): accessed blocks over time, as in figures 1 and 2 of io_caching.
 
-Reads, writes and page faults of mappings have a colour each, classes shade the blocks they cover, and the right edge
-names files, or tensors and layers where they are known.
+Reads, writes and page faults of mappings have one color each, classes tint their blocks, and the right edge labels
+files, or tensors and layers if they are known.
 
-Drawn from counts per cell, in two passes over a trace of any length, in the memory of the picture: `survey` finds what
-there is, `AccessGrid` counts. A run is counted in every cell it covers, by marks at its two ends that are summed up when
-the picture is asked for.
+The figure is drawn from counts per cell, in two passes over a trace of any length, with memory proportional to the
+figure: `survey` finds files and times, `AccessGrid` counts. A run is counted in every cell it covers, by marks at its
+two ends, whose cumulative sums give the counts.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 OPS = ("read", "write", "map")
 """Names of the op codes 0, 1, 2 of a trace."""
 MOST_BANDS = 16
-LEAST_SHARE = 0.062  # of the height: a hot file of ten blocks is seen beside a model, and 16 bands have room for names
-WORTH_A_BAND = 0.01  # of all accesses, or of all blocks: without --files what has less (libraries, locales) is left out
+# of the height: a hot file of ten blocks stays visible next to a model, and 16 bands have room for names
+LEAST_SHARE = 0.062
+WORTH_A_BAND = 0.01  # of all accesses, or of all blocks: without --files, smaller files (libraries, locales) are left out
 BATCH_ROWS = 1 << 18
-EDGE = 1e-6  # of a cell: what begins or ends on its edge does not reach into its neighbour by rounding
+EDGE = 1e-6  # of a cell: keeps rounding errors at an edge from counting the neighboring cell
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """What a trace touches of file `file`: blocks `first` .. `end` - 1 and `accesses` blocks in all."""
+    """Accesses of a trace to file `file`: within blocks `first` .. `end` - 1, `accesses` blocks in all."""
 
     file: int
     first: int
@@ -60,7 +61,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a trace holds: times in ns (first and last row), its rows, and each file touched, by id."""
+    """Summary of a trace: times in ns (first and last row), number of rows, and each accessed file, by id."""
 
     t0_ns: int
     t1_ns: int
@@ -75,7 +76,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Band:
-    """A file's place in a picture: blocks `first` .. `end` - 1 lie at heights `bottom` .. `top` (0..1 of the picture)."""
+    """A file's range in a figure: blocks `first` .. `end` - 1 are at heights `bottom` .. `top` (0..1 of the figure)."""
 
     file: int
     first: int
@@ -84,12 +85,12 @@ class Band:
     top: float
 
     def height(self, block: float) -> float:
-        """Returns the height (0..1 of the picture) at which `block` begins."""
+        """Return the height (0..1 of the figure) at which `block` begins."""
         return self.bottom + (block - self.first) / (self.end - self.first) * (self.top - self.bottom)
 
 
 def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Survey:
-    """Returns what `batches` hold of the files `only` (ids; None: all); DataError if that is nothing."""
+    """Return the summary of `batches` for the files `only` (ids; None: all); DataError if there are no accesses."""
     spans: dict[int, FileSpan] = {}
     t0_ns, t1_ns, rows = -1, 0, 0
     for batch in batches:
@@ -107,7 +108,7 @@ def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Surv
 
 
 def chosen(batch: Trace, only: frozenset[int] | None) -> NDArray[np.bool_]:
-    """Returns which rows of `batch` belong to the files `only` (bool, one per row)."""
+    """Return which rows of `batch` belong to the files `only` (bool, one per row)."""
     if only is None:
         return np.ones(len(batch), bool)
     return np.isin(batch.file, np.array(sorted(only), np.uint32))
@@ -132,16 +133,16 @@ def _joined(known: FileSpan | None, new: FileSpan) -> FileSpan:
 
 
 def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Returns those of `spans` that have a share of all accesses, or of all blocks, from `WORTH_A_BAND` on."""
+    """Return those of `spans` that have at least a share `WORTH_A_BAND` of all accesses, or of all blocks."""
     accesses = WORTH_A_BAND * sum(span.accesses for span in spans)
     blocks = WORTH_A_BAND * sum(span.end - span.first for span in spans)
     return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
 
 
 def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
-    """Returns a band for each of the `MOST_BANDS` files accessed most, by id from the bottom.
+    """Return a band for each of the `MOST_BANDS` most accessed files, by id from the bottom.
 
-    Heights go by blocks, but none is below `LEAST_SHARE` of the picture before they are made to fill it.
+    Heights are proportional to blocks, but at least `LEAST_SHARE` of the figure before they are scaled to fill it.
     """
     kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:MOST_BANDS], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)
@@ -155,10 +156,10 @@ def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
 
 
 class AccessGrid:
-    """Counts the runs that cover each of `height` x `width` cells, apart for each op."""
+    """Counts the runs that cover each of `height` x `width` cells, separately for each op."""
 
     def __init__(self, found: Survey, places: Sequence[Band], by_time: bool, width: int = 420, height: int = 300) -> None:
-        """Takes what the trace holds and where its files lie (files without a band are left out).
+        """`found`: the summary of the trace; `places`: the bands of its files (files without a band are left out).
 
         `by_time`: columns are times; otherwise they are the blocks accessed so far.
         """
@@ -170,11 +171,11 @@ class AccessGrid:
         self._scale = np.array([(band.top - band.bottom) / (band.end - band.first) for band in places]) * height
         self._bottom = np.array([band.bottom for band in places]) * height
         self._top = np.array([band.top for band in places]) * height
-        # One more row than cells: the mark that ends a run stands above its last cell.
+        # One row more than cells: the mark that ends a run is above its last cell.
         self._marks = np.zeros((len(OPS), height + 1, width), np.int64)
 
     def add(self, batch: Trace, only: frozenset[int] | None = None) -> None:
-        """Count the rows of `batch`; the batches of `survey`, in the same order."""
+        """Count the rows of `batch`; the batches must be those of `survey`, in the same order."""
         keep = chosen(batch, only)
         columns = self._columns(batch.t_ns[keep], batch.count[keep])
         file = batch.file[keep].astype(np.int64)
@@ -200,7 +201,7 @@ class AccessGrid:
         return columns
 
     def _heights(self, place: Counts, first: NDArray[np.float64], count: NDArray[np.float64]) -> tuple[Counts, Counts]:
-        """Returns the lowest and highest cell of each run; every run covers one at least, none leaves its band."""
+        """Return the lowest and highest cell of each run: at least one cell, and none beyond its band."""
         base, scale = self._bottom[place], self._scale[place]
         last = np.ceil(self._top[place]).astype(np.int64) - 1
         low = np.floor(base + (first - self._first[place]) * scale + EDGE).astype(np.int64)
@@ -213,11 +214,11 @@ class AccessGrid:
         return flat.reshape(self.height + 1, self.width)
 
     def counts(self) -> Counts:
-        """Returns runs per cell (int64, ops x height x width), row 0 at the bottom."""
+        """Return runs per cell (int64, ops x height x width), row 0 at the bottom."""
         return np.cumsum(self._marks, axis=1)[:, : self.height, :]
 
 
-# The picture
+# The figure
 
 FAINTEST = 0.5  # opacity of a cell with one run; the fullest has 1
 LEAST_LABEL_GAP = 0.032  # of the height, between names at the right edge
@@ -225,14 +226,14 @@ MOST_LETTERS = 30  # of a file's name
 CLASS_NAMES = {"SEQ": "sequential", "LOOP": "loop", "HOT": "hot"}
 OP_NAMES = {"read": "read", "write": "write", "map": "page fault (map)"}
 CLASSES = tuple(CLASS_NAMES)
-"""Where classes lie on each other (one of the reads, one of the writes), the later one is shown."""
+"""If classes overlap (one of the reads, one of the writes), the later one in this order is shown."""
 TINT = 0.2  # opacity of a class behind the accesses
-STRIP = (1.004, 0.016)  # where the strip of classes begins at the right, and its width, in widths of the picture
+STRIP = (1.004, 0.016)  # begin and width of the strip of classes at the right edge, in widths of the figure
 
 
 @dataclass(frozen=True)
 class Shade:
-    """Blocks `first` .. `end` - 1 of a file belong to `kind` (SEQ, LOOP or HOT)."""
+    """Blocks `first` .. `end` - 1 of a file belong to class `kind` (SEQ, LOOP or HOT)."""
 
     file: int
     first: int
@@ -252,7 +253,7 @@ class Landmark:
 
 @dataclass(frozen=True)
 class AccessPicture:
-    """Everything that a picture of accesses shows. `names`: label of each file by id."""
+    """All data of a figure of accesses. `names`: label of each file by id."""
 
     title: str
     survey: Survey
@@ -264,7 +265,7 @@ class AccessPicture:
 
 
 def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
-    """Returns the picture as a figure of `width` x `height` inches. Call it in `theme.style()`."""
+    """Return the figure, `width` x `height` inches. Call it in `theme.style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     by_time = picture.grid.by_time
@@ -287,9 +288,9 @@ def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5
 
 
 def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns `counts` (ops x height x width) as colours (height x width x 4, 0..1); empty cells are transparent.
+    """Return `counts` (ops x height x width) as colors (height x width x 4, 0..1); empty cells are transparent.
 
-    A cell takes the colour of the op it has most of; the more runs, the more opaque.
+    A cell has the color of its most frequent op; more runs make it more opaque.
     """
     total = counts.sum(axis=0)
     colours = np.array([to_rgb(OP_COLOURS[op]) for op in OPS])
@@ -302,9 +303,9 @@ def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> NDArray[np.int64]:
-    """Returns the class of each of `height` rows of cells, from the bottom (index in `CLASSES`, -1: none).
+    """Return the class of each of `height` rows of cells, from the bottom (index in `CLASSES`, -1: none).
 
-    Every shade gets a row at least; a class that is later in `CLASSES` goes before the others.
+    Every shade covers at least one row; a class later in `CLASSES` takes precedence.
     """
     rows = np.full(height, -1, np.int64)
     placed = {band.file: band for band in bands}
@@ -323,7 +324,7 @@ def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> N
 def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
     """Tint the rows by class, and draw a strip of classes at the right edge.
 
-    In the strip a class also has its own width, so that it is read without colours: SEQ is narrow, HOT is wide.
+    In the strip each class has its own width too, so that it is readable without colors: SEQ is narrow, HOT is wide.
     """
     colours = np.array([(*to_rgb(CLASS_COLOURS[kind]), 1.0) for kind in CLASSES] + [(0.0, 0.0, 0.0, 0.0)])
     tints = colours[rows][:, np.newaxis]
@@ -338,7 +339,6 @@ def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
 
 
 def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
-    """Label block numbers: as many per band as fit, and a line between bands."""
     places: list[float] = []
     labels: list[str] = []
     for band in bands:
@@ -354,7 +354,6 @@ def _block_ticks(axes: Axes, bands: Sequence[Band]) -> None:
 
 
 def _round_blocks(band: Band) -> list[int]:
-    """Returns the first block of `band` and round numbers above it."""
     room = max(1, int((band.top - band.bottom) / 0.11))
     rough = max(1.0, (band.end - band.first) / room)
     power = 10 ** int(np.floor(np.log10(rough)))
@@ -364,9 +363,9 @@ def _round_blocks(band: Band) -> list[int]:
 
 
 def _right_edge(axes: Axes, picture: AccessPicture) -> None:
-    """Name files, or the landmarks in them, at the right; names that would overlap are left out, files go first.
+    """Label files, or the landmarks in them, at the right; overlapping labels are left out, those of files last.
 
-    A file with landmarks has its own name inside, at the top of its band.
+    The name of a file with landmarks is inside, at the top of its band.
     """
     known = {mark.file for mark in picture.landmarks}
     of_files: list[tuple[float, str]] = []
@@ -387,7 +386,7 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
 
 
 def _by_room(picture: AccessPicture) -> list[tuple[float, str]]:
-    """Returns height and name of the landmarks in the picture: those tall enough for a name before the others."""
+    """Return height and name of the visible landmarks: those tall enough for a label before the others."""
     found: list[tuple[bool, float, str]] = []
     for band in picture.bands:
         for mark in picture.landmarks:
@@ -413,7 +412,9 @@ def _name_inside(axes: Axes, band: Band, name: str) -> None:
 
 def _legend(axes: Axes, picture: AccessPicture) -> None:
     present = picture.grid.counts().sum(axis=(1, 2)) > 0
-    handles = [Patch(color=OP_COLOURS[op], label=OP_NAMES[op]) for op, there in zip(OPS, present, strict=True) if there]
+    handles = [
+        Patch(color=OP_COLOURS[op], label=OP_NAMES[op]) for op, is_present in zip(OPS, present, strict=True) if is_present
+    ]
     kinds = {shade.kind for shade in picture.shades}
     handles += [
         Patch(color=colour, alpha=0.55, label=f"{CLASS_NAMES[kind]} ({kind})")
@@ -427,7 +428,7 @@ STRIP_TEXT = "tinted; the strip at the right edge is narrow for SEQ, medium for 
 
 
 def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
-    """Returns the ids of the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
+    """Return the ids of the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
     if pattern is None:
         return None
     found = frozenset(
@@ -447,11 +448,9 @@ def picture_of(
     shades: Sequence[Shade] = (),
     landmarks: Sequence[Landmark] = (),
 ) -> AccessPicture:
-    """Returns the picture of `source`, which is read twice, in batches. DataError if it has no rows of the files `only`.
+    """Return the figure data of `source`, which is read twice, in batches. DataError without rows of the files `only`.
 
-    Where `only` is None, files without a share that is `worth_a_band` are left out.
-
-    A trace without times of its own is drawn by accesses.
+    If `only` is None, files that are not `worth_a_band` are left out. A trace without times is drawn by accesses.
     """
     found = survey(source.batches(BATCH_ROWS), only)
     places = bands(worth_a_band(found.spans) if only is None else found.spans)
@@ -465,12 +464,12 @@ def picture_of(
 
 
 def _timed(found: Survey, source: Trace | TraceReader) -> bool:
-    """Returns whether rows have times that say something; importers give rows without a time the clock "none: …"."""
+    """Return True if rows have meaningful times; importers give rows without a time the clock "none: …"."""
     return found.t1_ns > found.t0_ns and not source.provenance.clock.startswith("none")
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
-    """Returns under which conditions the trace was recorded and drawn, as names and values."""
+    """Return the conditions of recording and drawing, as names and values."""
     found, provenance = picture.survey, source.provenance
     facts = [
         ("source", provenance.tier),
@@ -491,17 +490,17 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
-    """Returns in a few lines what is seen, and what to know before believing it; all else is in `conditions`."""
+    """Return a short caption with the most important of `conditions`."""
     facts = dict(conditions(picture, source))
-    told = f"Source: {facts['source']}. {facts['accesses']}"
-    told += f" in {facts['duration']}" if picture.grid.by_time else ""
-    told += f"; {facts['lost events']} events lost" if "lost events" in facts else ""
-    told += f". One cell: {printable(_cell(picture))}."
-    return told + (f" Not shown: {facts['not shown']}." if "not shown" in facts else "")
+    text = f"Source: {facts['source']}. {facts['accesses']}"
+    text += f" in {facts['duration']}" if picture.grid.by_time else ""
+    text += f"; {facts['lost events']} events lost" if "lost events" in facts else ""
+    text += f". One cell: {printable(_cell(picture))}."
+    return text + (f" Not shown: {facts['not shown']}." if "not shown" in facts else "")
 
 
 def alt_text(picture: AccessPicture) -> str:
-    """Returns in words what the picture shows, for readers who do not see it."""
+    """Return the data of the figure as text, for screen readers."""
     parts = []
     for band in picture.bands:
         span = next(span for span in picture.survey.spans if span.file == band.file)
@@ -513,7 +512,6 @@ def alt_text(picture: AccessPicture) -> str:
 
 
 def _cell(picture: AccessPicture) -> str:
-    """Returns what one cell of the picture stands for."""
     found, grid = picture.survey, picture.grid
     if grid.by_time:
         across = format_duration((found.t1_ns - found.t0_ns) / grid.width)
@@ -526,7 +524,7 @@ def _cell(picture: AccessPicture) -> str:
 
 
 def _left_out(picture: AccessPicture) -> str:
-    """Returns which part of the accesses lies in files without a band; "" if none does."""
+    """Return the share of accesses in files without a band, as text; "" if there are none."""
     shown = {band.file for band in picture.bands}
     rest = [span for span in picture.survey.spans if span.file not in shown]
     if not rest:
@@ -543,12 +541,12 @@ COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "ranges", "times", "per
 
 
 def shades_of(rows: Sequence[Classification]) -> list[Shade]:
-    """Returns the blocks of every class whose places are known."""
+    """Return the blocks of every class with known places."""
     return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
 
 
 def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
-    """Returns which blocks each layer (or tensor outside of the layers) has, in the files that `names` knows."""
+    """Return the blocks of each layer (or tensor outside of the layers), for the files found in `names`."""
     marks: list[Landmark] = []
     for file in files:
         for layer, group in groupby(names(file), key=lambda tensor: tensor.layer):
@@ -559,7 +557,7 @@ def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
 
 
 def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
-    """Returns the classes of `files` as a table of at most `MOST_ROWS` rows, whose caption says what is left out."""
+    """Return the classes of `files` as a table of at most `MOST_ROWS` rows; the caption counts the others."""
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
     names = [names_line(row) for row in shown]
@@ -600,10 +598,10 @@ def plot(
 ) -> Written:
     """Draw the trace in the file `trace` as `output`, and return the file.
 
-    `names` gives what is known of models for a file table, `progress` is told how far the classes are. `files`: a glob of
-    those that are drawn, None for all; `classes`: whether to shade them.
+    `names` maps a file table to models; `progress` is called while the classes are computed. `files`: a glob of the
+    files to draw, None for all; `classes`: whether to tint them.
 
-    UsageError for an ending that is no form, or an output that exists; DataError for the trace.
+    UsageError for an unsupported extension, or an existing output; DataError for the trace.
     """
     form = form_of("-o", output, force)
     with open_trace(trace) as reader:
@@ -619,7 +617,7 @@ def _drawn(
     found: Sequence[Classification] = ()
     mixtures: Sequence[MixtureUses] = ()
     if progress is not None:
-        classes = classify(_told(reader, trace, progress), names)
+        classes = classify(_with_progress(reader, trace, progress), names)
         found = [row for row in classes.rows if only is None or row.file in only]
         mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
     title = f"{Path(trace).name} ({reader.provenance.tier})"
@@ -632,7 +630,7 @@ def _drawn(
     return captioned(figure, caption(picture, reader), form)
 
 
-def _told(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace]:
+def _with_progress(reader: TraceReader, trace: str, progress: Progress) -> Iterator[Trace]:
     done = 0
     for batch in reader.batches():
         yield batch

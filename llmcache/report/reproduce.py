@@ -1,8 +1,8 @@
 """`llmcache reproduce`: papers recomputed, each as one page and one JSON document; for `all`, an index of their verdicts.
 
-Each paper is a module that has `reproduce(quick, tell)`: it gets its numbers from models, replays and measurements that
-`tools/bench papers --measure` has saved in `llmcache/papers/NAME.json`, and lets the judge set them beside the paper's
-claims. Nothing is measured here. Each is imported only when it is asked for.
+Each paper is a module with `reproduce(quick, tell)`. It computes numbers from models, replays and measurements that
+`tools/bench papers --measure` has saved in `llmcache/papers/NAME.json`, and compares them with the paper's claims by
+means of `judge`. Nothing is measured here. Each module is imported on demand.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LEAD = (
     "rule; the page of the paper shows both."
 )
 Tell = Callable[[str], None]
-"""Is told in words what begins."""
+"""Called with a description of the step that begins."""
 Blocks = Mapping[str, Sequence[HtmlBlock]]
-"""What a page shows beside the claims, by title of section."""
+"""Contents of a page besides the claims, by title of section."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper recomputed: its claims judged, what a document tells besides, and what makes the blocks of a page."""
+    """A paper recomputed: its judged claims, other contents of its document, and a function for the blocks of its page."""
 
     name: str
     paper: Paper
@@ -58,7 +58,7 @@ class Reproduction:
     blocks: Callable[[], Blocks] = field(repr=False)
 
     def document(self) -> dict[str, Any]:
-        """Returns everything for programs, ready for JSON; what the paper says and what is ours stay apart."""
+        """Return everything as JSON-ready values; the paper's data and ours are kept separate."""
         kinds = self.paper.kinds
         return {
             "schema": f"llmcache.reproduce.{self.name}/1",
@@ -69,7 +69,7 @@ class Reproduction:
         }
 
     def page(self) -> str:
-        """Returns everything for people, as one HTML file: pictures and tables of a section, then what is claimed there."""
+        """Return everything as one HTML file; each section has figures and tables first, then the claims."""
         with style():
             shown = self.blocks()
         unknown = set(shown) - {section["title"] for section in self.paper.sections}
@@ -89,7 +89,6 @@ class Reproduction:
         return Section(section["title"], blocks)
 
     def _verdicts(self) -> Table:
-        """How many findings have which verdict, a row for each variant."""
         rows: list[list[Cell]] = []
         for about, judged in self.claims.items():
             found = [(self.paper.variants.get(name, ""), one) for each in judged for name, one in each.findings.items()]
@@ -99,7 +98,7 @@ class Reproduction:
         return Table("Number of findings by verdict", ["claims about", "variant", *WORDS], rows)
 
     def _claims(self, about: str, judged: Sequence[Judged]) -> Table:
-        """The paper's words, then a row for each variant with verdict and number."""
+        """Return the quotes, with a row for each variant: verdict and number."""
         rows: list[list[Cell]] = []
         for one in judged:
             paper: list[Cell] = [f"“{one.claim.quote}”", one.claim.section]
@@ -111,15 +110,15 @@ class Reproduction:
         return Table(f"Claims about {about}", columns, rows)
 
 
-def reproduce(name: str, quick: bool, told: Tell) -> Reproduction:
-    """Returns the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
+def reproduce(name: str, quick: bool, progress: Tell) -> Reproduction:
+    """Return the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
     module = importlib.import_module(f"llmcache.report.paper_{name.replace('-', '_')}")
-    found: Reproduction = module.reproduce(quick, told)
+    found: Reproduction = module.reproduce(quick, progress)
     return found
 
 
 def measurements(name: str) -> dict[str, Any]:
-    """Returns what `tools/bench papers` has measured for a paper, with its machine; DataError if it has not."""
+    """Return the measurements of `tools/bench papers` for a paper, with their machine; DataError if there are none."""
     path = PAPERS / f"{name}.json"
     hint = f"measure with: tools/bench papers --measure {name}"
     try:
@@ -132,28 +131,28 @@ def measurements(name: str) -> dict[str, Any]:
 
 
 def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns on which machine, when and how what is measured was measured, as names and values."""
+    """Return the machine, date and size of the measurements, as names and values."""
     machine, missing = measured["machine"], measured.get("missing", {})
     size = "short run on a shared machine" if measured["quick"] else "full run"
-    told = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
+    hardware = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
     return [
-        ("measured on", told),
+        ("measured on", hardware),
         ("measured", f"{measured['date']}, {size}, with tools/bench papers"),
         ("not measured", ", ".join(missing) or "none"),
     ]
 
 
-def picture(paper: Paper, name: str, figure: Figure, **told: str) -> Picture:
-    """Returns `figure` for a page with the words that the paper's file has for the picture `name`, `told` put in."""
+def picture(paper: Paper, name: str, figure: Figure, **values: str) -> Picture:
+    """Return `figure` for a page, with the texts of the picture `name` in the paper's file, filled with `values`."""
     words = paper.data["picture"][name]
-    return embedded(figure, words["alt"].format(**told), words["caption"].format(**told))
+    return embedded(figure, words["alt"].format(**values), words["caption"].format(**values))
 
 
 def run(name: str, directory: str | None, quick: bool, as_json: bool, force: bool) -> int:
-    """Recompute the paper `name`, or all, write page and JSON into `directory` (None: nowhere), and print it.
+    """Recompute the paper `name`, or all, write page and JSON into `directory` (None: do not write), and print it.
 
-    Returns the exit code: of the first paper that failed. UsageError, before there is work to lose, for a name that is not
-    known and for files that may not be written.
+    Returns the exit code: that of the first paper that failed. UsageError, before any work, for an unknown name or a
+    file that may not be written.
     """
     if name not in (*REPRODUCTIONS, ALL):
         known = f"one of: {', '.join(REPRODUCTIONS)}, {ALL}"
@@ -196,12 +195,10 @@ def run(name: str, directory: str | None, quick: bool, as_json: bool, force: boo
 
 
 def _targets(directory: str | None, name: str) -> list[Path]:
-    """The files of a paper: page, then JSON."""
     return [] if directory is None else [Path(directory) / f"{name}.{form}" for form in ("html", "json")]
 
 
 def _show(console: Console, done: Reproduction) -> None:
-    """Print every claim with its verdicts and numbers."""
     for about, judged in done.claims.items():
         console.rule(f"{about} ({done.paper.kinds[about]})", align="left")
         for one in judged:
@@ -212,12 +209,12 @@ def _show(console: Console, done: Reproduction) -> None:
             console.print(Padding(lines, (0, 0, 1, 2)))
 
 
-# All of them
+# Index of all papers
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A paper in the index: recomputed (`done`), or the error that kept it from being so."""
+    """A paper in the index: recomputed (`done`), or failed with `error`."""
 
     name: str
     seconds: float
@@ -226,23 +223,23 @@ class IndexEntry:
 
     @property
     def counts(self) -> list[int]:
-        """How many findings there are of each verdict."""
+        """Number of findings by verdict."""
         claims = [] if self.done is None else [one for judged in self.done.claims.values() for one in judged]
         found = Counter(finding.verdict for one in claims for finding in one.findings.values())
         return [found[verdict] for verdict in Verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the paper for a JSON document."""
-        told: dict[str, Any] = {"title": REPRODUCTIONS[self.name], "seconds": self.seconds}
+        """Return the paper for a JSON document."""
+        values: dict[str, Any] = {"title": REPRODUCTIONS[self.name], "seconds": self.seconds}
         if self.error is not None:
-            told |= {"error": self.error.message, "hint": self.error.hint, "exit_code": self.error.exit_code}
+            values |= {"error": self.error.message, "hint": self.error.hint, "exit_code": self.error.exit_code}
         if self.done is not None:
-            told |= {"verdicts": dict(zip(WORDS, self.counts, strict=True)), "document": self.done.document()}
-        return told
+            values |= {"verdicts": dict(zip(WORDS, self.counts, strict=True)), "document": self.done.document()}
+        return values
 
 
 def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], str]) -> IndexEntry:
-    """One paper, its page and document written before the next begins; what fails keeps nothing from the others."""
+    """Recompute one paper, and write its page and document; a failure does not stop the others."""
     tell(f"{name}: {REPRODUCTIONS[name]}")
     begin_s = time.monotonic()
     try:
@@ -251,7 +248,7 @@ def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], s
     except LlmcacheError as error:
         report(error)
         return IndexEntry(name, time.monotonic() - begin_s, error=error)
-    except Exception as error:  # noqa: BLE001 - shown whole; a bug in one paper does not take away the others
+    except Exception as error:  # noqa: BLE001 - printed in full; a bug in one paper must not stop the others
         traceback.print_exc()
         bug = LlmcacheError(f"{type(error).__name__}: {error}", "a bug in llmcache, shown on stderr: please report it")
         bug.exit_code = EXIT_BUG
@@ -260,7 +257,6 @@ def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], s
 
 
 def _index(entries: Sequence[IndexEntry]) -> str:
-    """Returns the index: verdicts by paper, then every claim with its verdicts."""
     summary: list[list[Cell]] = []
     sections = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What `llmcache simulate` prints: tables for people, JSON for programs."""
+"""Output of `llmcache simulate`, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTE = "hits: hit ratio of all blocks; reads: hit ratio of the bytes read"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
-    """Prints `simulation` on stdout."""
+    """Print `simulation` on stdout."""
     output.show(as_json, simulation.document, _parts(simulation))
 
 
@@ -35,14 +35,14 @@ def _parts(simulation: Simulation) -> Iterator[str | Table]:
 
 
 def latency_note(model: FetchModel) -> str:
-    """What a modelled latency is made of."""
+    """Return the components of a modelled latency, as text."""
     setup = f" plus {format_duration(model.setup_ns)} per missed block" if model.setup_ns else ", no setup time (--setup)"
     gpu = f" plus {format_duration(model.gpu_setup_ns)} per {model.request_bytes} bytes" if model.gpu_setup_ns else ""
     return f"misses at the bandwidth of storage{setup}, then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
 
 
 def headline(summary: Summary) -> str:
-    """One line on a trace: what it holds and where it comes from."""
+    """Return one line on a trace: its size and source."""
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} block accesses ({summary.reads} reads, {summary.writes} writes) to "
@@ -51,7 +51,7 @@ def headline(summary: Summary) -> str:
 
 
 def table(rows: list[Result]) -> Table:
-    """The rows of one trace."""
+    """Return the rows of one trace as a table."""
     made = plain_table(
         "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1, keys=2
     )
@@ -75,12 +75,12 @@ def _cells(row: Result) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """Like `format_duration`, but in seconds where that has minutes, so that columns stay narrow and comparable."""
+    """Format like `format_duration`, but in seconds instead of minutes, so that columns stay narrow and comparable."""
     return format_duration(seconds * 1e9) if seconds < 59 else f"{seconds:.0f} s"
 
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
-    """In how many slices of T storage falls behind, and by how much in all, for the rows of one trace."""
+    """Return, for the rows of one trace, in how many slices of T storage is too slow, and the total delay."""
     made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1, keys=2)
     made.add_row("(any cache)", "", *_stall_cells(summary.cold_stalls))
     for number, row in enumerate(rows):
@@ -99,7 +99,7 @@ def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
 
 
 def curve_line(item: TraceCurve) -> str:
-    """What the curve of all sizes says in one line: its end, and from which sizes on shares of it are reached."""
+    """Return a summary of the curve of all sizes: its maximum, and the sizes that reach shares of it."""
     curve = item.curve
     best = int(curve.hits[-1])
     if best == 0:

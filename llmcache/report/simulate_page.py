@@ -1,4 +1,4 @@
-"""The page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and the rows behind them."""
+"""Page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and their rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_report(path: str, simulation: Simulation, force: bool) -> None:
 
 
 def report_page(simulation: Simulation) -> str:
-    """Returns the page of `simulation`."""
+    """Return the page of `simulation`."""
     sections = [Section(summary.trace, list(_trace(simulation, summary))) for summary in simulation.traces]
     sections.append(Section("Conditions", [_conditions(simulation)]))
     return html_page("llmcache simulate", LEAD, sections)
@@ -78,7 +78,6 @@ def _ratio_line(rows: Sequence[Result], exact: Curve | None) -> Line:
 
 
 def _known(rows: Sequence[Result], exact: Curve | None) -> str:
-    """Return which points of the lines are computed."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     whole = [] if exact is None or exact.policy not in policies else [f"{policy_class(exact.policy).title} at all sizes"]
     others = ["the others"] if whole and len(policies) > 1 else [] if whole else ["all"]
@@ -89,14 +88,14 @@ def _hit_ratios(summary: Summary, rows: Sequence[Result], exact: Curve | None) -
     lines = [_ratio_line(of_policy, exact) for of_policy in _by_policy(rows).values()]
     with style():
         figure = ratio_figure([Panel("Hit ratio", lines, _marks(summary, rows))], "hit ratio")
-    told = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
-    alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {told}."
-    told = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
-    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
+    results = "; ".join(f"{line.label} {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines)
+    alt = f"Hit ratio over cache size, one line for each policy, from the smallest to the largest cache: {results}."
+    conditions = f"Hit ratio of reads and writes in {_named(summary)}, counted by replay"
+    return embedded(figure, alt, f"{conditions}. Computed points: {_known(rows, exact)}.")
 
 
 def _named(summary: Summary) -> str:
-    """Returns the trace with where it comes from: what is counted on a synthetic trace was not measured."""
+    """Return the trace with its source: counts from a synthetic trace are not measurements."""
     lost = f", {summary.lost_events:,} accesses lost" if summary.lost_events else ""
     return f"{summary.trace} (source: {summary.tier}{lost})"
 
@@ -124,12 +123,14 @@ def _latencies(model: FetchModel, summary: Summary, rows: Sequence[Result], exac
         panels.append(Panel(f"Fetch latency, {of_policy[0].title}", lines))
     with style():
         figure = latency_figure(panels, comparable=True)
-    told = "; ".join(
+    results = "; ".join(
         f"{panel.title} {panel.lines[0].values[0]:.3g} to {panel.lines[-1].values[-1]:.3g} s" for panel in panels
     )
-    alt = f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {told}."
-    told = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
-    return embedded(figure, alt, f"{told}. Computed points: {_known(rows, exact)}.")
+    alt = (
+        f"Latency over cache size, one line for each bandwidth, from slowest and smallest to fastest and largest: {results}."
+    )
+    conditions = f"Modelled time of all reads in {_named(summary)}: {latency_note(model)}. Writes take no time"
+    return embedded(figure, alt, f"{conditions}. Computed points: {_known(rows, exact)}.")
 
 
 def _curve(summary: Summary, exact: Curve, rows: Sequence[Result]) -> HtmlBlock:

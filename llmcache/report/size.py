@@ -1,4 +1,4 @@
-"""The answer of `llmcache size`, as text for people and as JSON; both from the same dataclass."""
+"""Output of `llmcache size`, as text and as JSON; both from the same dataclass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FORMULA = "S = max(0, N - BW*T)"
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Prints `answer` on stdout."""
+    """Print `answer` on stdout."""
     output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)))
 
 
 def size_text(size_bytes: float) -> str:
-    """Like `format_size`, without zeros that say nothing: "60 MB", "1.5 GB"."""
+    """Format like `format_size`, without trailing zeros: "60 MB", "1.5 GB"."""
     return trimmed(format_size(size_bytes))
 
 
@@ -33,7 +33,7 @@ def _duration_text(duration_ns: float) -> str:
 
 
 def lines(answer: Answer) -> Iterator[str]:
-    """What was understood, and the answer, line by line."""
+    """Yield the inputs and the answer, line by line."""
     mixture = _mixture(answer)
     yield from _inputs(answer)
     yield ""
@@ -75,19 +75,21 @@ def _ram(ram: Ram, mixture: MixtureBytes | None) -> Iterator[str]:
         yield f"  no stalls   with {needed}"
 
 
-def _speed(went: Passes) -> str:
-    read = f"{size_text(went.missing_bytes)} per token in {_duration_text(went.fetch_ns)}"
-    return f"{went.tokens_per_s:.3g} tokens/s, reading {read if went.missing_bytes else 'nothing'}"
+def _speed(passes: Passes) -> str:
+    read = f"{size_text(passes.missing_bytes)} per token in {_duration_text(passes.fetch_ns)}"
+    return f"{passes.tokens_per_s:.3g} tokens/s, reading {read if passes.missing_bytes else 'nothing'}"
 
 
-def _kept(went: Passes, mixture: MixtureBytes) -> str:
-    """What fits: dense first, then experts."""
-    room_bytes = went.loop_cache_bytes - mixture.dense_bytes
+def _kept(passes: Passes, mixture: MixtureBytes) -> str:
+    """Return the share of the model in memory, as text: dense tensors first, then experts."""
+    room_bytes = passes.loop_cache_bytes - mixture.dense_bytes
     if room_bytes < 0:
-        return f"{went.loop_cache_bytes / mixture.dense_bytes:.0%} of the dense tensors fit, and no experts"
-    hits = f"{went.expert_hit_ratio:.0%} of their reads hit"
-    if went.even is not None and went.even.missing_bytes > went.missing_bytes:
-        hits += f" ({went.even.expert_hit_ratio:.0%}, {went.even.tokens_per_s:.3g} tokens/s, if all are used equally often)"
+        return f"{passes.loop_cache_bytes / mixture.dense_bytes:.0%} of the dense tensors fit, and no experts"
+    hits = f"{passes.expert_hit_ratio:.0%} of their reads hit"
+    if passes.even is not None and passes.even.missing_bytes > passes.missing_bytes:
+        hits += (
+            f" ({passes.even.expert_hit_ratio:.0%}, {passes.even.tokens_per_s:.3g} tokens/s, if all are used equally often)"
+        )
     return f"all dense tensors and {room_bytes / mixture.expert_bytes:.0%} of the experts fit: {hits}"
 
 
@@ -155,17 +157,17 @@ def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
         yield f"  this loop                    {_verdict(item.passes)}"
 
 
-def _verdict(went: Passes) -> str:
-    if went.stall_free:
-        return f"stall-free: reads {size_text(went.missing_bytes)} per token in {_duration_text(went.fetch_ns)}"
+def _verdict(passes: Passes) -> str:
+    if passes.stall_free:
+        return f"stall-free: reads {size_text(passes.missing_bytes)} per token in {_duration_text(passes.fetch_ns)}"
     return (
-        f"stalls {_duration_text(went.stall_ns)} per token: reads {size_text(went.missing_bytes)} in "
-        f"{_duration_text(went.fetch_ns)}; {went.tokens_per_s:.3g} tokens/s, {went.tokens_per_s_lost:.3g} lost"
+        f"stalls {_duration_text(passes.stall_ns)} per token: reads {size_text(passes.missing_bytes)} in "
+        f"{_duration_text(passes.fetch_ns)}; {passes.tokens_per_s:.3g} tokens/s, {passes.tokens_per_s_lost:.3g} lost"
     )
 
 
 def sensitivity_table(answer: Answer) -> Table:
-    """The answer for shorter and longer T: one row each."""
+    """Return the answer for shorter and longer T, one row each."""
     largest = max((item.cache_bytes for item in answer.capacities), default=None)
     headings = ["T"]
     headings += ["loop cache", "total"] if answer.need is not None else []
@@ -193,7 +195,7 @@ def _cells(row: Sensitivity) -> Iterator[str]:
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """`answer` as JSON-ready values: bytes, seconds, bytes per second; null where nothing was asked."""
+    """Return `answer` as JSON-ready values: bytes, seconds, bytes per second; null if not requested."""
     need, setting, mixture = answer.need, answer.setting, _mixture(answer)
     return {
         "schema": SCHEMA,
@@ -247,18 +249,18 @@ def _capacity_values(item: Capacity) -> dict[str, Any]:
     return values | {"passes": item.passes and _passes_values(item.passes)}
 
 
-def _passes_values(went: Passes) -> dict[str, Any]:
+def _passes_values(passes: Passes) -> dict[str, Any]:
     return {
-        "stall_free": went.stall_free,
-        "loop_cache_bytes": went.loop_cache_bytes,
-        "missing_bytes": went.missing_bytes,
-        "fetch_s": went.fetch_ns / SECOND_NS,
-        "pass_s": went.pass_ns / SECOND_NS,
-        "stall_s": went.stall_ns / SECOND_NS,
-        "tokens_per_s": went.tokens_per_s,
-        "tokens_per_s_lost": went.tokens_per_s_lost,
-        "expert_hit_ratio": went.expert_hit_ratio,
-        "even": None if went.even is None else {name: getattr(went.even, name) for name in _EVEN_KEYS},
+        "stall_free": passes.stall_free,
+        "loop_cache_bytes": passes.loop_cache_bytes,
+        "missing_bytes": passes.missing_bytes,
+        "fetch_s": passes.fetch_ns / SECOND_NS,
+        "pass_s": passes.pass_ns / SECOND_NS,
+        "stall_s": passes.stall_ns / SECOND_NS,
+        "tokens_per_s": passes.tokens_per_s,
+        "tokens_per_s_lost": passes.tokens_per_s_lost,
+        "expert_hit_ratio": passes.expert_hit_ratio,
+        "even": None if passes.even is None else {name: getattr(passes.even, name) for name in _EVEN_KEYS},
     }
 
 

@@ -1,8 +1,8 @@
-"""How everything that is drawn looks: one colour, dash and marker per policy and per class, in every picture.
+"""The style of all figures: one color, dash and marker per policy and per class.
 
-The colours are from palettes for colour-blind readers (Okabe and Ito; Tol). Fourteen policies cannot be told apart by
-colour alone, so no two share dash and marker; that also keeps them apart in grey. Pictures are light, also on dark
-pages: these colours would be lost there.
+The colors are from palettes for color-blind readers (Okabe and Ito; Tol). Color alone cannot distinguish all policies,
+so no two share dash and marker; that also keeps them distinct in gray. Figures have a light background, also on dark
+pages, where these colors would be hard to see.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FAINT = "#d9dce1"
 """Grid lines and frames."""
 PAPER = "#ffffff"
 MUTED = "#5c636d"
-"""Captions and notes inside pictures."""
+"""Captions and notes inside figures."""
 
 PAGE_DOTS_PER_INCH = 150
-LETTERS_PER_INCH = 17  # of a caption inside a picture
-LEGEND_INCHES = 1.35  # what an entry of a legend takes
+LETTERS_PER_INCH = 17  # of a caption inside a figure
+LEGEND_INCHES = 1.35  # width of a legend entry
 
 Dash = str | tuple[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn: colour (#rrggbb), dash and marker as matplotlib takes them, width in points."""
+    """The look of a line: color (#rrggbb), dash and marker as in matplotlib, width in points."""
 
     colour: str
     dash: Dash = "-"
@@ -48,7 +48,7 @@ class Look:
     front: int = 2
 
     def line(self) -> dict[str, Any]:
-        """Returns the keyword arguments for `Axes.plot`."""
+        """Return the keyword arguments for `Axes.plot`."""
         shape = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "linewidth": self.width}
         return shape | {"markersize": 4.5, "markeredgewidth": 0.8, "markeredgecolor": PAPER, "zorder": self.front}
 
@@ -83,13 +83,13 @@ KV_LOOKS: dict[str, Look] = {
     "window": Look("#882255", (0, (2, 1)), "<", 1.8),
     "kelle": Look("#332288", (0, (8, 2)), ">", 1.8),
 }
-"""Policies of KV eviction; "stock" is transformers' own cache."""
+"""KV eviction policies; "stock" is transformers' own cache."""
 
 CLASS_COLOURS: dict[str, str] = {"SEQ": "#b4bac2", "LOOP": "#8e44a0", "HOT": "#e3b505"}
 """Sequential, loop and hot, the classes of the paper's figure 1."""
 
 OP_COLOURS: dict[str, str] = {"read": "#084c8d", "write": "#f08a3c", "map": "#1b9e77"}
-"""Accesses by what they do (`map`: a page fault of a mapping); dark, light and mid in grey."""
+"""Accesses by operation (`map`: a page fault of a mapping); dark, light and mid in gray."""
 
 BANDWIDTH_LOOKS: tuple[Look, ...] = (
     Look("#3b0f70", "-", "o", 2.0),
@@ -103,7 +103,7 @@ BANDWIDTH_LOOKS: tuple[Look, ...] = (
 _RC = {
     "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 9.0,
-    "text.parse_math": False,  # a path may hold two dollar signs
+    "text.parse_math": False,  # a path may contain two dollar signs
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -126,24 +126,24 @@ _RC = {
     "figure.facecolor": PAPER,
     "axes.facecolor": PAPER,
     "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",  # text stays text: small, and readers find it
+    "svg.fonttype": "none",  # text stays text: small and searchable
     "svg.hashsalt": "llmcache",  # the same data gives the same bytes
 }
 
 
 def style() -> AbstractContextManager[None]:
-    """Returns a with block in which matplotlib draws in this style; nothing outside it changes."""
+    """Return a context in which matplotlib draws in this style; nothing outside it changes."""
     return mpl.rc_context(_RC)
 
 
 def bandwidth_look(place: int) -> Look:
-    """Returns how the bandwidth at `place` (slowest: 0) is drawn; colours come again after five, with other markers."""
+    """Return the look of the bandwidth at `place` (slowest: 0); colors repeat after five, with other markers."""
     turn, number = divmod(place, len(BANDWIDTH_LOOKS))
     return replace(BANDWIDTH_LOOKS[number], marker=BANDWIDTH_LOOKS[(number + turn) % len(BANDWIDTH_LOOKS)].marker)
 
 
 def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Returns a figure of `count` panels, at most `columns` beside each other. Call it in `style()`."""
+    """Return a figure of `count` panels, at most `columns` in a row. Call it in `style()`."""
     columns = min(columns, count)
     rows = -(-count // columns)
     width, height = (8.0, 4.2) if columns == 1 else (5.4, 3.3)  # inches of a panel
@@ -153,7 +153,7 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
 
 
 def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], label: str) -> None:
-    """Makes the axis along one that doubles: a tick, called so, at each of `values`; `label` is of the whole axis."""
+    """Make the x axis logarithmic (base 2), with a tick and its label at each of `values`; `label` names the axis."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(values, list(labels))
     panel.minorticks_off()
@@ -161,10 +161,10 @@ def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], lab
 
 
 class PlainLog(LogFormatter):
-    """Plain numbers at the ticks of a logarithmic axis that matplotlib labels: the style has no mathematical text."""
+    """Plain numbers at the ticks of a logarithmic axis, because the style disables mathematical text."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of a tick; empty for one without."""
+        """Return the label of a tick; empty if it has none."""
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
@@ -174,19 +174,20 @@ def logarithmic(panel: Axes, axes: str) -> None:
         (panel.set_xscale if name == "x" else panel.set_yscale)("log")
         axis = panel.xaxis if name == "x" else panel.yaxis
         axis.set_major_formatter(PlainLog())
-        axis.set_minor_formatter(PlainLog(minor_thresholds=(2, 0.4)))  # decades: below them there are labels between powers
+        # in decades; on shorter axes, ticks between powers have labels
+        axis.set_minor_formatter(PlainLog(minor_thresholds=(2, 0.4)))
 
 
 Curve = tuple[Look, dict[float, float]]
-"""A line, or single marks: how it is drawn, and its values by place."""
+"""A line, or single marks: its look, and its values by place."""
 
 
 def curves_figure(
     panels: Mapping[str, Mapping[str, Curve]], along: str, ylabel: str, doubling: bool = False, log: bool = False
 ) -> Figure:
-    """Returns curves by label, a panel for each title, over what `along` names. Call it in `style()`.
+    """Return a panel for each title, with its curves by label, over an x axis named `along`. Call it in `style()`.
 
-    `doubling`: places double from one to the next. `log`: so do values; otherwise their axis begins at 0.
+    `doubling`: places double from one to the next. `log`: the y axis is logarithmic; otherwise it begins at 0.
     """
     figure, axes = grid_of(len(panels))
     for panel, (title, curves) in zip(axes, panels.items(), strict=True):
@@ -203,9 +204,9 @@ def curves_figure(
 
 
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
-    """Put one legend under all panels, each label once, in as many columns as there is room for.
+    """Put one legend under all panels, each label once, in as many columns as fit.
 
-    `long`: for the longest label; otherwise entries take `LEGEND_INCHES`.
+    `long`: size columns by the longest label; otherwise by `LEGEND_INCHES`.
     """
     handles: dict[str, Any] = {}
     for panel in axes:
@@ -218,10 +219,10 @@ def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> No
 
 
 def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
-    """Returns `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
+    """Return `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
     target = io.BytesIO()
     with style(), warnings.catch_warnings():
-        # Paths may have letters that no font here has; a box stands for them, and tables of pages have them.
+        # Paths may contain letters that no font here has; figures show a box, and tables of pages show them.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         metadata: Mapping[str, str | None] = {"Date": None, "Creator": "llmcache"} if form == "svg" else {}
         figure.savefig(target, format=form, dpi=dots_per_inch, metadata=dict(metadata))
@@ -229,13 +230,13 @@ def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
 
 
 def embedded(figure: Figure, alt: str, caption: str) -> Picture:
-    """Returns `figure` for a page: lines as SVG, which stays sharp, figures with images in them as PNG."""
+    """Return `figure` for a page: lines as SVG, which scales, figures with images as PNG."""
     form = "png" if any(axes.images for axes in figure.axes) else "svg"
     return Picture(figure_bytes(figure, form, PAGE_DOTS_PER_INCH), form, alt, caption)
 
 
 def captioned(figure: Figure, caption: str, form: str) -> bytes:
-    """Returns `figure` with its caption below, as a file of the format `form` ("png" or "svg")."""
+    """Return `figure` with its caption below, as a file of the format `form` ("png" or "svg")."""
     lines = textwrap.wrap(caption, int(figure.get_figwidth() * LETTERS_PER_INCH))
     with style():
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
-from llmcache.run.namespaces import enter_private, no_new_privileges
+from llmcache.run.namespaces import die_with_parent, enter_private, no_new_privileges
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -112,13 +112,17 @@ class Child:
         user: User | None = None,
         group: Cgroup | None = None,
         private: bool = False,
+        dies_with_parent: bool = False,
     ) -> None:
         """`private`: in a mount namespace of its own, see `enter_private`; OSError if the kernel refuses that.
+
+        `dies_with_parent`: it gets SIGTERM if this process is killed.
 
         This process must have a single thread, because the new one runs Python until it executes the program.
         """
         self.words, self.program, self.environment = list(words), program, dict(environment)
         self.user, self.group = user, group
+        self.dies_with_parent, parent = dies_with_parent, os.getpid()
         self.status: int | None = None
         gate, self._gate = os.pipe2(os.O_CLOEXEC)
         self._report, report = os.pipe2(os.O_CLOEXEC)
@@ -128,7 +132,7 @@ class Child:
         if self.pid == 0:
             os.close(self._gate)
             os.close(self._report)
-            self._become(gate, report, private)
+            self._become(gate, report, private, parent)
         os.close(gate)
         os.close(report)
         if failed := self._read_report():
@@ -137,7 +141,7 @@ class Child:
             os.close(self._report)
             raise OSError(failed, os.strerror(failed))
 
-    def _become(self, gate: int, report: int, private: bool) -> NoReturn:
+    def _become(self, gate: int, report: int, private: bool, parent: int) -> NoReturn:
         """In the new process: prepare, wait at the gate, and execute the program."""
         code = NOT_EXECUTABLE
         try:
@@ -156,6 +160,8 @@ class Child:
                 os._exit(0)
             if self.user is not None:
                 self._change_user(self.user, report)
+            if self.dies_with_parent:  # the kernel forgets it where the user changes
+                die_with_parent(parent)
             if private:  # a mount covers the working directory, or one above it, by now
                 with contextlib.suppress(OSError):
                     os.chdir(os.getcwd())

@@ -8,11 +8,14 @@ clears them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import signal
 from pathlib import Path
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -39,6 +42,13 @@ def enter_private() -> None:
 def no_new_privileges() -> None:
     """Have `execve` grant nothing: a mount in this namespace must not mislead a set-user-id program. OSError."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, *(ctypes.c_ulong(word) for word in (1, 0, 0, 0))), "prctl")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when `parent`, its parent, ends. OSError: it has ended already."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, *(ctypes.c_ulong(word) for word in (signal.SIGTERM, 0, 0, 0))), "prctl")
+    if os.getppid() != parent:
+        raise OSError(errno.ESRCH, "the parent has ended")
 
 
 class Namespaces:

@@ -78,6 +78,12 @@ def stored(directory: Path, **settings: Any) -> PrefixCache:
     return PrefixCache(directory, **{"floor": 0, **settings})
 
 
+@pytest.fixture(autouse=True)
+def identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files are remembered in a cache directory of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[PrefixCache]:
     with stored(tmp_path / "kv") as prefix_cache:
@@ -129,7 +135,8 @@ def test_a_restored_prompt_continues_like_an_evaluated_one(
     tokens = prompt(600)
     live = open_model(tiny, cache, **settings)
     assert answer(live, tokens, 64) == answer(open_model(tiny, **settings), tokens, 64)
-    assert cache.counters.stored_blocks == 3 and cache.counters.hits == 0
+    assert cache.counters.stored_blocks == 4 and cache.counters.hits == 0, "the last one again, with the answer"
+    assert len(cache.store.entries()) == 3
     restored = open_model(tiny, cache, **settings)
     assert answer(restored, tokens, 64) == reused(open_model(tiny, **settings), tokens, tokens, 600, 64)
     assert (cache.counters.hits, cache.counters.restored_tokens) == (1, 600)
@@ -138,6 +145,20 @@ def test_a_restored_prompt_continues_like_an_evaluated_one(
         answer(model, tokens, 1)
     assert cache.counters.hits == 2
     assert logits(live) == logits(again)
+
+
+def test_a_restored_prompt_has_the_same_answer_as_the_first_time(tiny: Path, open_model: Open, cache: PrefixCache) -> None:
+    """Also a conversation, whose later turns go on from answers; one turn is stored with its answer only."""
+    live, tokens = open_model(tiny, cache), prompt(600)
+    for turn, more in enumerate((100, 20, 300)):
+        answer(live, tokens, 1)
+        first = logits(live)
+        text = answer(live, tokens, 24)
+        restored = open_model(tiny, cache)
+        answer(restored, tokens, 1)
+        assert cache.counters.hits == 1 + 2 * turn and logits(restored) == first
+        assert answer(open_model(tiny, cache), tokens, 24) == text
+        tokens = live.input_ids[: live.n_tokens].tolist() + prompt(more, seed=turn + 1)
 
 
 @pytest.mark.parametrize("common", [513, 300, 17])
@@ -425,7 +446,8 @@ def test_blocks_that_cannot_be_written_are_dropped_with_a_message(
     with stored(tmp_path / "kv", limit="200k") as cache:
         plain = answer(open_model(tiny), prompt(600))
         assert answer(open_model(tiny, cache), prompt(600)) == plain
-        assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 1
+        assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 2
+        assert "no room" in caplog.messages[0] and "limit" in caplog.messages[1], "one line for all of them"
     with stored(tmp_path / "kv", queue=1) as cache:
         model = open_model(tiny, cache)
         assert answer(model, prompt(600, seed=1)), "one block may wait, whatever its size"
@@ -509,7 +531,8 @@ def served(tiny: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess
 
     def start() -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
-        words = f"--floor 0 -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1 --host 127.0.0.1 --port {port}".split()
+        words = f"--floor 0 --queue 100M -- --model {tiny} --n_ctx {CONTEXT} --n_threads 1".split()
+        words += ["--host", "127.0.0.1", "--port", str(port)]
         command = [sys.executable, "-m", "llmcache", "serve-llama", str(tmp_path / "kv"), *words]
         with open(tmp_path / "log", "ab") as log:
             running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))

@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import redis_server
 from tests.e2e.test_prefix import ROOT, Open, answer, free_port, prompt, reused, stored
+from tests.e2e.test_prefix import identities as identities
 from tests.e2e.test_prefix import open_model as open_model
 from tests.e2e.test_prefix import tiny as tiny
 
@@ -79,7 +80,7 @@ def test_a_prompt_stored_by_another_machine_is_restored_and_stored(
     shared = server()
     with stored(tmp_path / "one", shared=shared.address) as one:
         answer(open_model(tiny, one), prompt(600))
-        assert one.shared and one.shared.pushed_blocks == 3 and shared.kinds() == {b"kv", b"part", b"next"}
+        assert one.shared and one.shared.pushed_blocks == 4 and shared.kinds() == {b"kv", b"part", b"next"}
     plain = reused(open_model(tiny), prompt(600), prompt(600), 600)
     with stored(tmp_path / "two", shared=shared.address) as two:
         assert answer(open_model(tiny, two), prompt(600)) == plain
@@ -129,7 +130,7 @@ def test_a_failing_server_costs_only_the_hit_and_the_deadline(
         assert cache.restore(open_model(tiny), prompt(600)) == 0
         assert time.monotonic() - begin < 10  # forever, without the deadline
         assert answer(open_model(tiny, cache), prompt(600)) == plain
-        assert cache.counters.stored_blocks == 3 and len(caplog.messages) == 1
+        assert cache.counters.stored_blocks == 4 and len(caplog.messages) == 1
     listening.close()
 
 

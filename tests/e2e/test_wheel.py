@@ -69,6 +69,7 @@ ALONE = (
         "llmcache kv bench --context 1k --layers 1 --steps 1 --policy full --path . --json > bench.json",
         "llmcache kv plot bench.json -o bench.svg",
         "llmcache kv plan --model config.json --context 16k",
+        "llmcache kv proxy --help",
         "llmcache kv list prompts",
         "llmcache kv show prompts 0000",
         "llmcache kv prune prompts --keep 0",

@@ -272,7 +272,7 @@ def test_separate_memory_limits_of_daemon_and_client(
         reader(mount.mountpoint / "loop.bin", source / CHECK, "mmap", group.wrap) as passes,
     ):
         assert not any(passes.next()["wrong"] for _ in range(10))
-        # With a limit for the client alone, or a loop that is left to the kernel, nothing needs to be pinned.
+        # If only the client has a limit, or the loop stays with the kernel, nothing needs to be pinned.
         least, deadline = 0 if daemon_limit is None else CACHE // 3, time.monotonic() + 120
         while mount.pinned_bytes("loop.bin") < least and not is_left_to_the_kernel(mount.stats()):
             assert time.monotonic() < deadline and not passes.next()["wrong"]

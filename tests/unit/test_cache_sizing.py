@@ -70,7 +70,7 @@ def test_the_smartwatch_example_of_section_4_2() -> None:
     assert largest_loop(64 * MB, WATCH_SETTING) == 70 * MB
 
 
-def test_a_pass_takes_the_longer_of_computing_and_fetching() -> None:
+def test_a_pass_takes_the_maximum_of_computing_and_fetching() -> None:
     went = passes(100 * MB, 64 * MB, WATCH_SETTING)
     assert (went.loop_cache_bytes, went.missing_bytes) == (60 * MB, 40 * MB)
     assert (went.fetch_ns, went.pass_ns, went.stall_ns) == (4 * 10**8, 4 * 10**8, 3 * 10**8)

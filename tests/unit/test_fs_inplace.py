@@ -80,7 +80,7 @@ def test_cached_pages_larger_than_a_block_count_as_their_blocks(
     os.pread(fd, 1, 0)
     found = syscalls.cached_blocks(fd, 0, SIZE)
     assert 0 < 4 * found <= SIZE // 4096
-    monkeypatch.setattr(syscalls, "PAGE_BYTES", 16384)
+    monkeypatch.setattr("llmcache.storage.PAGE_BYTES", 16384)
     assert syscalls.cached_blocks(fd, 0, SIZE) == 4 * found
     assert syscalls.cached_blocks(fd, 0, 3 * 4096) == 3
 

@@ -20,7 +20,7 @@ ALLOWED = {
     "files": {"errors"},
     "arrays": set(),
     "procfs": {"units", "errors"},
-    "storage": {"procfs", "errors"},
+    "storage": {"procfs", "units", "errors"},
     "cgroup": {"procfs", "storage", "errors"},
     "memory": {"procfs"},
     "bpf": BASE,
@@ -33,10 +33,12 @@ ALLOWED = {
     "tokens.command": BASE | {"tokens", "fs", "run"},
     "run": BASE | {"cache", "fs", "cgroup", "tokens"},
     "kv": BASE | {"cache"},
+    "kv.proxy": BASE | {"kv", "run"},
     "edram": BASE | {"cache", "kv"},
     "doctor": BASE | {"trace", "fs", "bpf", "run"},
     "report": BASE | {"cache", "trace.record", "trace.formats", "trace", "kv", "edram"},
-    "cli": BASE | {"trace", "trace.formats", "cache", "fs", "kv", "edram", "report", "doctor", "run", "tokens.command"},
+    "cli": BASE
+    | {"trace", "trace.formats", "cache", "fs", "kv", "kv.proxy", "edram", "report", "doctor", "run", "tokens.command"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -279,6 +279,20 @@ def test_a_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert not store.entries(), "what others need is given back"
 
 
+@pytest.mark.parametrize(("size", "floor"), [(300 * 10**6, 15 * 10**6), (10**12, 10**9)])
+def test_by_default_a_share_of_a_small_file_system_is_left_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, floor: int
+) -> None:
+    status = os.statvfs_result((4096, 4096, size // 4096, 0, size // 4096, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    store = BlockStore(tmp_path / "kv", 200 * 10**6, floor_bytes=None)
+    assert floor - 4096 < store.floor_bytes <= floor
+    store.write(key(1), block(1))
+    assert store.room_bytes() == 200 * 10**6 and numbers(store) == {1}
+    large = BlockStore(tmp_path / "kv", 10**15, floor_bytes=None)
+    assert large.room_bytes() == FILE_BYTES + status.f_bavail * 4096 - large.floor_bytes
+
+
 @pytest.mark.cgroup
 def test_on_a_full_disk_the_oldest_blocks_are_evicted_and_a_failed_write_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

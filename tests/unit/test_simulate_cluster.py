@@ -82,7 +82,7 @@ def test_an_unreachable_scheduler_is_an_error(traces: list[str], monkeypatch: py
         cluster.simulate_on(wrong, traces, PLAN)
 
 
-def test_a_missing_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cluster_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(EnvironmentProblem) as caught:
         cluster.simulate_on("tcp://127.0.0.1:8786", traces, PLAN)

@@ -1,4 +1,4 @@
-"""All policies, a file for each family; the table is what the command line, the simulator and the contract tests use."""
+"""All policies, one file per family; the command line, the simulator and the contract tests use the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llmcache.cache.policies.base import Policy
 
-# name: module:class, imported when it is asked for (compiled loops take a while to load).
+# name: module:class, imported on first use (compiled loops take a while to load).
 POLICIES: dict[str, str] = {
     "lru": "lru:LRU",
     "clock": "lru:Clock",
@@ -27,7 +27,7 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Returns the class of the policy called `name` in `POLICIES`."""
+    """Return the class of the policy called `name` in `POLICIES`."""
     module, _, attribute = POLICIES[name].partition(":")
     found: type[Policy] = getattr(importlib.import_module(f"llmcache.cache.policies.{module}"), attribute)
     return found

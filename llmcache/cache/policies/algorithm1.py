@@ -1,4 +1,4 @@
-"""Algorithm 1 of the buffer-cache paper, literally as printed; what the print leaves open is filled in and marked G1-G7."""
+"""Algorithm 1 of the buffer-cache paper, literally as printed; choices that the paper leaves open are marked G1-G7."""
 
 from __future__ import annotations
 
@@ -30,42 +30,51 @@ from llmcache.cache.policies.structures import (
 
 HOT_SHARE = 0.1
 
-NO_BLOCK = -2  # not -1: block 0 does not follow it
+NO_BLOCK = -2  # not -1: block 0 would follow it
 NO_SEQUENCE = -1
 SEQ, LOOP, HOT = 0, 1, 2
 
 
 class Algorithm1(Policy):
-    """Block sequences (BS) of three classes: SEQ goes first, HOT is kept by LRU, LOOP by the shortest period.
+    """Block sequences (BS) of three classes: SEQ is evicted first, HOT by LRU, LOOP by the longest period.
 
         get(b): if the previous access was b - 1: add b to BS(b - 1); if that is HOT, it becomes SEQ
                 else if BS(b) is SEQ or LOOP: {b} becomes a new LOOP BS
                 else if BS(b) is undefined: {b} becomes a new HOT BS
                 if b is resident: hit
-                if full: if SEQ has a resident block: the highest-numbered one of the oldest BS in SEQ goes
-                         else if HOT is full: the least recently used block of HOT goes
-                         else: the highest-numbered resident block of the BS of the longest period goes
+                if full: if SEQ has a resident block: evict the highest-numbered one of the oldest BS in SEQ
+                         else if HOT is full: evict the least recently used block of HOT
+                         else: evict the highest-numbered resident block of the BS of the longest period
                 miss
 
-    What is printed is followed even where it fails (hit ratios of this, LRU, Belady in `tests/unit/test_cache_policies.py`):
-    interleaved streams are never sequences (.000 .000 .475), nor are descending or strided ones (.000 .000 .475);
-    fragments of a loop get periods of their own (.299 .055 .484); a block asked for twice in a row becomes a LOOP (.214
-    .214 .554); an old loop never ages (.198 .158 .524); one further reference makes a LOOP for good (.009 .745 .745);
-    metadata is unbounded (G3).
-    What is not printed:
-    G1 "HOT is full": HOT has at least 10 % of the capacity (at least one block) resident. Section 4.1 reserves "a
-       dedicated portion" and gives no share.
-    G2 the period of a LOOP BS: references since its first block was last referenced, measured once, when the BS is made.
-    G3 BS(b) outlives the eviction of b: "undefined" means never accessed. So metadata grows with every block ever seen,
-       which the "O(1) per cache block" of section 4.1 contradicts; but if BS(b) ended with b's eviction, no loop longer
-       than the cache could ever be found.
-    G4 a block that is added to a BS leaves the one it was in.
-    G5 when the chosen class has no resident block: HOT when LOOP is empty, LOOP when HOT is.
-    G6 the oldest BS in SEQ is the one that became SEQ first; of equal periods, the BS that was made first gives way.
-    G7 Evict comes last in an access: b is already in its BS, whose other blocks may go.
+    The printed algorithm is followed even where it performs badly (hit ratios of Algorithm 1, LRU, Belady from
+    `tests/unit/test_cache_policies.py`):
+
+    - interleaved streams are never sequences (0.000 0.000 0.475), nor are descending or strided ones (0.000 0.000
+      0.475);
+    - fragments of a loop get periods of their own (0.299 0.055 0.484);
+    - a block accessed twice in a row becomes a LOOP (0.214 0.214 0.554);
+    - an old loop never ages (0.198 0.158 0.524);
+    - one further reference makes a permanent LOOP (0.009 0.745 0.745);
+    - metadata is unbounded (G3).
+
+    Choices where the paper is silent:
+
+    - G1 "HOT is full": HOT has at least 10 % of the capacity (at least one block) resident. Section 4.1 reserves "a
+      dedicated portion" without a number.
+    - G2 The period of a LOOP BS is the number of references since the last reference to its first block, measured once,
+      when the BS is created.
+    - G3 BS(b) survives the eviction of b: "undefined" means never accessed. So metadata grows with every distinct
+      block, which contradicts the "O(1) per cache block" of section 4.1; but if BS(b) ended with b's eviction, no loop
+      larger than the cache could ever be found.
+    - G4 A block that is added to a BS is removed from its previous one.
+    - G5 If the chosen class has no resident block: HOT if LOOP is empty, LOOP if HOT is.
+    - G6 The oldest BS in SEQ is the one that became SEQ first; if LOOP BSs have equal periods, the oldest loses a block.
+    - G7 Evict comes last in an access: b is already in its BS, whose other blocks may be evicted.
 
     Reads and writes are the same (the paper speaks of accesses). 88 bytes per block, because of G3, and 24 per place.
-    O(1) per access except where LOOP gains or gives up a BS (a heap: logarithmic in their number).
+    O(1) per access, except when a BS enters or leaves LOOP (a heap: logarithmic in their number).
+
     Source: io_caching section 4.1, Algorithm 1.
     """
 
@@ -74,7 +83,7 @@ class Algorithm1(Policy):
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
-        # As many sequences as blocks suffice: each has a block, and a block is in one (G4).
+        # As many sequences as blocks are enough: each has a block, and a block is in one sequence (G4).
         self._state = SequenceState(
             cells=np.full((blocks, 2), NO_SEQUENCE, np.int64),
             held=new_links(blocks, blocks),
@@ -93,10 +102,11 @@ class Algorithm1(Policy):
 
 
 class SequenceState(NamedTuple):
-    """The state: cells, the sequence of each block and the time of its last reference; known, facts about each sequence.
+    """State: `cells`, the sequence of each block and the time of its last reference; `known`, facts about each sequence.
 
-    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ,
-    oldest first, and in HOT, latest first (head: `blocks` + the class). `loops`: those in LOOP that have resident blocks.
+    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in
+    SEQ, oldest first, and in HOT, latest first (head: `blocks` + the class). `loops`: the sequences in LOOP with
+    resident blocks.
     """
 
     cells: Int64s
@@ -108,11 +118,11 @@ class SequenceState(NamedTuple):
 
 
 OF, LAST = 0, 1
-# Columns of known. BORN counts the sequences made: numbers are used again, this is not. SPARE is a stack of the sequence
-# numbers that are free, which has nothing to do with the sequence of its row.
+# Columns of `known`. BORN is the serial number of the sequence: row numbers are reused. SPARE is a stack of free row
+# numbers, unrelated to the sequence of its row.
 CLASS, MEMBERS, PERIOD, BORN, SPARE = 0, 1, 2, 3, 4
-# Places in the numbers: the height of the free stack, references so far, resident blocks, those in HOT, sequences made so
-# far, the block of the previous access.
+# Indices into `numbers`: the height of the free stack, references so far, resident blocks, resident blocks in HOT,
+# sequences created so far, the block of the previous access.
 FREE, TIME, RESIDENT, HOT_RESIDENT, MADE, PREVIOUS = 0, 1, 2, 3, 4, 5
 
 
@@ -137,17 +147,17 @@ def _algorithm1(state: SequenceState, capacity: int, hot_limit: int, first: Int6
 
 @subroutine
 def _classify(state: SequenceState, block: int) -> None:
-    """The printed procedure Access."""
+    """Procedure Access of the paper."""
     cells, _, order, known, _, numbers = state
     if numbers[PREVIOUS] == block - 1:
         sequence = cells[block - 1, OF]
         if known[sequence, CLASS] == HOT:
-            # Its one block was the previous access, and so is resident.
+            # Its only block was the previous access, and so is resident.
             remove(order, sequence)
             numbers[HOT_RESIDENT] -= 1
             known[sequence, CLASS] = SEQ
             push_back(order, len(known) + SEQ, sequence)
-        _move(state, block, sequence)  # it is not in that one, since every run begins a sequence
+        _move(state, block, sequence)  # never the block's own sequence, since every run begins a new one
     elif cells[block, OF] == NO_SEQUENCE:
         _begin(state, block, HOT, 0)
     elif known[cells[block, OF], CLASS] != HOT:
@@ -156,23 +166,24 @@ def _classify(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _evict(state: SequenceState, hot_limit: int) -> None:
-    """The printed procedure Evict."""
+    """Procedure Evict of the paper."""
     cells, held, order, _, loops, numbers = state
     blocks = len(cells)
     sequence = front(order, blocks + SEQ)
-    # An empty SEQ sequence stays empty (a block of it that comes back begins a LOOP one), so it is dropped when met.
+    # An empty SEQ sequence stays empty (its blocks begin a LOOP sequence when they return), so it is removed when
+    # found.
     while sequence != blocks + SEQ and is_empty(held, blocks + sequence):
         remove(order, sequence)
         sequence = front(order, blocks + SEQ)
     if sequence == blocks + SEQ:
-        hot_goes = numbers[HOT_RESIDENT] >= hot_limit or loops.size[0] == 0  # G1, G5
-        sequence = back(order, blocks + HOT) if hot_goes else loops.rows[0, ITEM]
+        evicts_hot = numbers[HOT_RESIDENT] >= hot_limit or loops.size[0] == 0  # G1, G5
+        sequence = back(order, blocks + HOT) if evicts_hot else loops.rows[0, ITEM]
     _exit(state, back(held, blocks + sequence))
 
 
 @subroutine
 def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
-    """Makes {block} a new sequence, which may have the number of the one that it leaves."""
+    """Make {block} a new sequence, which may reuse the number of its previous one."""
     _, held, _, known, _, numbers = state
     resident = is_linked(held, block)
     _leave(state, block)
@@ -188,7 +199,6 @@ def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
 
 @subroutine
 def _move(state: SequenceState, block: int, sequence: int) -> None:
-    """Moves a block to the end of another sequence."""
     resident = is_linked(state.held, block)
     _leave(state, block)
     _join(state, block, sequence, resident)
@@ -204,7 +214,7 @@ def _join(state: SequenceState, block: int, sequence: int, resident: bool) -> No
 
 @subroutine
 def _leave(state: SequenceState, block: int) -> None:
-    """Takes a block out of its sequence, if it has one (G4), and frees a sequence that is left without blocks."""
+    """Remove a block from its sequence, if it has one (G4), and free a sequence that becomes empty."""
     cells, held, order, known, _, numbers = state
     sequence = cells[block, OF]
     if sequence == NO_SEQUENCE:
@@ -221,7 +231,7 @@ def _leave(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _enter(state: SequenceState, block: int) -> None:
-    """Makes a block resident: from now on its sequence can give it up."""
+    """Make a block resident, so that it can be evicted from its sequence."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] += 1
@@ -235,7 +245,6 @@ def _enter(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _exit(state: SequenceState, block: int) -> None:
-    """Makes a block not resident."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] -= 1

@@ -1,7 +1,8 @@
-"""What every policy is: state arrays over dense block ids, and a compiled loop that replays runs over them.
+"""Base class of all policies: state arrays over dense block ids, and a compiled loop that replays runs over them.
 
-One convention for all, so that hit ratios can be compared: a missed block is always inserted (no bypass), every block
-takes one place, reads and writes are both references. On a loop of N blocks this caps Belady at (S-1)/(N-1).
+All policies share these conventions, so that their hit ratios are comparable: a missed block is always inserted (no
+bypass), every block takes one place, reads and writes are both references. On a loop of N blocks this limits Belady to
+(S-1)/(N-1).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _forget_stale(folder: Path) -> None:
-    """Removes kept compilations that are older than a source file beside them.
+    """Remove cached compilations that are older than a source file in the same directory.
 
-    A compiled loop contains the functions it calls, but numba compares only the date of the file that the loop is in.
+    A compiled loop contains the functions that it calls, but numba only compares the date of the file that contains the
+    loop.
     """
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for index in folder.glob("__pycache__/*.nbi"):
-        with suppress(OSError):  # gone already, or not ours to remove: then it is not ours to be changed either
+        # removed already, or owned by another user, so that this user cannot change the sources either
+        with suppress(OSError):
             if index.stat().st_mtime < newest:
                 index.unlink()
 
@@ -41,11 +44,11 @@ _forget_stale(Path(__file__).parent.parent)
 
 
 def kernel(function: F, **options: bool) -> F:
-    """Compiles `function` without the GIL, so that a grid of replays runs in threads; the result is kept on disk.
+    """Compile `function` without the GIL, so that a grid of replays runs in threads; numba caches the result on disk.
 
-    Beside the source, or in the user's ~/.cache/numba if that is another's; EnvironmentProblem if neither can be written.
+    The cache is next to the source, or in ~/.cache/numba if that is not writable; EnvironmentProblem if neither is.
     """
-    compiler: Any = numba.njit  # its types do not know all options, which numba itself uses throughout
+    compiler: Any = numba.njit  # its type annotations lack some options that numba itself uses
     try:
         compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
     except RuntimeError as error:
@@ -55,30 +58,31 @@ def kernel(function: F, **options: bool) -> F:
 
 
 def subroutine(function: F) -> F:
-    """Is `function`, which kernels take into themselves where they call it; outside of them it is plain Python.
+    """Mark `function` for inlining into kernels that call it; outside of them it is plain Python.
 
-    Compiled as kernels of their own, each kept and callable, the parts of a policy take twice as long. One is compiled
-    for each kind of argument that it is given (int32 or int64, an integer or a bool), so callers do well to agree.
+    If the parts of a policy are kernels of their own, cached and callable, compilation takes twice as long. A
+    subroutine is compiled once per combination of argument types (int32 or int64, an integer or a bool), so callers
+    should use the same types.
     """
-    known: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
-    return known
+    registered: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
+    return registered
 
 
 def lean_kernel(function: F) -> F:
-    """Is `kernel` for a function that allocates nothing: its arrays are not counted in and out (2 to 8 times as fast).
+    """Compile a `kernel` that allocates nothing, without reference counts of its arrays (2 to 8 times as fast).
 
-    Numba counts references to arrays atomically at every call and branch where it cannot prove that it need not. Without
-    its run-time such a function cannot allocate, which is what a replay wants anyway: an allocation fails to compile.
+    Numba counts references to arrays atomically at every call and branch unless it can prove that this is unnecessary.
+    Without its runtime such a function cannot allocate, as intended for a replay: an allocation fails to compile.
     """
     return kernel(function, _nrt=False)
 
 
 @contextmanager
 def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Tells `tell` True when something begins to be compiled within the with block, and False when it is done."""
+    """Call `tell(True)` when a compilation begins within the with block, and `tell(False)` when it ends."""
 
     class Depth(Listener):  # type: ignore[misc]  # numba is not typed
-        depth = 0  # numba compiles under a lock: these calls come one after the other
+        depth = 0  # numba compiles under a lock, so that these calls never overlap
 
         def on_start(self, event: Event) -> None:
             self.depth += 1
@@ -95,11 +99,11 @@ def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 class Policy(ABC):
-    """A cache of `capacity` blocks over ids 0 .. `blocks` - 1. `replay` goes on where the last call ended."""
+    """A cache of `capacity` blocks over ids 0 .. `blocks` - 1. `replay` continues after the last call."""
 
-    name: ClassVar[str]  # what the command line calls it
-    title: ClassVar[str]  # what tables and legends call it
-    offline: ClassVar[bool] = False  # true when it must see the future: the whole trace in one call of `replay`
+    name: ClassVar[str]  # on the command line
+    title: ClassVar[str]  # in tables and legends
+    offline: ClassVar[bool] = False  # True if the policy must see the future: the whole trace in one call of `replay`
 
     def __init__(self, capacity: int, blocks: int) -> None:
         if capacity < 1:
@@ -111,32 +115,32 @@ class Policy(ABC):
         self._missed = 0
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
-        """Takes what is known of the trace beside its runs, before the first `replay`. Most policies need nothing.
+        """Set facts about the trace, before the first `replay`. Most policies need none.
 
-        `models`: the headers of its files, where these are still there.
+        `models`: the headers of its files, if they still exist.
         """
         return
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
-        """Returns the hit blocks of each run; run i references ids first[i] .. first[i] + count[i] - 1 in this order."""
+        """Return the hit blocks of each run; run i references ids first[i] .. first[i] + count[i] - 1 in this order."""
         hits = np.zeros(len(first), np.int64)
         self._run(first, count, hits)
         self._missed += int(count.sum() - hits.sum())
         return hits
 
     def resident(self) -> Int64s:
-        """Returns the ids that the cache holds now, ascending."""
+        """Return the ids in the cache, ascending."""
         return np.flatnonzero(self._resident()).astype(np.int64, copy=False)
 
     @property
     def evictions(self) -> int:
-        """Blocks that have left: every missed one came in."""
+        """Number of blocks evicted, given that every missed block was inserted."""
         return self._missed - len(self.resident())
 
     @abstractmethod
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
-        """Replays the runs and sets their `hits`, which are 0."""
+        """Replay the runs and set their `hits`, which are initially 0."""
 
     @abstractmethod
     def _resident(self) -> Flags:
-        """Returns of each id whether the cache holds it now."""
+        """Return for each id whether it is in the cache."""

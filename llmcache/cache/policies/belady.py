@@ -1,8 +1,8 @@
-"""Belady's MIN: the block whose next use is furthest away goes. It needs the whole trace, and a complete one.
+"""Belady's MIN: evict the block whose next use is furthest away. It needs the whole trace, without gaps.
 
-A cached block is known by the time of its next use: a set of times is all the state, and a reference is a hit when its own
-time is in the set. The next uses are kept in segments of consecutive blocks used again in the same order, so that a trace
-in runs takes memory by its runs and not by its blocks.
+A cached block is represented by the time of its next use. The state is a set of times, and a reference is a hit if its
+own time is in the set. Next uses are stored as segments of consecutive blocks that are used again in the same order, so
+that memory depends on the number of runs, not of blocks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from llmcache.trace.record import Provenance
 NEVER = -1  # the next use of a block that is not used again
 
 UNSEEN = "unseen"
-"""Key of `Provenance.extra`: what the source of the trace could not see, in words. Whoever writes such a trace sets it."""
+"""Key of `Provenance.extra`: accesses that the source of the trace could not see, in words. Set by the writer of the
+trace.
+"""
 GAPS = {
     "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
     "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
     "guessed_offsets": "the offsets of some accesses are guesses",
 }
-"""Keys of `Provenance.extra` that count what an importer could not know."""
+"""Keys of `Provenance.extra` that count gaps found by an importer."""
 
 
 def why_not_exact(provenance: Provenance) -> str | None:
-    """Returns why Belady on a trace of this origin would be no upper bound, or None when it is exact.
+    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
 
-    What is not in the trace may be the very use that Belady would have kept a block for.
+    Any missing access may be the very use that Belady would have kept a block for.
     """
     if provenance.lost_events:
         return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
@@ -45,14 +47,15 @@ class Belady(Policy):
     """Belady's MIN without bypass: no policy that inserts every missed block has more hits.
 
         get(b): if b in cache: hit
-                if cache is full: drop the block with the latest next use; one that is never used again goes first
-                put b in; miss
+                if cache is full: evict the block with the latest next use, preferably one that is never used again
+                insert b; miss
 
-    1 bit per reference of the trace, 16 bytes per segment (at most one per reference, about two per run in loops), 8 per
-    block of capacity, and 8 per id while next uses are searched. `resident` answers only before and after the replay: in
-    between there is no call to ask.
+    1 bit per reference of the trace, 16 bytes per segment (at most one per reference, about two per run in loops), 8
+    per block of capacity, and 8 per id during the search for next uses. `resident` is only valid before and after the
+    replay, which is a single call.
 
-    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2),
+    1966.
     """
 
     name = "belady"
@@ -65,7 +68,7 @@ class Belady(Policy):
         self._last = np.zeros(blocks, np.bool_)
 
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
-        """ValueError when called again, because what came before cannot have seen this future."""
+        """Replay the runs; ValueError for a second call, because the first could not see this future."""
         if self._replayed:
             raise ValueError("replay: Belady needs the whole trace in one call, but this is the second call")
         self._replayed = True
@@ -81,7 +84,7 @@ class Belady(Policy):
 
 @kernel
 def _segments(first: Int64s, count: Int64s, blocks: int, times: int) -> tuple[Int64s, Int64s]:
-    """Returns next use and length of all segments, the last segment of the trace first.
+    """Return next use and length of all segments, the last segment of the trace first.
 
     A segment is a stretch of a run whose blocks are next used at consecutive times, or never.
     """
@@ -110,7 +113,7 @@ def _enlarged(array: Int64s, size: int, room: int) -> Int64s:
 
 @subroutine
 def _split(next_use: Int64s, uses: Int64s, lengths: Int64s, size: int, first: int, count: int, time: int) -> int:
-    """Appends the segments of a run that starts at `time`, last one first; returns how many there are now."""
+    """Append the segments of a run that starts at `time`, last one first; return the new number of segments."""
     expected = NEVER
     for offset in range(count - 1, -1, -1):
         use = next_use[first + offset]
@@ -130,7 +133,7 @@ def _split(next_use: Int64s, uses: Int64s, lengths: Int64s, size: int, first: in
 def _belady(
     cached: TimeSet, dead: Int64s, capacity: int, uses: Int64s, lengths: Int64s, first: Int64s, count: Int64s, hits: Int64s
 ) -> int:
-    """Returns how many blocks are cached at the end, all of them in `dead`."""
+    """Return the number of blocks cached at the end, all of them in `dead`."""
     time = used = unwanted = 0
     segment = len(uses)
     for run in range(len(first)):

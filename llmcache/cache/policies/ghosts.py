@@ -1,4 +1,4 @@
-"""Policies that remember ids of blocks that have left (ghosts): 2Q, ARC, S3-FIFO, LIRS."""
+"""Policies that remember ids of evicted blocks (ghosts): 2Q, ARC, S3-FIFO, LIRS."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ OUT_SHARE = 0.5
 
 
 class TwoQ(Policy):
-    """2Q, full version: A1in holds 25 % of the capacity, A1out remembers as many ids as 50 % of it has blocks.
+    """2Q, full version: A1in has 25 % of the capacity, A1out remembers ids for 50 % of the capacity.
 
         get(b): if b in Am: move b to the front of Am; hit
-                if b in A1in: hit                             (second touch of one burst: no news)
-                known = b in A1out; forget it there
-                if full: if |A1in| > Kin: the back of A1in goes, its id to the front of A1out (the back of A1out
-                                          is forgotten when |A1out| > Kout)
-                         else: the back of Am goes, its id is not kept
-                put b at the front of Am if known, else of A1in; miss
+                if b in A1in: hit                             (second touch of one burst: no information)
+                known = b in A1out; remove it from A1out
+                if full: if |A1in| > Kin: evict the back of A1in, its id to the front of A1out (the back of A1out
+                                          is forgotten if |A1out| > Kout)
+                         else: evict the back of Am, without remembering its id
+                insert b at the front of Am if known, else of A1in; miss
 
     Kin and Kout are rounded down. 9 bytes per block.
+
     Source: T. Johnson, D. Shasha, 2Q: a low overhead high performance buffer management replacement algorithm, VLDB
-    1994, the full version and the shares it recommends.
-    Differs from the paper: b leaves A1out before room is made for it, so that A1out never drops a second id for an id
-    that goes anyway (the paper does not say when b leaves). libCacheSim does the same and gives the same hits.
+    1994, the full version with its recommended shares. Differs from the paper: b is removed from A1out before room is
+    made for it, so that A1out never drops another id instead (the paper does not specify this). libCacheSim does the same
+    and gives the same hits.
     """
 
     name = "2q"
@@ -90,25 +91,24 @@ def _twoq(queues: Queues, limits: tuple[int, int, int], first: Int64s, count: In
 
 
 T1, T2, B1, B2 = 1, 2, 3, 4
-"""ARC's lists: cached after one reference, cached after several, dropped from T1, dropped from T2."""
+"""ARC's lists: cached after one reference, cached after several, evicted from T1, evicted from T2."""
 
 
 class ARC(Policy):
-    """Adaptive replacement cache; T1 and T2 hold blocks, B1 and B2 remember as many again; 9 bytes per id.
+    """Adaptive replacement cache; T1 and T2 contain blocks, B1 and B2 remember as many again; 9 bytes per id.
 
         get(b): if b in T1 or T2:  move b to the front of T2; hit
                 if b in B1:        p = min(c, p + max(1, |B2|/|B1|)); replace(b); b to the front of T2; miss
                 if b in B2:        p = max(0, p - max(1, |B1|/|B2|)); replace(b); b to the front of T2; miss
                 if |T1|+|B1| = c:  if |T1| < c: forget the back of B1; replace(b)
-                                   else:        drop the back of T1 without remembering it
-                elif cache full:   if all four hold 2c: forget the back of B2
+                                   else:        evict the back of T1 without remembering it
+                elif cache full:   if all four have 2c entries: forget the back of B2
                                    replace(b)
                 b to the front of T1; miss
         replace(b): if |T1| > p, or |T1| = p and b in B2: the back of T1 to the front of B1
                     else:                                 the back of T2 to the front of B2
 
-    p is a real number, as in the paper. When T2 is empty, replace takes from T1 whatever p says (the paper leaves this
-    open).
+    p is a real number, as in the paper. If T2 is empty, replace evicts from T1 for any p (the paper leaves this open).
 
     Source: N. Megiddo, D. S. Modha, ARC: a self-tuning, low overhead replacement cache, FAST 2003, figure 4.
     """
@@ -151,7 +151,6 @@ def _arc(queues: Queues, target: Doubles, capacity: int, first: Int64s, count: I
 
 @subroutine
 def _arc_room(queues: Queues, target: Doubles, capacity: int) -> None:
-    """Makes room for a block that no list knows."""
     sizes = queues.sizes
     if sizes[T1] == capacity:
         pop(queues, T1)
@@ -174,10 +173,11 @@ def _replace(queues: Queues, target: Doubles, from_b2: bool) -> None:
         shift(queues, B2, oldest(queues, T2))
 
 
-# MAIN, the queue of blocks that were used again, has 2Q's number.
+# MAIN, the queue of blocks that were used again, has the same number as in 2Q.
 SMALL, GHOST = 1, 3
 SMALL_PERCENT = 10  # the small queue's share of the capacity. Source: S3-FIFO, section 4.1.
-GHOST_PERCENT = 90  # remembered blocks, of the capacity: as many as the main queue holds. Source: S3-FIFO, section 4.1.
+# remembered ids, in percent of the capacity: as many as the main queue has blocks. Source: S3-FIFO, section 4.1.
+GHOST_PERCENT = 90
 PROMOTED_AT = 2
 """Hits in the small queue after which a block moves to the main one. Source: S3-FIFO, algorithm 1 (`freq > 1`)."""
 MOST_HITS = 3  # hits are counted in two bits. Source: S3-FIFO, section 4.1.
@@ -187,21 +187,21 @@ class S3FIFO(Policy):
     """S3-FIFO with a 10 % small queue, two-bit counters and a ghost queue of 90 % of the capacity; 10 bytes per id.
 
         get(b): if b in small or main: freq[b] = min(freq[b] + 1, 3); hit
-                remembered = b in ghost; forget b there
-                while cache is full: if main holds more than 90 % or small is empty: evict_main()
-                                     else:                                           evict_small()
+                remembered = b in ghost; remove b from ghost
+                while cache is full: if main has more than 90 % or small is empty: evict_main()
+                                     else:                                         evict_small()
                 if remembered: b to the front of main, else b to the front of small; freq[b] = 0; miss
-        evict_small(): from the back of small: freq >= 2: to the front of main with freq = 0, go on
-                                               else: evict; to the front of ghost (the oldest there is forgotten); end
-        evict_main():  from the back of main:  freq >= 1: to the front of main with freq - 1, go on
+        evict_small(): from the back of small: freq >= 2: to the front of main with freq = 0, continue
+                                               else: evict; to the front of ghost (if full, its oldest is forgotten); end
+        evict_main():  from the back of main:  freq >= 1: to the front of main with freq - 1, continue
                                                else: evict; end
 
-    The small queue holds at least one block, so that capacities below ten blocks work.
+    The small queue has at least one block, so that capacities below ten blocks work.
 
     Source: J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi, FIFO queues are all you need for cache eviction, SOSP 2023,
-    algorithm 1.
-    Differs from the paper: until the first eviction, a block that finds the small queue full goes to the main one, as in
-    the authors' own simulator since 2024; blocks that came in first else live shorter than those that came in later.
+    algorithm 1. Differs from the paper: until the first eviction, a block that finds the small queue full is inserted
+    into the main one, as in the authors' own simulator since 2024; otherwise the first blocks would be evicted sooner
+    than later ones.
     """
 
     name = "s3fifo"
@@ -248,7 +248,6 @@ def _s3fifo(queues: Queues, freq: Bytes, limits: Int64s, warm: Flags, first: Int
 
 @subroutine
 def _s3fifo_evict(queues: Queues, freq: Bytes, limits: Int64s) -> None:
-    """Goes through one queue until a block is evicted, or the small queue has run empty without."""
     sizes = queues.sizes
     queue = MAIN if sizes[MAIN] > limits[MAIN] or sizes[SMALL] == 0 else SMALL
     promoted_at = 1 if queue == MAIN else PROMOTED_AT
@@ -266,9 +265,9 @@ def _s3fifo_evict(queues: Queues, freq: Bytes, limits: Int64s) -> None:
 
 
 STACK, HIR, GONE, LIR = 0, 1, 2, 3
-"""Queue Q of resident HIR blocks, that of HIR blocks that are gone but in S; LIR blocks are in none, only counted there.
+"""Resident HIR blocks (queue Q); evicted HIR blocks that are still in S; LIR blocks, which are counted but in no queue.
 
-The length of stack S has the place of queue 0.
+The length of stack S is at index 0.
 """
 HIR_SHARE = 0.01
 STACK_FACTOR = 2
@@ -277,25 +276,27 @@ STACK_FACTOR = 2
 class LIRS(Policy):
     """Low inter-reference recency set: 99 % of the capacity for LIR blocks, 1 % (at least one) for resident HIR blocks.
 
-    It keeps the blocks whose last two references lay close together, whatever their recency. Stack S has the LIR blocks and
-    the HIR blocks that were referenced after the lowest of them, resident or gone; queue Q has the resident HIR blocks.
+    The cache keeps blocks whose last two references were close together, regardless of their recency. Stack S has the
+    LIR blocks and the HIR blocks that were referenced after the lowest of them, resident or evicted; queue Q has the
+    resident HIR blocks.
 
         get(b): if b is LIR: move b to the top of S; hit
                 hit = b is resident
-                if not hit and full: the front of Q goes (if it is in S, it stays there as gone)
+                if not hit and full: evict the front of Q (if it is in S, it stays there, marked GONE)
                 if b in S, or fewer LIR blocks than allowed: b becomes LIR, on top of S, out of Q; if that is one LIR
                     block too many, the one at the bottom of S becomes HIR, at the end of Q
                 else: b is HIR, on top of S and at the end of Q
-                prune: HIR blocks below the lowest LIR block leave S
-                while |S| > 2 * capacity: the block that has been gone longest leaves S
+                prune: remove HIR blocks below the lowest LIR block from S
+                while |S| > 2 * capacity: remove from S the block that was evicted first
 
     17 bytes per block.
+
     Source: S. Jiang, X. Zhang, LIRS: an efficient low inter-reference recency set replacement policy, SIGMETRICS 2002,
-    with the share of HIR blocks of its experiments.
-    Differs from the paper: S is bounded by twice the capacity, so that at most capacity + the HIR share of gone blocks
-    are remembered (the paper leaves S unbounded and notes that it can be limited). libCacheSim has the same bound.
-    Differs from libCacheSim: there a hit on a block that has left S also takes a block out of the LIR set; hits differ by
-    less than 1 % of the references, and not at all on a loop larger than the cache.
+    with the share of HIR blocks of its experiments. Differs from the paper: S is limited to twice the capacity, so that
+    at most capacity + the HIR share of evicted blocks are remembered (the paper leaves S unbounded and notes that it
+    can be limited). libCacheSim has the same bound. Differs from libCacheSim: there a hit on a block that is no longer
+    in S also removes a block from the LIR set; hits differ by less than 1 % of the references, and not at all on a loop
+    larger than the cache.
     """
 
     name = "lirs"
@@ -338,7 +339,6 @@ def _lirs(stack: Links, queues: Queues, limits: tuple[int, int], first: Int64s, 
 
 @subroutine
 def _refer(stack: Links, queues: Queues, lir_limit: int, block: int) -> None:
-    """Gives its new place to a referenced block that is not LIR."""
     _, where, sizes = queues
     known = is_linked(stack, block)
     if where[block] != ABSENT:

@@ -1,4 +1,4 @@
-"""Policies that go by frequency: LFU, W-TinyLFU, and LeCaR, which learns whether to go by it or by recency."""
+"""Policies by frequency: LFU, W-TinyLFU, and LeCaR, which learns whether to use frequency or recency."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from llmcache.cache.policies.structures import (
 
 
 class LFU(Policy):
-    """Least frequently used, ties broken by recency (the least recent goes); a dropped block's count is forgotten.
+    """Least frequently used, ties broken by recency (the least recent is evicted); an evicted block's count is forgotten.
 
         get(b): if b in cache: freq[b] += 1; hit
-                if cache is full: drop, among the blocks of the lowest freq, the one referenced longest ago
+                if cache is full: evict, among the blocks of the lowest freq, the least recently referenced one
                 freq[b] = 1; miss
 
-    Constant time per reference: blocks of one frequency are a list, and the lists that are not empty are chained by
-    frequency. 12 bytes per id and 28 per block of capacity.
+    Constant time per reference: blocks of one frequency form a list, and nonempty lists are chained by frequency. 12
+    bytes per id and 28 per block of capacity.
 
     Source: K. Shah, A. Mitra, D. Matani, An O(1) algorithm for implementing the LFU cache eviction scheme, 2010.
     """
@@ -60,7 +60,7 @@ class LFU(Policy):
 
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
-        levels = min(capacity, blocks)  # no more frequencies than blocks
+        levels = min(capacity, blocks)  # at most as many frequencies as blocks
         links = new_links(blocks, levels)
         self._levels = Levels(
             links=links,
@@ -79,9 +79,9 @@ class LFU(Policy):
 
 
 class Levels(NamedTuple):
-    """LFU's state: the blocks of each level, latest in front (head: `blocks` + the level), and the level of each block.
+    """LFU's state: the blocks of each level, latest first (head: `blocks` + the level), and the level of each block.
 
-    `chain` has the levels that are not empty, by their `freq`; free[numbers[TAKEN]:] are the others.
+    `chain` has the nonempty levels, by their `freq`; free[numbers[TAKEN]:] are the others.
     """
 
     links: Links
@@ -108,7 +108,7 @@ def _lfu(levels: Levels, capacity: int, first: Int64s, count: Int64s, hits: Int6
                 lowest = front(chain, len(freq))
                 remove(links, back(links, len(level) + lowest))
                 if is_empty(links, len(level) + lowest):
-                    _give_back(levels, lowest)
+                    _free_level(levels, lowest)
             else:
                 numbers[USED] += 1
             lowest = front(chain, len(freq))
@@ -120,7 +120,6 @@ def _lfu(levels: Levels, capacity: int, first: Int64s, count: Int64s, hits: Int6
 
 @subroutine
 def _promote(levels: Levels, block: int) -> None:
-    """Moves a block one frequency up."""
     links, level, chain, freq, _, _ = levels
     old = int(level[block])
     above = front(chain, old)
@@ -133,12 +132,11 @@ def _promote(levels: Levels, block: int) -> None:
     move_to_front(links, len(level) + above, block)
     level[block] = above
     if alone:
-        _give_back(levels, old)
+        _free_level(levels, old)
 
 
 @subroutine
 def _new_level(levels: Levels, below: int, freq: int) -> int:
-    """Puts a free level into the chain behind `below`, and returns it."""
     level = int(levels.free[levels.numbers[TAKEN]])
     levels.numbers[TAKEN] += 1
     levels.freq[level] = freq
@@ -147,7 +145,7 @@ def _new_level(levels: Levels, below: int, freq: int) -> int:
 
 
 @subroutine
-def _give_back(levels: Levels, level: int) -> None:
+def _free_level(levels: Levels, level: int) -> None:
     remove(levels.chain, level)
     levels.numbers[TAKEN] -= 1
     levels.free[levels.numbers[TAKEN]] = level
@@ -159,27 +157,27 @@ PROTECTED_SHARE = 0.8
 
 
 class WTinyLFU(Policy):
-    """Window TinyLFU: an LRU window of 1 % (at least one block) before an SLRU of 20 % probation and 80 % protected.
+    """Window TinyLFU: an LRU window of 1 % (at least one block), then an SLRU of 20 % probation and 80 % protected.
 
-        get(b): note b in the sketch
+        get(b): count b in the sketch
                 if b in window or protected: move b to the front of it; hit
-                if b in probation: move b to the front of protected; if that is one block too many, its back goes to
+                if b in probation: move b to the front of protected; if that is one block too many, its back moves to
                     the front of probation; hit
-                put b at the front of the window; if that is one block too many:
+                insert b at the front of the window; if that is one block too many:
                     candidate, victim = the backs of window and probation
-                    if the cache was full: if the sketch knows more references of the candidate: the victim goes
-                                           else: the candidate goes
+                    if the cache was full: if the sketch has more references of the candidate: evict the victim
+                                           else: evict the candidate
                     the candidate, if it stays, moves to the front of probation
                 miss
 
     9 bytes per block; the sketch has 26 to 52 bytes per place.
+
     Source: G. Einziger, R. Friedman, B. Manes, TinyLFU: a highly efficient cache admission policy, ACM Transactions on
-    Storage 13(4), 2017, section 4.
-    Differs from Caffeine: the window stays at 1 % (no hill climbing), a tie always goes to the victim (Caffeine lets a
-    few warm candidates in at random against hash flooding), and there is the paper's doorkeeper.
-    Differs from libCacheSim: there every counter of a Bloom filter is incremented without limit, also when the window
-    gives up a block but not when a block of the window is hit, no doorkeeper, ageing after 32 hits per place, and
-    blocks enter protected directly while it has room.
+    Storage 13(4), 2017, section 4. Differs from Caffeine: the window stays at 1 % (no hill climbing), the victim wins
+    every tie (Caffeine admits a few warm candidates at random against hash flooding), and the paper's doorkeeper is
+    included. Differs from libCacheSim: there every counter of a Bloom filter is incremented without limit, also when a
+    block is moved out of the window, but not when a block of the window is hit; there is no doorkeeper, aging comes
+    after 32 hits per place, and blocks enter protected directly while it has room.
     """
 
     name = "wtinylfu"
@@ -188,7 +186,7 @@ class WTinyLFU(Policy):
     def __init__(self, capacity: int, blocks: int) -> None:
         super().__init__(capacity, blocks)
         self._queues = new_queues(blocks, 3)
-        self._sketch = new_sketch(min(capacity, blocks))  # where all blocks fit it is not asked
+        self._sketch = new_sketch(min(capacity, blocks))  # unused if all blocks fit
         window = max(1, int(capacity * WINDOW_SHARE))
         self._limits = (capacity, window, int((capacity - window) * PROTECTED_SHARE))
 
@@ -226,7 +224,7 @@ def _wtinylfu(
 
 @subroutine
 def _admit(queues: Queues, sketch: Sketch, is_full: bool) -> None:
-    """Moves the back of the window to probation; if the cache was full, it or the back of probation goes."""
+    """Move the back of the window to probation; if the cache was full, evict it or the back of probation."""
     candidate = pop(queues, WINDOW)
     if is_full:
         victim = oldest(queues, PROBATION)
@@ -244,23 +242,23 @@ SEED = 123
 
 
 class LeCaR(Policy):
-    """Learning cache replacement as its authors' program has it: LRU and LFU, weights by regret.
+    """Learning cache replacement as in its authors' program: LRU and LFU, weighted by regret.
 
         get(b): the clock advances
                 if b is cached: to the front of the LRU list, frequency + 1; hit
-                if b is in the history of LRU (of LFU): take it out; frequency + 1, else the frequency is 1;
+                if b is in the history of LRU (of LFU): remove it; frequency + 1, else the frequency is 1;
                     the weight of LRU (of LFU) is multiplied by exp(-0.45 * d ** (clock - time of its eviction)),
-                    d = 0.005 ** (1 / capacity); the weights are scaled to sum 1 and kept within 0.01 .. 0.99
+                    d = 0.005 ** (1 / capacity); the weights are scaled to sum 1 and clamped to 0.01 .. 0.99
                 if full: p, q = the back of the LRU list, the least (frequency, block number)
-                    draw LRU or LFU by weight; if p is q it goes and enters no history
-                    else LRU: p goes to the LRU history, LFU: q goes to the LFU history (its oldest entry is dropped
-                    when it has `capacity` entries); the frequency is kept there
-                put b at the front of the LRU list; miss
+                    draw LRU or LFU by weight; if p is q, evict it without a history entry
+                    else LRU: evict p to the LRU history, LFU: evict q to the LFU history (whose oldest entry is dropped
+                    if it has `capacity` entries); the entry includes the frequency
+                insert b at the front of the LRU list; miss
 
-    LFU's ties go by block number, lowest first: on a loop LFU so gives up the lowest numbers, which is what makes the
-    authors' results on loops. The draws are those of the authors' program (MT19937, seed 123), so the hits are the same,
-    block by block, up to the last bit of numpy's single-precision exp. The frequency heap is corrected only when its
-    top is wanted: O(log n) per eviction, O(1) per hit. 33 bytes per block and 24 per place.
+    LFU's ties are broken by block number, lowest first: on a loop LFU therefore evicts the lowest numbers, which
+    explains the authors' results on loops. The draws are those of the authors' program (MT19937, seed 123), so the hits
+    are the same, block by block, up to the last bit of numpy's single-precision exp. The frequency heap is only
+    corrected when its top is needed: O(log n) per eviction, O(1) per hit. 33 bytes per block and 24 per place.
 
     Source: G. Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018, algorithms 1 and 2, and
     the authors' program, github.com/sylab/LeCaR. Their later program (github.com/sylab/cacheus) halves the histories.
@@ -280,7 +278,7 @@ class LeCaR(Policy):
             weights=np.array([0.5, 0.5], np.float32),
         )
         source = np.random.MT19937()
-        # The authors' program calls numpy.random.seed: an older way of seeding than MT19937(seed).
+        # The authors' program calls numpy.random.seed, which seeds differently from MT19937(seed).
         seeded: Any = np.random.RandomState(SEED).get_state(legacy=False)
         source.state = seeded
         self._draws = np.random.Generator(source)
@@ -293,7 +291,7 @@ class LeCaR(Policy):
 
     @property
     def weights(self) -> Floats:
-        """The weights of LRU and LFU now (float32[2]); they sum to 1."""
+        """Current weights of LRU and LFU (float32[2]); they sum to 1."""
         return self._state.weights
 
 
@@ -334,13 +332,13 @@ def _lecar(state: Learner, draws: Any, capacity: int, discount: float, first: In
 
 @subroutine
 def _regret(state: Learner, discount: float, block: int) -> None:
-    """Takes a missed block out of its history and makes the policy that gave it up less likely."""
+    """Remove a missed block from its history, and reduce the weight of the policy that evicted it."""
     queues, past, _, clock, weights = state
     policy = queues.where[block] - LRU_HISTORY
     leave(queues, block)
     past[block, FREQUENCY] += 1
     loss = np.float32(discount ** (clock[0] - past[block, GONE]))
-    # Single precision throughout, as in the authors' program: a weight decides draws only to the last bit of itself.
+    # Single precision throughout, as in the authors' program, so that the draws agree.
     weights[policy] *= np.exp(np.float32(-LEARNING_RATE) * loss)
     total = weights[0] + weights[1]
     weights[0] /= total
@@ -356,7 +354,7 @@ def _regret(state: Learner, discount: float, block: int) -> None:
 def _lecar_evict(state: Learner, history: int, capacity: int) -> None:
     queues, past, heap, clock, _ = state
     least_recent = oldest(queues, CACHED)
-    # The cached block of the least (frequency, number), after bringing the heap's top up to date.
+    # The cached block of the least (frequency, number), after correcting the heap's top.
     rarest = heap.rows[0, ITEM]
     while heap.rows[0, MAJOR] != past[rarest, FREQUENCY]:
         grow(heap, rarest, past[rarest, FREQUENCY])

@@ -1,8 +1,8 @@
-"""The data that a mount keeps: `steering` replays its access log, `reuse` and, for experts, `hotset` any other trace.
+"""The policy of a mount: replayed by `steering` on its access log, by `reuse` and `hotset` (experts) on any other trace.
 
 `Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
-provenance, and verdicts are those of the mount; per reference it is plain Python. `Cut` replays all other traces, block by
-block. Both map runs of dense block ids to files through a `BlockSpace`.
+provenance, and the verdicts equal those of the mount; each reference runs plain Python. `Cut` replays all other traces,
+block by block. Both map runs of dense block ids to files through a `BlockSpace`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from llmcache.errors import DataError
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-SCHEME, SCHEME_1_0 = "llmcache.mount/2", "llmcache.mount/1"  # extra["mount"] of what llmcache.fs.daemon.logwriter writes
-_MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times what a mount has
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what events of any types come to
+SCHEME, SCHEME_1_0 = "llmcache.mount/2", "llmcache.mount/1"  # extra["mount"] of logs written by llmcache.fs.daemon.logwriter
+_MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times the maximum of a mount
+# exceptions caused by events of invalid types
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class LLMCache(Policy):
-    """What llmcachefs keeps: loops by their periods, experts by popularity and recency, and never much worse than LRU.
+    """The policy of llmcachefs: loops by period, experts by popularity and recency, and never much worse than LRU.
 
-    On the access log of an arena mount, with its budget as the capacity: the mount's own hits, misses and evictions.
-    On any other trace blocks are kept as `Reuse` does, and experts of an MoE model whose file is still there are kept
-    whole, by `HotSet`. Without `describe` nothing is known of files.
+    On the access log of an arena mount, with its budget as the capacity: the mount's own hits, misses and evictions. On
+    any other trace `Reuse` caches blocks, and `HotSet` caches whole experts of MoE models whose files still exist.
+    Without `describe`, no files are known.
+
     Source: io_caching section 4.1 (classes, loops by period); `hotset` for experts.
     """
 
@@ -49,7 +51,7 @@ class LLMCache(Policy):
         self._source: Recorded | Cut = Cut(everything, (), capacity, UNKNOWN)
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
-        """Takes the facts on files from a mount's log, or from the file table. DataError for a damaged log."""
+        """Set the facts on files from a mount's log, or from the file table. DataError for a damaged log."""
         if Recorded.fits(provenance):
             self._source = Recorded(space, provenance, self.capacity)
         else:
@@ -65,14 +67,14 @@ class LLMCache(Policy):
 
     @property
     def evictions(self) -> int:
-        """Blocks that have left; what is not wanted never came in."""
+        """Number of blocks evicted; unwanted blocks were never inserted."""
         return self._source.evictions
 
 
 class Recorded:
-    """The rows of an arena mount's access log, one after the other, from the first.
+    """The rows of an arena mount's access log, in order from the first.
 
-    With another capacity than the mount's budget, its budget changes are taken in proportion.
+    If the capacity differs from the mount's budget, its budget changes are scaled in proportion.
     """
 
     def __init__(self, places: BlockSpace, provenance: Provenance, capacity: int) -> None:
@@ -91,12 +93,12 @@ class Recorded:
 
     @staticmethod
     def fits(provenance: Provenance) -> bool:
-        """True for the log of a mount whose references are all in it: mode arena, and no row lost."""
+        """Return True for the log of a mount that contains all its references: mode arena, and no row lost."""
         extra = provenance.extra
         return extra.get("mount") in (SCHEME, SCHEME_1_0) and extra.get("mode") == "arena" and not provenance.lost_events
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
-        """Returns the hit blocks of each row; DataError if rows and provenance do not belong together."""
+        """Return the hit blocks of each row; DataError if rows and provenance do not match."""
         files, blocks = self._places.locate(first)
         hits = np.zeros(len(first), np.int64)
         for index, (file, block, length) in enumerate(zip(files.tolist(), blocks.tolist(), count.tolist(), strict=True)):
@@ -121,7 +123,6 @@ class Recorded:
             raise _damaged(f"row {self._row}: space {reprlib.repr(key)} has no extent {extent}") from error
 
     def _catch_up(self) -> None:
-        """Applies the events that happened before the next row."""
         while self._next < len(self._events) and self._events[self._next][0] <= self._row:
             event = self._events[self._next][1]
             self._next += 1
@@ -145,18 +146,18 @@ class Recorded:
 
     @property
     def evictions(self) -> int:
-        """Blocks that have left."""
+        """Number of blocks evicted."""
         return self.core.evicted_blocks
 
     def resident(self) -> Int64s:
-        """Returns the ids of the blocks that are held, ascending."""
+        """Return the ids of the blocks in the cache, ascending."""
         files = {(key, base): file for file, (key, base, _) in self._files.items()}
         return _sorted(_resident_ids(self.core, self._places, files))
 
 
 @dataclass
 class _Use:
-    """The latest use of an expert: whether it was there, and how far its slices have been read since, by their number."""
+    """The latest use of an expert: whether it hit, and for each slice, by number, the end of the blocks read since."""
 
     hit: bool
     ends: dict[int, int] = field(default_factory=dict)
@@ -176,10 +177,10 @@ class _FileExperts:
 
 
 class Cut:
-    """Runs of any trace: blocks as `Reuse` keeps them, experts of MoE models whose file is still there as mounts do.
+    """Replays any trace: `Reuse` caches blocks, and experts of MoE models whose file still exists are cached as in mounts.
 
-    An expert is loaded whole when its first block is missed: its other blocks came from storage for the same use. Experts
-    take no more of the capacity than the dense tensors of their models leave.
+    An expert is loaded whole when its first block misses, and its other blocks miss too in the same use. Experts use at
+    most the capacity that the dense tensors of their models leave.
     """
 
     def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
@@ -231,16 +232,16 @@ class Cut:
         return hits
 
     def _flush(self, pending: list[tuple[int, int, int]], hits: Int64s) -> None:
-        """Replay the runs that are `pending`, before the room for them changes."""
+        """Replay the `pending` runs, before their capacity changes."""
         if pending:
             rows, first, count = np.array(pending, np.int64).T.copy()
             np.add.at(hits, rows, self._reuse.replay(first, count))
             pending.clear()
 
     def _used(self, mixture: _FileExperts, number: int, block: int, until: int) -> bool:
-        """Return whether the expert of a slice, of which blocks up to `until` are read, was there when its use began.
+        """Return True if the expert of a slice was cached when its use began; read the slice's blocks up to `until`.
 
-        It is there from then on.
+        The expert is cached from then on.
         """
         expert = mixture.experts.expert_of[number]
         use = mixture.uses.get(expert)
@@ -255,7 +256,7 @@ class Cut:
         return use.hit
 
     def _fit(self) -> None:
-        """Evict the experts that no longer fit; the other blocks have what experts do not take."""
+        """Evict experts that no longer fit; the other blocks get the remaining capacity."""
         while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
             mixture = next(one for one in self._mixtures.values() if one.first <= key < one.first + one.experts.count)
             self._hot.drop(key)
@@ -266,11 +267,11 @@ class Cut:
 
     @property
     def evictions(self) -> int:
-        """Blocks that have left."""
+        """Number of blocks evicted."""
         return self._reuse.evictions + self._evictions
 
     def resident(self) -> Int64s:
-        """Return the ids of the blocks that are held, ascending."""
+        """Return the ids of the blocks in the cache, ascending."""
         held = [self._reuse.resident()]
         for mixture in self._mixtures.values():
             for expert in range(mixture.experts.count):
@@ -282,7 +283,7 @@ class Cut:
 
 
 def _slice_at(experts: ExpertSlices, block: int, end: int) -> tuple[int | None, int]:
-    """Return the number of the slice that `block` is in, None for none, and where that part ends, `end` at most."""
+    """Return the number of the slice that contains `block`, None for none, and the end of that part, at most `end`."""
     offset = block * BLOCK_BYTES
     number = bisect_right(experts.starts, offset) - 1
     if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:
@@ -303,7 +304,7 @@ def _resident_ids(core: Steering, places: BlockSpace, files: dict[tuple[str, int
 
 
 def _sorted(parts: list[Int64s]) -> Int64s:
-    """The ids in all `parts`, ascending, each once: a block may lie in two experts."""
+    """Return the ids in all `parts`, ascending, without duplicates: a block may belong to two experts."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
 

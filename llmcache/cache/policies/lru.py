@@ -1,4 +1,4 @@
-"""Policies that go by recency: LRU, and CLOCK and SIEVE, which come near it with a bit in place of a move."""
+"""Policies by recency: LRU, and CLOCK and SIEVE, which approximate it with a bit instead of a move."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LRU(Policy):
     """Least recently used, one list; 8 bytes per block.
 
         get(b): if b in list: move b to the front; hit
-                if list is full: drop the back
-                put b at the front; miss
+                if list is full: evict the back
+                insert b at the front; miss
 
     Source: R. L. Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970: the
     stack policy whose hits at all sizes follow from one pass (`llmcache.cache.curves`).
@@ -56,7 +56,7 @@ def _lru(links: Links, numbers: Int64s, capacity: int, first: Int64s, count: Int
                 move_to_front(links, head, block)
                 block += 1
             else:
-                stop = _bring_in(links, head, capacity, used, block, end)
+                stop = _insert_missed(links, head, capacity, used, block, end)
                 used = min(capacity, used + stop - block)
                 missed += stop - block
                 block = stop
@@ -65,10 +65,11 @@ def _lru(links: Links, numbers: Int64s, capacity: int, first: Int64s, count: Int
 
 
 @subroutine
-def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end: int) -> int:
-    """Brings in `block` and what follows until `end` or a hit, which it returns; both ends of the list stay in registers.
+def _insert_missed(links: Links, head: int, capacity: int, used: int, block: int, end: int) -> int:
+    """Insert `block` and its successors until `end` or a hit, and return that position.
 
-    On a long miss this is twice as fast as one insertion after the other, each of which waits for the last one's links.
+    Both ends of the list stay in registers. On a long miss this is twice as fast as separate insertions, each of which
+    waits for the links of the previous one.
     """
     newest = links[head, NEXT]
     oldest = links[head, PREV]
@@ -95,22 +96,22 @@ def _bring_in(links: Links, head: int, capacity: int, used: int, block: int, end
 
 
 FREE = -1  # the slot of a block that is not in the cache
-USED, HAND = 0, 1  # places in the numbers: blocks in the cache, where the hand is
+USED, HAND = 0, 1  # indices into the numbers: blocks in the cache, position of the hand
 
 
 class Clock(Policy):
-    """CLOCK with one bit, which a block gets by its first reference after the one that brought it in.
+    """CLOCK with one bit per block, which is set by the first reference after the insertion.
 
         get(b): if b in cache: used[b] = 1; hit
-                if cache is full: while used[block at hand]: used[block at hand] = 0, move the hand on
-                                  drop the block at the hand
-                put b at the hand with used[b] = 0, move the hand on; miss
+                if cache is full: while used[block at hand]: used[block at hand] = 0, advance the hand
+                                  evict the block at the hand
+                insert b at the hand with used[b] = 0, advance the hand; miss
 
     5 bytes per id and 8 per block of capacity.
 
-    Source: F. J. Corbató, A paging experiment with the Multics system, MIT Project MAC, 1968.
-    Differs from the paper: the reference that brings a block in does not set its bit, as in FIFO with second chance; else
-    a scan would clear the bits of the whole cache before it drops its own blocks.
+    Source: F. J. Corbató, A paging experiment with the Multics system, MIT Project MAC, 1968. Differs from the paper:
+    the reference that inserts a block does not set its bit, as in FIFO with second chance; otherwise a scan would clear
+    the bits of the whole cache before it evicts its own blocks.
     """
 
     name = "clock"
@@ -155,13 +156,13 @@ def _clock(
 
 
 class Sieve(Policy):
-    """SIEVE: CLOCK that leaves surviving blocks where they are, so that new blocks go first; 9 bytes per id.
+    """SIEVE: CLOCK that leaves surviving blocks in place, so that new blocks are evicted first; 9 bytes per id.
 
         get(b): if b in queue: visited[b] = 1; hit
-                if queue is full: start at the hand, or at the oldest block when there is none
+                if queue is full: start at the hand, or at the oldest block if there is none
                                   while visited[block at hand]: clear it, move to the next newer (past the newest: oldest)
-                                  drop the block at the hand; the hand stays on its newer neighbour
-                put b at the newest end with visited[b] = 0; miss
+                                  evict the block at the hand; the hand stays on its newer neighbor
+                insert b at the newest end with visited[b] = 0; miss
 
     There are no parameters.
 

@@ -1,4 +1,4 @@
-"""The cache of the simulated llmcache: it keeps the blocks that come back soonest, with LRU as its guard."""
+"""The block cache of the simulated llmcache: it keeps the blocks with the soonest expected reuse, guarded by LRU."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from llmcache.cache.policies.structures import (
 from llmcache.cache.shadow import Guard
 from llmcache.units import BLOCK_BYTES
 
-AGREE_SHIFT, AGREE_STEPS = 3, 8  # intervals agree within an eighth and 8 steps
+AGREE_SHIFT, AGREE_STEPS = 3, 8  # intervals agree if they differ by at most an eighth and 8 steps
 STREAM_STEPS = 16  # a block that follows its predecessor within this number of steps belongs to the same stream
-NEAR_SHIFT = 4  # a loop that is less than a sixteenth of its length before a block is about to reach the block
+NEAR_SHIFT = 4  # a loop is about to reach a block if it is less than a sixteenth of its length before the block
 STREAM_SHIFT = 7  # a 128th of the cache is for streamed blocks
-GIVEN_UP = 4  # usual intervals, after which a block is no longer expected
-GUARD_SHARE = 8  # of the capacity, inverted: the excess of misses after which the other of the two decides
-LEAST_EXCESS = 256  # blocks; less is noise
-WINDOW_SHARE, LEAST_WINDOW = 16, 64  # references between two judgements: a part of the capacity, inverted, and the least
+GIVEN_UP = 4  # usual intervals after which a block is no longer expected
+GUARD_SHARE = 8  # the plan and LRU switch roles after an excess of capacity / GUARD_SHARE misses
+LEAST_EXCESS = 256  # blocks; a smaller excess is noise
+WINDOW_SHARE, LEAST_WINDOW = 16, 64  # references per window of the guard: capacity / WINDOW_SHARE, at least LEAST_WINDOW
 
-# Groups: for each kind of block one per half octave of the usual interval; then runs of blocks that were seen once.
+# Groups: for each kind of block, one per half octave of the usual interval; then runs of blocks referenced once.
 REGULAR, IRREGULAR, HOT = 0, 1, 2
 _PER_KIND = 2 * 64
 FIRST_RUN = 3 * _PER_KIND
 RUNS = 256
 GROUPS = FIRST_RUN + RUNS
 
-HELD, PLANNED, RECENT = 1, 2, 4  # in the cache; the plan would have it; LRU would have it
+HELD, PLANNED, RECENT = 1, 2, 4  # in the cache; in the plan; in LRU
 NEVER = -1
 
-# Places in the numbers: references until now, the block of the last one, blocks in the cache, in the plan and in LRU, groups
-# that are not empty, runs begun, and misses of the plan and of LRU in this window.
+# Indices into `numbers`: references so far, the block of the last one, blocks in the cache, in the plan and in LRU,
+# nonempty groups, runs begun, and misses of the plan and of LRU in this window.
 STEP, PREVIOUS, IN_CACHE, IN_PLAN, IN_LRU, ACTIVE, BEGUN, PLAN_MISSES, LRU_MISSES = range(9)
 
 
 class ReuseState(NamedTuple):
     """The state of the cache, of the plan and of LRU.
 
-    `plan`: the blocks of each group, latest reference in front (head: blocks + group), and the blocks that the cache holds
-    but the plan does not (head: blocks + GROUPS). `recent`: the blocks that LRU would hold, and those that the cache holds
-    but LRU would not. By block: the step of the `last` reference, the `latest` and the `usual` interval, the `group`, and
-    `flags`. `active`: the groups that are not empty, in no order, and `place`, where each of them is in it.
+    `plan`: the blocks of each group, latest reference first (head: blocks + group), and the blocks in the cache but not
+    in the plan (head: blocks + GROUPS). `recent`: the blocks in LRU, and those in the cache but not in LRU. By block:
+    the step of the `last` reference, the `latest` and the `usual` interval, the `group`, and `flags`. `active`: the
+    nonempty groups, in no order, and `place`, the index of each group in it.
     """
 
     plan: Links
@@ -69,27 +69,28 @@ class ReuseState(NamedTuple):
 
 
 class Reuse(Policy):
-    """Keep the blocks whose next reference is expected soonest; of a loop that does not fit, a part, and stream the rest.
+    """Keep the blocks with the soonest expected reference; of a loop that does not fit, keep a part and stream the rest.
 
         get(b): compare the interval since the last reference to b with the usual one of b and with the latest one of b - 1:
                     b is REGULAR (it agrees with the usual one), IRREGULAR (only with that of b - 1), or HOT
-                choose a victim: if there are blocks that were seen once, the latest one of the oldest run of these, or an
-                    overdue block that is older; else the block that is expected last: of the blocks of a loop the one that
-                    was read last, of HOT the one that was not read for longest
-                if that is b, stream it: it leaves as soon as a 128th of the cache has been streamed
+                choose a victim: if there are blocks that were referenced once, the latest one of the oldest run of these,
+                    or an overdue block that is older; else the block that is expected last: of the blocks of a loop the
+                    most recently read one, of HOT the least recently read one
+                if that is b, stream it: it is evicted as soon as a 128th of the cache has been streamed
 
-    The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one interval
-    of more than UNUSED_GAPS usual ones, does not change it. A block is overdue when its interval can no longer agree, unless
-    blocks a little before it in a REGULAR loop were read, and after GIVEN_UP usual intervals in any case. An overdue block
-    is expected as late as it is old.
+    The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one
+    interval of more than UNUSED_GAPS usual ones, does not change it. A block is overdue if its interval can no longer
+    agree, unless blocks a little before it in a REGULAR loop were read, and after GIVEN_UP usual intervals in any case.
+    For an overdue block, the expected wait is its age.
 
-    This plan is kept as if it were the cache, and so is LRU. The cache evicts a block that the deciding one does not have. A
-    `Guard` compares their misses, and LRU decides while the plan misses more. `Guard` and UNUSED_GAPS are those of
-    mounts.
+    This plan is simulated as a cache of its own, and so is LRU. The actual cache evicts blocks that the deciding one of
+    the two does not contain. A `Guard` compares their misses: LRU decides while the plan misses more. `Guard` and
+    UNUSED_GAPS are those of mounts.
 
-    49 bytes per block. Constant time per hit; a miss compares the groups that are not empty, mostly 10 to 30 of them.
-    Source: io_caching section 4.1 (scans leave first, loops by period, hot set by LRU); two policies by their shadows:
-    Subramanian, Smaragdakis, Loh, Adaptive Caches, MICRO 2006.
+    49 bytes per block. Constant time per hit; a miss compares the nonempty groups, usually 10 to 30.
+
+    Source: io_caching section 4.1 (scans are evicted first, loops by period, hot set by LRU); two policies by their
+    shadows: Subramanian, Smaragdakis, Loh, Adaptive Caches, MICRO 2006.
     """
 
     name = "reuse"
@@ -126,7 +127,7 @@ class Reuse(Policy):
                 self._window_ends += self._window
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity (at least 1); what no longer fits is evicted."""
+        """Change the capacity (at least 1) and evict blocks that no longer fit."""
         self.capacity = capacity
         _fit(self._state, capacity, self._guard.steering)
 
@@ -146,7 +147,7 @@ def _reuse(
     run: int,
     offset: int,
 ) -> tuple[int, int]:
-    """Replays from block `offset` of `run` until the window ends, and returns where that is."""
+    """Replay from block `offset` of `run` until the window ends, and return that position."""
     flags, numbers = state.flags, state.numbers
     while run < len(first):
         while offset < count[run]:
@@ -154,7 +155,7 @@ def _reuse(
                 return run, offset
             block = first[run] + offset
             offset += 1
-            if block == numbers[PREVIOUS]:  # it was just read
+            if block == numbers[PREVIOUS]:  # a repeated reference
                 hits[run] += 1
                 continue
             numbers[PREVIOUS] = block
@@ -181,7 +182,7 @@ def _fit(state: ReuseState, capacity: int, steering: bool) -> None:
     while numbers[IN_LRU] > capacity:
         _drop_oldest(state)
     while numbers[IN_PLAN] > _room(capacity):
-        _give_up(state, _victim(state, NEVER, 0))
+        _unplan(state, _victim(state, NEVER, 0))
     while numbers[IN_CACHE] > capacity:
         _evict(state, steering)
 
@@ -191,13 +192,13 @@ def _fit(state: ReuseState, capacity: int, steering: bool) -> None:
 
 @subroutine
 def _room(capacity: int) -> int:
-    """Returns how many blocks the plan may have: at least one place is for streamed blocks."""
+    """Return the capacity of the plan: at least one place is for streamed blocks."""
     return capacity - max(1, capacity >> STREAM_SHIFT)
 
 
 @subroutine
 def _evict(state: ReuseState, steering: bool) -> None:
-    """Evicts the block that the deciding one dropped first, of those still held. There is one where the cache is full."""
+    """Evict the cached block that the deciding policy dropped first. There is one if the cache is full."""
     blocks, flags = len(state.flags), state.flags
     block = back(state.plan, blocks + GROUPS) if steering else back(state.recent, blocks + 1)
     if not flags[block] & PLANNED:
@@ -243,7 +244,7 @@ def _drop_oldest(state: ReuseState) -> None:
 
 @subroutine
 def _touch_plan(state: ReuseState, room: int, block: int) -> None:
-    """Gives a referenced block its place in the plan, or none where all that the plan has is expected sooner."""
+    """Add a referenced block to its group in the plan, unless all blocks in the plan are expected sooner."""
     flags, numbers = state.flags, state.numbers
     group = _classify(state, block)
     state.last[block] = numbers[STEP]
@@ -257,7 +258,7 @@ def _touch_plan(state: ReuseState, room: int, block: int) -> None:
             victim = _victim(state, block, group) if room else block
             if victim == block:
                 return
-            _give_up(state, victim)
+            _unplan(state, victim)
         if is_linked(state.plan, block):
             remove(state.plan, block)
     _join(state, block, group)
@@ -265,7 +266,7 @@ def _touch_plan(state: ReuseState, room: int, block: int) -> None:
 
 @subroutine
 def _classify(state: ReuseState, block: int) -> int:
-    """Returns the group of a block that is referenced now, and takes the interval since its last reference."""
+    """Return the group of a block that is referenced now, and record the interval since its last reference."""
     last, latest, numbers = state.last, state.latest, state.numbers
     step = numbers[STEP]
     follows = block > 0 and last[block - 1] != NEVER and step - last[block - 1] <= STREAM_STEPS
@@ -304,7 +305,7 @@ def _half_octave(interval: int) -> int:
 
 @subroutine
 def _victim(state: ReuseState, newcomer: int, group: int) -> int:
-    """Returns the block that the plan drops for `newcomer`, of `group`; the newcomer itself if it is expected last."""
+    """Return the block that the plan drops for `newcomer`, of `group`; the newcomer itself if it is expected last."""
     blocks, last, usual, step = len(state.flags), state.last, state.usual, state.numbers[STEP]
     best = run = stale = NEVER
     run_age = stale_age = 0
@@ -338,7 +339,7 @@ def _victim(state: ReuseState, newcomer: int, group: int) -> int:
 
 @subroutine
 def _is_overdue(state: ReuseState, group: int, block: int, age: int) -> bool:
-    """Returns whether `block`, the one of its group that was referenced longest ago, should have been read by now."""
+    """Return True if `block`, the least recently referenced one of its group, should have been read by now."""
     last, usual = state.last, state.usual[block]
     if age > GIVEN_UP * usual + AGREE_STEPS:
         return True
@@ -347,7 +348,7 @@ def _is_overdue(state: ReuseState, group: int, block: int, age: int) -> bool:
     distance = 1
     while distance <= min(usual >> NEAR_SHIFT, block):
         if last[block - distance] > last[block]:
-            return False  # the loop takes longer this time, and is close to the block
+            return False  # the loop is slower this time, and close to the block
         distance *= 2
     return True
 
@@ -378,8 +379,7 @@ def _leave(state: ReuseState, block: int) -> None:
 
 
 @subroutine
-def _give_up(state: ReuseState, block: int) -> None:
-    """Takes a block out of the plan; the cache may still hold it."""
+def _unplan(state: ReuseState, block: int) -> None:
     _leave(state, block)
     if state.flags[block] & HELD:
         push_front(state.plan, len(state.flags) + GROUPS, block)

@@ -1,7 +1,7 @@
-"""What policies are made of: linked lists, queues, a heap, a set of times, a frequency sketch, all over dense ids.
+"""Data structures of policies over dense ids: linked lists, queues, a heap, a set of times, a frequency sketch.
 
-Nothing is allocated while a trace is replayed, and nothing is checked, for speed. Compiled loops take these functions into
-themselves, named tuples of arrays with them.
+For speed, nothing is allocated during a replay, and nothing is checked. Compiled loops inline these functions,
+including the named tuples of arrays.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from numpy.typing import NDArray
 from llmcache.arrays import Bytes, Int64s, Uint32s, Uint64s
 from llmcache.cache.policies.base import lean_kernel, subroutine
 
-# Doubly linked lists. All lists of a policy share one array links[blocks + lists, 2]: row b holds the two neighbours of
-# block b, and the rows from `blocks` on are the lists' heads. Each list is a ring through its head, so that no operation
-# has a special case at the ends. For LRU that is the whole state, 8 bytes per block. Both links of a block lie side by side
-# because whoever reads one writes the other; ascending ids are neighbours in memory, so a sequential run costs one cache
-# line per eight blocks. A block is in at most one list of an array: remove it before pushing it elsewhere.
+# Doubly linked lists. All lists of a policy share one array links[blocks + lists, 2]: row b has the two neighbors of
+# block b, and the rows from `blocks` on are the heads of the lists. Each list is a ring through its head, so that no
+# operation has a special case at the ends. For LRU this is the whole state, 8 bytes per block. Both links of a block
+# are adjacent because every operation that reads one writes the other; ascending ids are adjacent in memory, so a
+# sequential run touches one cache line per eight blocks. A block is in at most one list of an array: remove it before
+# pushing it elsewhere.
 
 Links = NDArray[Any]
-"""int32[n, 2], or int64[n, 2] where ids do not fit: columns PREV (nearer to the front) and NEXT (nearer to the back)."""
+"""int32[n, 2], or int64[n, 2] if ids do not fit: columns PREV (nearer to the front) and NEXT (nearer to the back)."""
 
 PREV, NEXT = 0, 1
 NONE = -1  # the link of a block that is in no list
 
 
 def new_links(blocks: int, lists: int) -> Links:
-    """Returns links of `blocks` blocks in no list and of `lists` empty lists, whose heads are blocks, blocks + 1, …"""
+    """Return links of `blocks` blocks in no list and of `lists` empty lists, whose heads are blocks, blocks + 1, …"""
     rows = blocks + lists
     links = np.full((rows, 2), NONE, np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
     links[blocks:] = np.arange(blocks, rows)[:, None]
@@ -37,31 +38,31 @@ def new_links(blocks: int, lists: int) -> Links:
 
 @subroutine
 def is_linked(links: Links, block: int) -> bool:
-    """Returns whether `block` is in any list of `links`."""
+    """Return True if `block` is in any list of `links`."""
     return bool(links[block, NEXT] != NONE)
 
 
 @subroutine
 def is_empty(links: Links, head: int) -> bool:
-    """Returns whether the list of `head` is empty."""
+    """Return True if the list of `head` is empty."""
     return bool(links[head, NEXT] == head)
 
 
 @subroutine
 def front(links: Links, head: int) -> int:
-    """Returns the first block of a list, or `head` itself when the list is empty."""
+    """Return the first block of a list, or `head` itself if the list is empty."""
     return int(links[head, NEXT])
 
 
 @subroutine
 def back(links: Links, head: int) -> int:
-    """Returns the last block of a list, or `head` itself when the list is empty."""
+    """Return the last block of a list, or `head` itself if the list is empty."""
     return int(links[head, PREV])
 
 
 @subroutine
 def push_front(links: Links, head: int, block: int) -> None:
-    """Puts `block`, which is in no list, at the front; with a block in place of `head`, behind that one."""
+    """Insert `block`, which is in no list, at the front; if `head` is a block, insert after that one."""
     follower = links[head, NEXT]
     links[block, PREV] = head
     links[block, NEXT] = follower
@@ -71,13 +72,13 @@ def push_front(links: Links, head: int, block: int) -> None:
 
 @subroutine
 def push_back(links: Links, head: int, block: int) -> None:
-    """Puts `block`, which is in no list, at the back."""
+    """Insert `block`, which is in no list, at the back."""
     push_front(links, int(links[head, PREV]), block)
 
 
 @subroutine
 def unhook(links: Links, block: int) -> None:
-    """Takes `block` out of its list but leaves its own row stale: only for a push that follows at once."""
+    """Remove `block` from its list without updating its own row: only for an immediate push."""
     before = links[block, PREV]
     behind = links[block, NEXT]
     links[before, NEXT] = behind
@@ -86,14 +87,14 @@ def unhook(links: Links, block: int) -> None:
 
 @subroutine
 def remove(links: Links, block: int) -> None:
-    """Takes `block` out of its list."""
+    """Remove `block` from its list."""
     unhook(links, block)
     links[block, NEXT] = NONE
 
 
 @subroutine
 def move_to_front(links: Links, head: int, block: int) -> None:
-    """Moves `block` from wherever it is linked to the front of the list of `head`."""
+    """Move `block` from its list to the front of the list of `head`."""
     unhook(links, block)
     push_front(links, head, block)
 
@@ -104,7 +105,7 @@ ABSENT = 0  # the queue of a block that is in none
 
 
 class Queues(NamedTuple):
-    """Queues 1, 2, …, newest block in front: their `links`, the queue of each block (`where`), the length of each (`sizes`).
+    """Queues 1, 2, …, newest block first: their `links`, the queue of each block (`where`), the length of each (`sizes`).
 
     The list of queue q has the head blocks + q; 9 bytes per block.
     """
@@ -115,19 +116,19 @@ class Queues(NamedTuple):
 
 
 def new_queues(blocks: int, queues: int) -> Queues:
-    """Returns the empty queues 1 .. `queues` of the blocks 0 .. `blocks` - 1."""
+    """Return the empty queues 1 .. `queues` of the blocks 0 .. `blocks` - 1."""
     return Queues(new_links(blocks, queues + 1), np.zeros(blocks, np.uint8), np.zeros(queues + 1, np.int64))
 
 
 @subroutine
 def oldest(queues: Queues, queue: int) -> int:
-    """Returns the block at the back of a queue that is not empty."""
+    """Return the block at the back of a nonempty queue."""
     return int(queues.links[len(queues.where) + queue, PREV])
 
 
 @subroutine
 def enter(queues: Queues, queue: int, block: int) -> None:
-    """Puts `block`, which is in no queue, in front of a queue."""
+    """Insert `block`, which is in no queue, at the front of a queue."""
     push_front(queues.links, len(queues.where) + queue, block)
     queues.where[block] = queue
     queues.sizes[queue] += 1
@@ -135,7 +136,7 @@ def enter(queues: Queues, queue: int, block: int) -> None:
 
 @subroutine
 def leave(queues: Queues, block: int) -> None:
-    """Takes `block` out of its queue."""
+    """Remove `block` from its queue."""
     remove(queues.links, block)
     queues.sizes[queues.where[block]] -= 1
     queues.where[block] = ABSENT
@@ -143,7 +144,7 @@ def leave(queues: Queues, block: int) -> None:
 
 @subroutine
 def shift(queues: Queues, queue: int, block: int) -> None:
-    """Moves `block` from its queue to the front of this one, which may be the same."""
+    """Move `block` from its queue to the front of this one, which may be the same."""
     queues.sizes[queues.where[block]] -= 1
     move_to_front(queues.links, len(queues.where) + queue, block)
     queues.where[block] = queue
@@ -152,20 +153,20 @@ def shift(queues: Queues, queue: int, block: int) -> None:
 
 @subroutine
 def pop(queues: Queues, queue: int) -> int:
-    """Takes the oldest block out of a queue that is not empty, and returns it."""
+    """Remove the oldest block from a nonempty queue, and return it."""
     block = oldest(queues, queue)
     leave(queues, block)
     return block
 
 
-# A binary heap of (major, minor, item) rows, least first, whose items can be taken out from anywhere. The keys stand in the
-# heap itself and not beside the items: a comparison then reads memory it is about to move.
+# A binary heap of (major, minor, item) rows, least first, that supports removal of any item. The keys are in the heap
+# itself and not in a separate array: a comparison then reads memory that is about to be moved.
 
 MAJOR, MINOR, ITEM = 0, 1, 2
 
 
 class Heap(NamedTuple):
-    """`rows[position]` is a row; `at[item]` is the item's position, NONE when it is not there; `size[0]` counts them."""
+    """`rows[position]` is a row, `at[item]` the item's position (NONE if it has none), `size[0]` the number of rows."""
 
     rows: Int64s
     at: Int64s
@@ -173,20 +174,20 @@ class Heap(NamedTuple):
 
 
 def new_heap(capacity: int, items: int) -> Heap:
-    """Returns an empty heap for at most `capacity` of the items 0 .. `items` - 1; 24 bytes per place, 8 per item."""
+    """Return an empty heap for at most `capacity` of the items 0 .. `items` - 1; 24 bytes per place, 8 per item."""
     return Heap(np.zeros((capacity, 3), np.int64), np.full(items, NONE, np.int64), np.zeros(1, np.int64))
 
 
 @subroutine
 def push(heap: Heap, major: int, minor: int, item: int) -> None:
-    """Adds an item that is not in the heap."""
+    """Add an item that is not in the heap."""
     heap.size[0] += 1
     _rise(heap, heap.size[0] - 1, major, minor, item)
 
 
 @subroutine
 def take_out(heap: Heap, item: int) -> None:
-    """Removes an item that is in the heap."""
+    """Remove an item that is in the heap."""
     place = heap.at[item]
     heap.at[item] = NONE
     heap.size[0] -= 1
@@ -201,14 +202,13 @@ def take_out(heap: Heap, item: int) -> None:
 
 @subroutine
 def grow(heap: Heap, item: int, major: int) -> None:
-    """Raises the major key of an item that is in the heap."""
+    """Raise the major key of an item that is in the heap."""
     place = heap.at[item]
     _sink(heap, place, major, heap.rows[place, MINOR], item)
 
 
 @subroutine
 def _before(rows: Int64s, place: int, major: int, minor: int) -> bool:
-    """Returns whether the row at `place` comes before (major, minor)."""
     if rows[place, MAJOR] != major:
         return bool(rows[place, MAJOR] < major)
     return bool(rows[place, MINOR] < minor)
@@ -247,12 +247,12 @@ def _write(heap: Heap, place: int, major: int, minor: int, item: int) -> None:
     heap.at[item] = place
 
 
-# A set of times 0 .. n - 1 whose latest member is found in a few steps: one bit per time, and a tree of summaries. Level 0
-# has one bit per time; a bit of a higher level says whether a word of the level below has any bit set. The last level is a
-# single word. n/8 bytes and 1/31 of it more.
+# A set of times 0 .. n - 1 that finds its latest member in a few steps: one bit per time, and a tree of summaries.
+# Level 0 has one bit per time; a bit of a higher level is set if a word of the level below has any bit set. The last
+# level is a single word. It takes n/8 bytes and 1/31 more.
 
-EMPTY = -1  # what `latest` answers for an empty set
-_SHIFT, _LOW = 5, 31  # a word has 32 bits; signed 64-bit arithmetic, Numba's default, holds it without surprises
+EMPTY = -1  # result of `latest` for an empty set
+_SHIFT, _LOW = 5, 31  # a word has 32 bits, which signed 64-bit arithmetic, Numba's default, represents safely
 
 
 class TimeSet(NamedTuple):
@@ -263,7 +263,7 @@ class TimeSet(NamedTuple):
 
 
 def new_timeset(times: int) -> TimeSet:
-    """Returns an empty set for the times 0 .. `times` - 1."""
+    """Return an empty set for the times 0 .. `times` - 1."""
     lengths = [max(1, (times + _LOW) >> _SHIFT)]
     while lengths[-1] > 1:
         lengths.append((lengths[-1] + _LOW) >> _SHIFT)
@@ -272,13 +272,13 @@ def new_timeset(times: int) -> TimeSet:
 
 @subroutine
 def contains(times: TimeSet, time: int) -> bool:
-    """Returns whether `time` is in the set."""
+    """Return True if `time` is in the set."""
     return (int(times.words[time >> _SHIFT]) >> (time & _LOW)) & 1 == 1
 
 
 @subroutine
 def add(times: TimeSet, time: int) -> None:
-    """Adds a time."""
+    """Add a time."""
     for level in range(len(times.starts)):
         place = times.starts[level] + (time >> _SHIFT)
         before = int(times.words[place])
@@ -290,7 +290,7 @@ def add(times: TimeSet, time: int) -> None:
 
 @subroutine
 def discard(times: TimeSet, time: int) -> None:
-    """Takes a time out that is in the set."""
+    """Remove a time that is in the set."""
     for level in range(len(times.starts)):
         place = times.starts[level] + (time >> _SHIFT)
         rest = int(times.words[place]) & ~(1 << (time & _LOW))
@@ -302,7 +302,7 @@ def discard(times: TimeSet, time: int) -> None:
 
 @subroutine
 def latest(times: TimeSet) -> int:
-    """Returns the greatest time in the set, or EMPTY."""
+    """Return the greatest time in the set, or EMPTY."""
     top = len(times.starts) - 1
     if times.words[times.starts[top]] == 0:
         return EMPTY
@@ -316,10 +316,12 @@ def latest(times: TimeSet) -> int:
     return time
 
 
-# TinyLFU's sketch: how often blocks were referenced of late, in memory that depends on the cache's size only. Four rows of
-# counters that stop at 15, as 4-bit ones do (one byte each here), and a Bloom filter, the doorkeeper, that takes the first
-# reference of a block, so that blocks seen once do not fill the counters. After `SAMPLE` references per place of the cache
-# all counters are halved and the doorkeeper is emptied. The hash is fixed: same trace, same verdicts.
+# TinyLFU's sketch: approximate counts of recent references per block, in memory that depends only on the cache's size.
+# Four rows of counters that stop at 15, as 4-bit ones do (one byte each here), and a Bloom filter, the doorkeeper, that
+# absorbs the first reference of a block, so that blocks seen once do not fill the counters. After `SAMPLE` references
+# per place of the cache all counters are halved and the doorkeeper is cleared. The hash is fixed: same trace, same
+# verdicts.
+#
 # Source: G. Einziger, R. Friedman, B. Manes, TinyLFU: a highly efficient cache admission policy, ACM Transactions on
 # Storage 13(4), 2017, section 3: minimal increment (3.2), reset (3.3), doorkeeper (3.4.2). The sizes are Caffeine's: 16
 # counters per place, a sample of ten references per place.
@@ -329,11 +331,11 @@ MOST = 15
 _ROWS = 4
 _COUNTERS_PER_PLACE = 16
 _DOOR_HASHES = 3
-_DOOR_BITS = 8  # per reference of a sample: about 3 % false positives when every reference is to another block
+_DOOR_BITS = 8  # per reference of a sample: about 3 % false positives if all references are to distinct blocks
 
 
 class Sketch(NamedTuple):
-    """counters[row, column], the doorkeeper's bits, and `sample`: the references since the last reset, those of a sample."""
+    """counters[row, column], the doorkeeper's bits, and `sample`: references since the last reset, and per sample."""
 
     counters: Bytes
     door: Uint64s
@@ -341,7 +343,7 @@ class Sketch(NamedTuple):
 
 
 def new_sketch(capacity: int) -> Sketch:
-    """Returns an empty sketch for a cache of `capacity` blocks: 26 to 52 bytes for each."""
+    """Return an empty sketch for a cache of `capacity` blocks: 26 to 52 bytes for each."""
     columns = _power_of_two(capacity * _COUNTERS_PER_PLACE // _ROWS)
     words = _power_of_two(-(-capacity * SAMPLE * _DOOR_BITS // 64))
     counters = np.zeros((_ROWS, columns), np.uint8)
@@ -354,7 +356,7 @@ def _power_of_two(least: int) -> int:
 
 @lean_kernel
 def note(sketch: Sketch, block: int) -> None:
-    """Counts a reference to `block`."""
+    """Count a reference to `block`."""
     counters, door, sample = sketch
     key = _hash(block)
     if _is_inside(door, key):
@@ -378,14 +380,14 @@ def note(sketch: Sketch, block: int) -> None:
 
 @lean_kernel
 def estimate(sketch: Sketch, block: int) -> int:
-    """Returns about how often `block` was referenced of late, 0 .. 16; never too low within a sample."""
+    """Return an estimate of the recent references to `block`, 0 .. 16; never too low within a sample."""
     key = _hash(block)
     return int(_least(sketch.counters, key) + _is_inside(sketch.door, key))
 
 
 @subroutine
 def _hash(block: int) -> Any:
-    """Returns 64 well mixed bits (the finaliser of splitmix64, by S. Vigna)."""
+    """Return 64 well mixed bits (the finalizer of splitmix64, by S. Vigna)."""
     bits = np.uint64(block) + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -394,7 +396,7 @@ def _hash(block: int) -> Any:
 
 @subroutine
 def _slot(key: Any, index: int, slots: int) -> int:
-    """Returns the `index`-th of the places of a key among a power of two of them (double hashing)."""
+    """Return the `index`-th of the slots of a key, given a power of two of slots (double hashing)."""
     step = (key >> np.uint64(32)) | np.uint64(1)
     return int((key + np.uint64(index) * step) & np.uint64(slots - 1))
 

@@ -1,4 +1,4 @@
-"""From the options of `llmcache kv bench` to what runs: policies, measured here or modelled on the paper's machine; a task.
+"""Input of `llmcache kv bench`, from its options: policies, measured here or modelled on the paper's machine; or a task.
 
 Every error names its option.
 """
@@ -27,21 +27,21 @@ from llmcache.kv.workload import StreamSpec
 from llmcache.units import parse_duration
 
 GQA_8B = ModelShape("an 8B model with 8 KV heads", 32, 4096, 32, 8, 128, 14336, 128256)
-"""What is measured unless a model is named: the shape of Llama-3-8B."""
+"""The measured model by default: the shape of Llama-3-8B."""
 LAYERS = 4
-"""Layers that are measured unless it is said how many: all are alike, and each takes a file of its own."""
+"""Measured layers by default: all are alike, and each takes a file of its own."""
 ALPHA = 0.2
 DEFAULT_POLICIES, DEFAULT_CONTEXT = "full,h2o,prefetch,leoam,hillinfer", 32 << 10
 TASK_POLICIES, TASK_CONTEXT, TASK_BUDGETS = "mass,icecache,quest,h2o,window", 4 << 10, (64, 128, 256)
 BETAS = tuple(2.0**power for power in range(-4, 8))
-"""Of a modelled sweep."""
+"""Values of beta in a modelled sweep."""
 TASK_MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
-"""Models that `tools/test` fetches, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
+"""Models that `tools/test` downloads, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is asked, tokens and bytes; None where an option was not given. `beta`: a ratio, or "auto"."""
+    """The options, in tokens and bytes; None if an option was not given. `beta`: a ratio, or "auto"."""
 
     policy: str | None
     profile: str
@@ -70,22 +70,22 @@ class BenchOptions:
 
     @property
     def without(self) -> list[str]:
-        """Designs that are left out of HillInfer."""
+        """Designs to omit from HillInfer."""
         return [part for part in DESIGNS if getattr(self, f"no_{part}")]
 
     @property
     def tokens(self) -> int:
-        """The one context; UsageError if there are several."""
+        """The context; UsageError if there are several."""
         return DEFAULT_CONTEXT if self.context is None else _only("--context", self.context)
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model of that name, else the one whose config.json it is; None if none is named."""
+        """The model with the given name, or else the given config.json; None without a model."""
         return None if self.model is None else MODELS[self.model] if self.model in MODELS else read_config(self.model)
 
     @property
     def directory(self) -> Path:
-        """Where spill files go; UsageError if it is no directory."""
+        """Directory of the spill files; UsageError if it is no directory."""
         if not Path(self.path).is_dir():
             raise UsageError(f"--path: {self.path} is not a directory", "name a directory on the storage to measure")
         return Path(self.path)
@@ -100,7 +100,7 @@ def _only(option: str, values: Sequence[int]) -> int:
 
 
 def run(options: BenchOptions, progress: Progress = lambda _: None) -> Bench:
-    """Returns the benchmark that is asked for, after it has run. UsageError names the option that is wrong."""
+    """Run the benchmark and return its results. UsageError names an invalid option."""
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
@@ -123,7 +123,7 @@ def _measured(options: BenchOptions, variants: list[Variant], progress: Progress
 
 
 def setup_of(options: BenchOptions) -> Setup:
-    """Returns what all policies of a measured benchmark have in common. UsageError names the option that is wrong."""
+    """Return the common settings of all policies of a measured benchmark. UsageError names an invalid option."""
     model = options.shape or GQA_8B
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
     spec = StreamSpec(
@@ -167,7 +167,7 @@ def _accelerator(options: BenchOptions, model: ModelShape) -> Accelerator:
 
 
 def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
-    """Rows of the latency model: of each policy with its pools as it places them; of a sweep with each beta up to M0."""
+    """Return rows of the latency model: for each policy with its pools, or for a sweep with each beta up to M0."""
     for name in ("layers", "budget", "beta", "threads"):
         if getattr(options, name) is not None:
             hint = "remove it, or use --profile measured"
@@ -214,7 +214,7 @@ def _system(variant: Variant) -> System:
 
 
 def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
-    """Returns the task `name` with what it takes of `options`. UsageError names the option that is wrong."""
+    """Return the task `name` with its settings from `options`. UsageError names an invalid option."""
     for other in ("alpha", "beta", "ram", "layers"):
         if getattr(options, other) is not None:
             raise UsageError(f"--{other}: cannot be combined with --task", "remove it; --budget sets the attended tokens")
@@ -244,7 +244,7 @@ def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
 
 
 def model_of(name: str | None) -> Path:
-    """Returns where the model called `name` is: one of `TASK_MODELS`, a path, or without a name the recall model."""
+    """Return the path of the model `name`: one of `TASK_MODELS`, or a path; the recall model for None."""
     if name is None:
         return RECALL_MODEL
     if name not in TASK_MODELS:
@@ -254,5 +254,5 @@ def model_of(name: str | None) -> Path:
         raise EnvironmentProblem(
             f"--model: {path} does not exist", "run tools/test, which downloads it, or name the path of a model"
         )
-    unpacked = path.with_suffix("")  # by tools/test as well: transformers takes 10 to 30 s to read the file
+    unpacked = path.with_suffix("")  # tools/test unpacks it as well, because transformers takes 10 to 30 s to read the file
     return unpacked if unpacked.is_dir() else path

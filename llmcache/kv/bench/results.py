@@ -1,7 +1,7 @@
-"""What `kv bench` found; the same dataclasses feed the table, the JSON and the pictures.
+"""Results of `kv bench`, as dataclasses for the table, the JSON and the figures.
 
-Of policies: one row a policy (or a beta), all measured or all modelled, never mixed. Of tasks, all *measured*: answers,
-attention, time, bytes and memory, a row for each policy, budget and context.
+For policies: one row per policy (or beta), all measured or all modelled, never mixed. For tasks, all *measured*:
+answers, attention, time, bytes and memory, a row for each policy, budget and context.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MEASURED, MODELLED = KINDS = ("measured", "modelled")
 
 @dataclass(frozen=True)
 class Observed:
-    """What only a run on this machine has, over its decode steps: times ns, bytes and pages in all.
+    """Results that only a run on this machine has, over its decode steps: times in ns, bytes and pages in total.
 
-    `steps_ns`: each decode step. `device`: what commands to the *emulated* device took, modelled and wall time apart;
-    None without one. `timeline`: the spans of the last step.
+    `steps_ns`: each decode step. `device`: time of commands to the *emulated* device, modelled and wall time
+    separately; None without a device. `timeline`: the spans of the last step.
     """
 
     steps_ns: tuple[int, ...]
@@ -42,10 +42,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy: times (ns) and bytes of one decode step, a token of every sequence; medians where it is measured.
+    """One policy: times (ns) and bytes of one decode step, a token of every sequence; medians if measured.
 
-    `stages_ns`: evaluate, fetch, compute, update, each as long as any resource was busy with it. `exposed_ns`: what of
-    the token's time nothing computes. `beta`: Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
+    `stages_ns`: evaluate, fetch, compute, update, each as long as any resource was busy with it. `exposed_ns`: part of
+    the token's time without computation. `beta`: Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
     """
 
     policy: str
@@ -59,13 +59,13 @@ class Row:
     observed: Observed | None = None
 
     def speedup_over(self, other: Row) -> float:
-        """Returns how many times as fast it is as `other`."""
+        """Return the speed-up over `other`."""
         return other.token_ns / self.token_ns
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Where a sweep of beta should have its minimum: at `rule`, f_c / f_s, or at `m0` where memory ends before it.
+    """Expected minimum of a sweep of beta: `rule`, f_c / f_s, or `m0` if memory is exhausted before that.
 
     `f_c`, `f_s`: bytes/s of keys.
     """
@@ -87,7 +87,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Bench:
-    """A whole benchmark. `conditions` names everything that was set; `marks`: rows are a sweep of beta."""
+    """A whole benchmark. `conditions`: all settings; `marks`: rows are a sweep of beta."""
 
     kind: str
     conditions: Mapping[str, Any]
@@ -96,16 +96,16 @@ class Bench:
     notes: tuple[str, ...] = field(default=())
 
     def speedups(self, row: Row) -> dict[str, float]:
-        """Returns how many times as fast as each other policy `row` is; nothing in a sweep, whose rows are of one policy."""
+        """Return the speed-ups of `row` over each other policy; empty for a sweep, whose rows have one policy."""
         return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON-ready values."""
+        """Return it as JSON-ready values."""
         rows = [{**asdict(row), "speedup_over": self.speedups(row)} for row in self.rows]
         marks = self.marks
-        told = None if marks is None else {**asdict(marks), "rule": marks.rule, "expected": marks.expected}
+        marks_values = None if marks is None else {**asdict(marks), "rule": marks.rule, "expected": marks.expected}
         return {
-            "schema": SCHEMA, "kind": self.kind, "conditions": dict(self.conditions), "rows": rows, "marks": told,
+            "schema": SCHEMA, "kind": self.kind, "conditions": dict(self.conditions), "rows": rows, "marks": marks_values,
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -113,19 +113,20 @@ class Bench:
 # Tasks
 
 STOCK = "stock"
-"""Name of the row of transformers' own cache."""
+"""Policy of the row of transformers' own cache."""
 LOADING, QUERY, UPDATE, DECODING = PARTS = ("loading", "query", "update", "decoding")
-"""Of the time of a token: fetching what is chosen, choosing it, tables and index, and the rest (the model, and putting
-rows side by side). Source: icecache.txt, figure 7c, which has loading, query, decoding and others."""
+"""Parts of the time of a token: fetching the selected tokens, selecting them, updating tables and index, and the rest
+(the model, and gathering rows). Source: icecache.txt, figure 7c, which has loading, query, decoding and others.
+"""
 MOST = 0.5
-"""Share of right answers from which on the full cache counts as one that answers."""
+"""Share of right answers from which the full cache is a valid reference."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers: `right` and `asked` of each context, in their order; `depths`: where in it the answer lies, 0..1.
+    """Answers: `right` and `asked` per context, in their order; `depths`: position of the answer in the context, 0..1.
 
-    `kept`: of `right`, those that transformers' own cache has right too.
+    `kept`: number of `right` answers that transformers' own cache has right too.
     """
 
     right: tuple[int, ...]
@@ -135,17 +136,17 @@ class Answers:
 
     @property
     def questions(self) -> int:
-        """How many."""
+        """Total number of questions."""
         return sum(self.asked)
 
     @property
     def share(self) -> float:
-        """Share of right answers, 0 .. 1."""
+        """Share of right answers, 0..1."""
         return sum(self.right) / self.questions
 
     @property
     def error(self) -> float:
-        """Standard error of the share: over contexts, whose answers are alike; with one context, over its questions."""
+        """Standard error of the share: over contexts, whose answers are correlated; for one context, over its questions."""
         if len(self.asked) < 2:
             return math.sqrt(self.share * (1 - self.share) / self.questions)
         off = [right - self.share * asked for right, asked in zip(self.right, self.asked, strict=True)]
@@ -153,7 +154,7 @@ class Answers:
         return math.sqrt(sum(one * one for one in off) * count / (count - 1)) / self.questions
 
     def by_depth(self) -> dict[float, float]:
-        """Returns the share of right answers at each depth, ascending; empty without depths."""
+        """Return the share of right answers at each depth, ascending; empty without depths."""
         found: dict[float, list[int]] = {}
         for right, asked, depth in zip(self.right, self.asked, self.depths or [], strict=False):
             sums = found.setdefault(depth, [0, 0])
@@ -164,10 +165,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Attention:
-    """How well tokens are chosen, means over steps, layers and query heads, against the attention over everything.
+    """Quality of the selection, means over steps, layers and query heads, compared with attention to everything.
 
-    `recall`: of as many middle tokens with the largest weights as were chosen, the share that was. `mass`: the share of
-    all weights that fell on what was attended to, sink and window included.
+    `recall`: share of the middle tokens with the largest weights that were selected, among as many as were selected.
+    `mass`: share of all weights on attended tokens, sink and window included.
     """
 
     recall: float
@@ -187,7 +188,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class KvMemory:
-    """Bytes in memory for one sequence at the end: pages of keys and values, and what the policy keeps beside them."""
+    """Bytes in memory for one sequence at the end: pages of keys and values, and the policy's index."""
 
     kv_bytes: int
     index_bytes: int
@@ -195,10 +196,10 @@ class KvMemory:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One cache at one context. `budget`: None where everything is attended to. `moved_bytes`: of a step, by link.
+    """One cache at one context. `budget`: None if it attends to everything. `moved_bytes`: per step, by link.
 
-    `losses`: of each text, the mean of -log p over its next tokens; `divergences`: that of the Kullback-Leibler divergence
-    from what the full cache gives, which is less than a difference of losses a matter of chance; both in nats, and None
+    `losses`: for each text, the mean of -log p over its next tokens; `divergences`: the mean Kullback-Leibler
+    divergence from the full cache, which varies less by chance than a difference of losses. Both are in nats, and None
     unless the task is `loss`.
     """
 
@@ -224,7 +225,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class TaskBench:
-    """All rows of a task; `conditions` names everything that was set."""
+    """All rows of a task; `conditions`: all settings."""
 
     task: str
     conditions: Mapping[str, Any]
@@ -236,18 +237,18 @@ class TaskBench:
         return sorted({row.context for row in self.rows})
 
     def stock(self, context: int) -> TaskRow:
-        """Returns the row of transformers' own cache at a context."""
+        """Return the row of transformers' own cache at a context."""
         return next(row for row in self.rows if row.policy == STOCK and row.context == context)
 
     def kept(self, row: TaskRow) -> float | None:
-        """Returns the share of the full cache's right answers that `row` has; None unless the full cache answers most."""
+        """Return the share of the full cache's right answers that `row` has; None without a valid reference (`MOST`)."""
         full = self.stock(row.context).answers
         return None if row.answers.kept is None or full.share < MOST else sum(row.answers.kept) / sum(full.right)
 
     def above(self, row: TaskRow) -> tuple[float, float] | None:
-        """Returns by how much the loss of `row` is above the full cache's, in nats a token, and its standard error.
+        """Return the loss of `row` minus that of the full cache, in nats per token, and its standard error.
 
-        None unless the task is `loss`; the error of one text is NaN.
+        None unless the task is `loss`; the error of a single text is NaN.
         """
         full = self.stock(row.context).losses
         if row.losses is None or full is None:
@@ -255,37 +256,37 @@ class TaskBench:
         return mean_of([one - other for one, other in zip(row.losses, full, strict=True)])
 
     def at(self, context: int) -> list[TaskRow]:
-        """Returns the rows of a context."""
+        """Return the rows of a context."""
         return [row for row in self.rows if row.context == context]
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON-ready values, with what follows from them."""
+        """Return it as JSON-ready values, with derived values."""
         rows = []
         for row in self.rows:
-            told = asdict(row)
-            told["answers"] |= {"questions": row.answers.questions, "share": row.answers.share, "error": row.answers.error}
-            told |= {"kept": self.kept(row), "above": self.above(row)}
-            rows.append(told)
+            values = asdict(row)
+            values["answers"] |= {"questions": row.answers.questions, "share": row.answers.share, "error": row.answers.error}
+            values |= {"kept": self.kept(row), "above": self.above(row)}
+            rows.append(values)
         about = {"schema": TASK_SCHEMA, "kind": "measured", "task": self.task, "conditions": dict(self.conditions)}
         return {**about, "rows": rows}
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean and its standard error; NaN of a single value."""
+    """Return the mean and its standard error; NaN for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 
 
-# Reading what was written
+# Parsing results
 
 
-def read_bench(told: object, source: str) -> Bench:
-    """Returns the benchmark in `told`, what `document` gave; DataError, naming `source` and the field, if it is none."""
+def read_bench(document: object, source: str) -> Bench:
+    """Return the benchmark in `document`, from `Bench.document`; DataError, naming `source` and the field, if invalid."""
     with _written_by("llmcache kv bench --json", source):
-        if not isinstance(told, dict) or told.get("schema") != SCHEMA:
-            found = told.get("schema") if isinstance(told, dict) else None
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            found = document.get("schema") if isinstance(document, dict) else None
             raise ValueError(f"schema: must be '{SCHEMA}', not {found!r}")
-        bench: Bench = _read(Bench, told, "benchmark")
+        bench: Bench = _read(Bench, document, "benchmark")
         if bench.kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not {bench.kind!r}")
         if not bench.rows:
@@ -298,10 +299,10 @@ def read_bench(told: object, source: str) -> Bench:
         return bench
 
 
-def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
-    """Returns the results in `told`, what `document` gave; DataError, naming `source` and the field, if it has none."""
+def read_task(document: Mapping[str, Any], source: str) -> TaskBench:
+    """Return the results in `document`, from `TaskBench.document`; DataError, naming `source` and the field, if invalid."""
     with _written_by("llmcache kv bench --task … --json", source):
-        bench: TaskBench = _read(TaskBench, told, "results")
+        bench: TaskBench = _read(TaskBench, document, "results")
         if not bench.rows:
             raise ValueError("rows: the document has none")
         for row in bench.rows:
@@ -316,31 +317,31 @@ def read_task(told: Mapping[str, Any], source: str) -> TaskBench:
         return bench
 
 
-def _read(kind: Any, told: Any, name: str) -> Any:
-    """A value of type `kind` from what `asdict` and JSON have made of it; an error tells which field is not of its type.
+def _read(kind: Any, data: Any, name: str) -> Any:
+    """Return a value of type `kind` from the output of `asdict` and JSON; errors name a field of the wrong type.
 
-    Fields that have a default may be missing, and there may be more than the dataclass has: what follows from them.
+    Fields with a default may be missing, and unknown fields (derived values) are ignored.
     """
     inside = get_args(kind)
     if type(None) in inside:
-        return None if told is None else _read(inside[0], told, name)
+        return None if data is None else _read(inside[0], data, name)
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
         needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
-        given = {field: told[field] for field in types if field in needed or field in told}
+        given = {field: data[field] for field in types if field in needed or field in data}
         return kind(**{field: _read(types[field], value, field) for field, value in given.items()})
     if get_origin(kind) is tuple:
-        return tuple(_read(inside[0], value, name) for value in told)
+        return tuple(_read(inside[0], value, name) for value in data)
     if get_origin(kind) is Mapping:
-        return {key: _read(inside[1], value, f"{name}: {key}") for key, value in told.items()}
-    if kind in (int, float) and (isinstance(told, bool) or not isinstance(told, int | float)):
-        raise ValueError(f"{name}: {told!r} is not a number")
-    return told
+        return {key: _read(inside[1], value, f"{name}: {key}") for key, value in data.items()}
+    if kind in (int, float) and (isinstance(data, bool) or not isinstance(data, int | float)):
+        raise ValueError(f"{name}: {data!r} is not a number")
+    return data
 
 
 @contextmanager
 def _written_by(command: str, source: str) -> Iterator[None]:
-    """Makes of what is wrong with a document that `command` writes a DataError that names `source` and the field."""
+    """Convert errors in a document from `command` to a DataError that names `source` and the field."""
     try:
         yield
     except KeyError as error:

@@ -1,7 +1,7 @@
-"""A model under measurement: what it answers, how long it takes, what is chosen, with any cache and all else the same.
+"""Measure a model: answers, time and selected tokens, with any cache and otherwise equal conditions.
 
-Answers: hillinfer.txt, section 4.3, figure 8 asks the same of its models on OpenBookQA, RTE, PIQA and COPA. Differs from
-the paper: small models, generated tasks and texts that are on the machine (`llmcache.kv.tasks`). Needs torch and
+Answers: figure 8 of hillinfer.txt, section 4.3, measures them on OpenBookQA, RTE, PIQA and COPA. Differs from the
+paper: small models, generated tasks, and texts found on the machine (`llmcache.kv.tasks`). Needs torch and
 transformers.
 """
 
@@ -44,9 +44,9 @@ _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 
 
 def load_model(path: str | Path) -> Any:
-    """Returns the model in a directory, or in a GGUF file widened to float32, ready for a SpillCache.
+    """Return the model in a directory, or in a GGUF file converted to float32, ready for a SpillCache.
 
-    DataError: there is none. EnvironmentProblem: what reads GGUF files is missing.
+    DataError: there is no model. EnvironmentProblem: the packages that read GGUF files are missing.
     """
     logging.disable_progress_bar()
     try:
@@ -61,7 +61,6 @@ def _is_gguf(path: str | Path) -> bool:
 
 
 def _place(path: str | Path) -> dict[str, Any]:
-    """What tells transformers where a model is."""
     if not _is_gguf(path):
         return {"pretrained_model_name_or_path": path, "local_files_only": True}
     if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
@@ -71,10 +70,10 @@ def _place(path: str | Path) -> dict[str, Any]:
 
 
 class Subject:
-    """An enabled model from a directory or a GGUF file, on the gpu if torch sees one, and its tokenizer.
+    """An enabled model from a directory or a GGUF file, on the GPU if torch has one, and its tokenizer.
 
-    `tokenizer`: None for the recall model, which has a language of its own. UsageError: there is no such directory or file.
-    DataError: there is no model in it, or no tokenizer. EnvironmentProblem: what reads GGUF files is missing.
+    `tokenizer`: None for the recall model, which has its own language. UsageError: there is no such directory or file.
+    DataError: it contains no model, or no tokenizer. EnvironmentProblem: the packages that read GGUF files are missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -91,17 +90,17 @@ class Subject:
                 raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of `text`, without a beginning or an end of text."""
+        """Return the tokens of `text`, without tokens for its beginning or end."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def first(self) -> list[int]:
-        """What a text begins with."""
+        """The tokens that begin every text."""
         token = None if self.tokenizer is None else self.tokenizer.bos_token_id
         return [] if token is None else [int(token)]
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the model is, for tables and JSON."""
+        """Return a description of the model, for tables and JSON."""
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads, {heads} KV heads"
@@ -110,14 +109,14 @@ class Subject:
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
-    """Returns an enabled Llama of `shape`, arguments of its config, with random weights: for times alone."""
+    """Return an enabled Llama of `shape`, arguments of its config, with random weights: only for measuring times."""
     torch.manual_seed(0)
     return enable(LlamaForCausalLM(LlamaConfig(**shape)).eval())
 
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Torch with `count` threads; None: as many as it has."""
+    """Run torch with `count` threads; None: with its default."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -127,80 +126,80 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 def stock(model: Any) -> Any:
-    """Returns the cache that transformers would take for `model`, empty."""
+    """Return the empty cache that transformers would use for `model`."""
     return DynamicCache(config=model.config)
 
 
 def feed(model: Any, cache: Any, ids: Int64s) -> Int64s:
-    """Gives the model the tokens `ids` [batch, tokens]; returns the likeliest next ones [batch]."""
+    """Pass the tokens `ids` [batch, tokens] to the model; return the likeliest next ones [batch]."""
     likeliest: Int64s = logits(model, cache, ids).argmax(-1).cpu().numpy()
     return likeliest
 
 
 def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
-    """Gives the model the tokens `ids` [batch, tokens]; returns the logits [batch, vocabulary] of the next ones."""
+    """Pass the tokens `ids` [batch, tokens] to the model; return the logits [batch, vocabulary] of the next ones."""
     tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
     with torch.no_grad():
-        said = model(input_ids=tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
-    found: torch.Tensor = said.logits[:, -1]
+        output = model(input_ids=tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
+    found: torch.Tensor = output.logits[:, -1]
     return found
 
 
 def follow(model: Any, cache: Any, text: Document) -> Floats:
-    """Returns log p [n - 1, vocabulary], in nats, of what follows each of the n tokens but the last that `text` has next.
+    """Return log p [n - 1, vocabulary], in nats, of all but the first of the n tokens that follow `text`.
 
-    Each after all the true tokens before it, one decode step a token, with a cache that has read the text.
+    Each is predicted from all true tokens before it, one decode step per token, with a cache that has read the text.
     """
     found = [logits(model, cache, text.following[:, at : at + 1]) for at in range(text.following.shape[1] - 1)]
-    told: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
-    return told
+    log_p: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
+    return log_p
 
 
 def said(model: Any, cache: Any, asked: Probe | Chain | Document) -> Any:
-    """Returns what a model gives with a cache that has read the contexts: as `follow` of a document, else as `ask`."""
+    """Return the output of a model whose cache has read the contexts: of `follow` for a document, else of `ask`."""
     return follow(model, cache, asked) if isinstance(asked, Document) else ask(model, cache, asked)
 
 
 def answer(model: Any, cache: Any, task: Questions | Chain) -> Flags:
-    """Returns which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
+    """Return which answers [batch, n] of `task` are right, with an empty cache that first reads the contexts."""
     feed(model, cache, task.ids)
     return ask(model, cache, probe_of(task) if isinstance(task, Questions) else task)
 
 
 def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
-    """Returns which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
+    """Return which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
 
-    Right is what greedy decoding gives word for word: every token of the answer is the likeliest after those before it.
-    The true answer is what a probe goes on with; of a chain the model's own answers decide what comes next.
+    An answer is right if greedy decoding gives it exactly: every token is the likeliest after those before it. A probe
+    continues with the true answer; in a chain the model's own answers determine the next question.
     """
     found = []
     if isinstance(task, Chain):
         keys = task.first
         for expected in task.answers.T:
-            said = feed(model, cache, keys[:, None])
-            feed(model, cache, said[:, None])
-            keys = task.next_keys(said)
-            found.append(said == expected)
+            likeliest = feed(model, cache, keys[:, None])
+            feed(model, cache, likeliest[:, None])
+            keys = task.next_keys(likeliest)
+            found.append(likeliest == expected)
         return np.stack(found, 1)
     for question, expected in zip(task.asked, task.answers, strict=True):
         right = np.ones(len(expected), bool)
-        said = np.zeros(len(expected), np.int64)
+        likeliest = np.zeros(len(expected), np.int64)
         for token in question.T:
-            said = feed(model, cache, token[:, None])
+            likeliest = feed(model, cache, token[:, None])
         for token in expected.T:
-            right &= said == token
-            said = feed(model, cache, token[:, None])
+            right &= likeliest == token
+            likeliest = feed(model, cache, token[:, None])
         found.append(right)
     return np.stack(found, 1)
 
 
 def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None, **settings: Any) -> float:
-    """Returns the share (0 .. 1) of `questions` that `model` answers right, one after the other, all contexts at once.
+    """Return the share (0..1) of `questions` that `model` answers right, in order, with all contexts in one batch.
 
-    `policy` None: transformers' own cache, which keeps everything; else a SpillCache with `settings`, whose errors it has.
-    However short the contexts are, it chooses.
+    `policy` None: transformers' own cache, which keeps everything; otherwise a SpillCache with `settings`, which raises
+    its errors. It selects tokens even if the contexts are short.
     """
-    # Products of so small a model take longer to share out between threads than to do.
+    # Products of such a small model take longer to distribute over threads than to compute.
     with torch_threads(1):
         if policy is None:
             return float(answer(model, stock(model), questions).mean())
@@ -209,7 +208,7 @@ def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None
 
 
 class _Recorder(Conversation):
-    """Notes the calls of attention of a prompt, and stores nothing."""
+    """Records the calls of attention for a prompt, and stores nothing."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -226,10 +225,11 @@ class _Recorder(Conversation):
 
 
 class Prompt:
-    """Keys, values and queries of a batch of prompts of equal length, as an enabled model makes them of `ids`.
+    """Keys, values and queries of a batch of prompts of equal length, computed from `ids` by an enabled model.
 
-    Prompts are attended to exactly, whatever the policy: read once, they can be given to several caches. What a cache takes
-    is the same as when the model reads it, but in another time: for accuracy, and times of later steps, alone.
+    Prompts use exact attention with any policy, so that one computation can fill several caches. The cache has the same
+    contents as if the model had read the prompt, but not the same time: use it only for accuracy, and for the time of
+    later steps.
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
@@ -240,9 +240,9 @@ class Prompt:
 
     @classmethod
     def by_chance(cls, model: Any, tokens: int) -> Prompt:
-        """Returns *synthetic* keys and values of a prompt of `tokens`, normally distributed, in no time; for times alone.
+        """Return *synthetic* keys and values of a prompt of `tokens`, normally distributed; only for measuring times.
 
-        All layers of `model` must be of full attention. Queries are not there: policies that need them see zeros.
+        All layers of `model` must use full attention. There are no queries: policies that need them see zeros.
         """
         made = cls.__new__(cls)
         text = model.config.get_text_config(decoder=True)
@@ -258,7 +258,7 @@ class Prompt:
         return made
 
     def give(self, cache: Any) -> None:
-        """Fills an empty cache: a SpillCache, or one of transformers' own."""
+        """Fill an empty cache: a SpillCache, or one of transformers' own."""
         calls = iter(self._calls)
         for index, layer in enumerate(self._layers):
             if not isinstance(layer, SpillLayer):
@@ -271,7 +271,7 @@ class Prompt:
 
 
 class Run:
-    """One sequence generated with one cache, step by step, so that several can take turns; `timeline`: the cache's."""
+    """One sequence generated with one cache, step by step, so that several can alternate; `timeline`: that of the cache."""
 
     def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
         self._model, self.cache, self._timeline = model, cache, timeline
@@ -280,7 +280,7 @@ class Run:
         self._before = Traffic()
 
     def read(self, ids: Int64s) -> None:
-        """Reads a prompt [1, tokens] and makes the second token; what comes now is measured from the next step on."""
+        """Read a prompt [1, tokens] and generate the second token; measurements begin with the next step."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, ids)
         self._prefill_ns = time.perf_counter_ns() - begin_ns
@@ -288,25 +288,25 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Takes what a prompt left, and goes on with any token: for times of steps alone, the prompt's is not measured."""
+        """Fill the cache from `given`, and continue with any token: only for the time of steps, not of the prompt."""
         given.give(self.cache)
         self._next = np.array([0])
 
     def begin(self) -> None:
-        """Forgets the steps so far: they were to warm up."""
+        """Discard the steps of the warm-up."""
         self._steps_ns.clear()
         if self._timeline is not None:
             self._timeline.clear()
             self._before = since(Traffic(), self.cache.traffic)
 
     def step(self) -> None:
-        """Makes one more token."""
+        """Generate one more token."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, self._next[:, None])
         self._steps_ns.append(time.perf_counter_ns() - begin_ns)
 
     def speed(self) -> Speed:
-        """Returns how long it took; parts are those of the step in the middle, so that they add up."""
+        """Return the times; parts are those of the median step, so that they add up."""
         middle = statistics.median_low(self._steps_ns)
         parts = dict.fromkeys((LOADING, QUERY, UPDATE), 0.0)
         if self._timeline is not None:
@@ -317,21 +317,21 @@ class Run:
         return Speed(len(self._steps_ns), self._prefill_ns, self._second_ns, middle, {**parts, DECODING: rest})
 
     def moved(self) -> Traffic:
-        """Returns what moved since `begin`; nothing where all is in memory."""
+        """Return the traffic since `begin`; empty if everything is in memory."""
         return Traffic() if self._timeline is None else since(self._before, self.cache.traffic)
 
     @property
     def spilled_bytes(self) -> int:
-        """Written to the spill file since the beginning."""
+        """Bytes written to the spill file since the start."""
         return 0 if self._timeline is None else int(self.cache.traffic.bytes_between("cpu", "ssd"))
 
     @property
     def steps(self) -> int:
-        """Steps since `begin`."""
+        """Number of steps since `begin`."""
         return len(self._steps_ns)
 
     def memory(self) -> KvMemory:
-        """Returns what the cache keeps in memory; not what is read of the spill file, which the kernel may keep as well."""
+        """Return the memory of the cache, without pages of the spill file in the page cache."""
         if not isinstance(self.cache, SpillCache):
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
@@ -340,10 +340,10 @@ class Run:
 
 
 class Watch:
-    """Stands where a policy stood, and computes exact attention beside each choice (slow: everything is read).
+    """Wraps a policy, and computes exact attention in addition to each selection (slow: everything is read).
 
-    `recalls` and `masses` are means over the batch and the heads, one for each step and layer where there was a choice:
-    see `Attention`. The newest token, which no choice is about, is not counted.
+    `recalls` and `masses` are means over the batch and the heads, one for each step and layer with a selection: see
+    `Attention`. The newest token, which is always attended to, is not counted.
     """
 
     def __init__(self, policy: KvPolicy) -> None:
@@ -355,11 +355,11 @@ class Watch:
         return getattr(self._policy, name)
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
-        """As the policy's own."""
+        """Call the policy's method."""
         self._policy.prefilled(layer, queries, start)
 
     def select(self, layer: int, queries: Floats) -> Selection:
-        """Returns what the policy selects."""
+        """Return the policy's selection."""
         selection, inside = self._policy.select(layer, queries), self._policy.inside
         if selection.count < inside.stop - inside.start:
             weights = softmax(all_products(self._policy.store, layer, queries, self._policy.scale))
@@ -373,14 +373,14 @@ class Watch:
 
 
 def _recalled(weights: Floats, chosen: Flags) -> float:
-    """Share of the tokens with the largest weights, added up by key head, that were chosen: of as many as were."""
+    """Return the share of the k tokens with the largest weights (sums by key head) that are among the k chosen ones."""
     best_first = np.argsort(-weights.sum(2), axis=-1)
     are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
     return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())
 
 
 def watch(cache: SpillCache) -> Watch:
-    """Returns a watch over the policy of `cache`, which has read a prompt, from now on."""
+    """Replace the policy of `cache`, which has read a prompt, with a `Watch`, and return it."""
     engine: Any = cache.conversation.engine
     engine.policy = found = Watch(engine.policy)
     return found

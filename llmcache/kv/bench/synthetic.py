@@ -1,9 +1,10 @@
-"""One decode step of each policy over a *synthetic* stream, *measured* on this machine, in turns, so that what disturbs one
-disturbs all. The accelerator and the computational SSD are *emulated*.
+"""One decode step of each policy over a *synthetic* stream, *measured* on this machine.
 
-A session is one policy: store, engine and stream, decode step by decode step; only the step is on the clock. Keys, values
-and queries of a step are made before its clock starts. While weights for policies that need them are computed, it is
-stopped: an accelerator has them anyway.
+Policies alternate, so that disturbances affect all. The accelerator and the computational SSD are *emulated*.
+
+A session is one policy: store, engine and stream, decode step by decode step; only the step is timed. Keys, values and
+queries of a step are computed before its clock starts. The clock is stopped while weights are computed for policies
+that need them, because an accelerator has them anyway.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from llmcache.memory import machine_memory
 from llmcache.units import format_duration, format_size
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-"""Betas of a sweep, as multiples of the one that is expected to be best."""
+"""Betas of a sweep, as multiples of the expected best one."""
 SPARE_SHARE = 0.5
-"""Of the memory that is free, what pools of policies that take turns may take together."""
+"""Share of the available memory that pools of alternating policies may use together."""
 SPEED_RUNS = 15
 CHUNK_TOKENS = 2048
-"""Of a prompt, so many are made and stored at a time."""
+"""Tokens of a prompt that are computed and stored at a time."""
 _NS = 1e9
 
 Progress = Callable[[str], None]
@@ -50,17 +51,17 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What computes a layer. *Emulated*: it waits for the ns that `layer_ns` gives for a number of attended tokens.
+    """Computes a layer. *Emulated*: it sleeps for the ns that `layer_ns` returns for a number of attended tokens.
 
-    A processor that waits is free for evaluation and fetches, as it is beside a real accelerator. Without `layer_ns` this
-    processor computes, with numpy: attention alone, in float32, without the layer's other products.
+    A sleeping processor is free for evaluation and fetches, as with a real accelerator. Without `layer_ns` this
+    processor computes, with numpy: only attention, in float32, without the other products of the layer.
     """
 
     title: str = "this processor, attention alone, numpy float32"
     layer_ns: Callable[[int], float] | None = None
 
     def compute(self, queries: Floats, gathered: Gathered) -> None:
-        """Attends with `queries` [batch, heads, dim] to what was gathered; returns when a layer's computing is over."""
+        """Attend with `queries` [batch, heads, dim] to the gathered tokens; return when the layer is computed."""
         if self.layer_ns is None:
             attention(queries, gathered.keys, gathered.values, repeated(gathered.positions))
         else:
@@ -68,9 +69,9 @@ class Accelerator:
 
 
 def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Accelerator:
-    """Returns an emulated accelerator with the modelled speed of that of `hardware`: a roofline of memory and products.
+    """Return an emulated accelerator with the modelled speed of that of `hardware`: a roofline of memory and products.
 
-    Source: as `planning.latency`, whose host-to-accelerator link is left out: here everything is in one memory.
+    Source: as `planning.latency`, without the host-to-accelerator link: here everything is in one memory.
     """
 
     def layer_ns(tokens: int) -> float:
@@ -83,14 +84,14 @@ def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Accelerator:
 
 
 def fixed(duration_ns: int) -> Accelerator:
-    """Returns an emulated accelerator that takes `duration_ns` for every layer."""
+    """Return an emulated accelerator that takes `duration_ns` for every layer."""
     return Accelerator(f"emulated, {format_duration(duration_ns)} per layer", lambda tokens: duration_ns)
 
 
 def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
-    """Returns the variants in `text`, names joined by commas; `without`: designs that no HillInfer has.
+    """Return the variants in `text`, a comma-separated list; `without`: designs to leave out of every HillInfer.
 
-    UsageError: none, one twice, a design that there is not, or one of another policy.
+    UsageError: none, a duplicate, an unknown design, or a design of another policy.
     """
     found: list[Variant] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -98,8 +99,8 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
         if left_out and (policy != "hillinfer" or not set(left_out) <= set(DESIGNS)):
             known = ", ".join(f"hillinfer-no-{part}" for part in DESIGNS)
             raise UsageError(f"--policy: there is no policy '{name}'", f"variants: {known}")
-        gone = {*left_out, *(without if policy == "hillinfer" else ())}
-        variant = Variant(policy, tuple(part for part in DESIGNS if part in gone))
+        left_out_parts = {*left_out, *(without if policy == "hillinfer" else ())}
+        variant = Variant(policy, tuple(part for part in DESIGNS if part in left_out_parts))
         if variant in found:
             raise UsageError(f"--policy: '{name}' is named twice", "name each policy once")
         found.append(variant)
@@ -110,12 +111,12 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all policies of a benchmark have in common.
+    """Common settings of all policies of a benchmark.
 
-    `steps` decode steps are measured, after `warm_up` that are not. `beta`: Mc / Ms. `memory_bytes`: M0, of all
-    layers and sequences. `exact`: a layer that was looked ahead for is evaluated again with its true queries. `device`:
-    "csd" (*emulated*, with the speeds of `csd`) or "file", for policies that are meant for a device; all others read the
-    file. `directory`: below it each policy has one of its own for its file.
+    `steps` decode steps are measured, after `warm_up` unmeasured ones. `beta`: Mc / Ms. `memory_bytes`: M0, of all
+    layers and sequences. `exact`: a layer that was evaluated ahead is evaluated again with its true queries. `device`:
+    "csd" (*emulated*, with the speeds of `csd`) or "file", for policies designed for a device; all others read the
+    file. `directory`: each policy creates a directory below it for its file.
     """
 
     spec: StreamSpec
@@ -135,10 +136,10 @@ class Setup:
 
     @property
     def cpu_pages(self) -> int:
-        """Capacity of the processor's pool, pages of a layer and sequence.
+        """Capacity of the processor's pool, in pages per layer and sequence.
 
-        Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: where M0 binds, that is the size (the paper
-        only says that Mc is below it).
+        Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: if M0 is the limit, it is the size (the
+        paper only says that Mc is below it).
         """
         pages = self.spec.shape.pages_of(self.spec.context + self.warm_up + self.steps)
         pages = math.floor(pages * self.beta / (1 + self.beta))
@@ -151,12 +152,11 @@ class Setup:
 
     @property
     def _page_bytes(self) -> int:
-        """A page of each layer and sequence."""
         shape = self.spec.shape
         return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 
     def conditions(self) -> dict[str, Any]:
-        """Returns what was set, in base units, for tables and JSON."""
+        """Return the settings, in base units, for tables and JSON."""
         return {
             "stream": {"synthetic": True, **asdict(self.spec)},
             "context": self.spec.context,
@@ -174,7 +174,7 @@ class Setup:
 
 
 class PolicySession:
-    """One policy over a store of its own, in a file that is removed at the end; a context manager."""
+    """One policy over its own store, in a file that is removed at the end; a context manager."""
 
     def __init__(self, setup: Setup, variant: Variant) -> None:
         self.setup, self.variant = setup, variant
@@ -204,7 +204,7 @@ class PolicySession:
         self._traffic, self._device = Traffic(), Report()
 
     def prefill(self) -> None:
-        """Stores the prompt; the policy takes note of its last queries."""
+        """Store the prompt; policies that need them receive its last queries."""
         begin_ns = time.perf_counter_ns()
         spec = self.setup.spec
         for first in range(0, spec.context, CHUNK_TOKENS):
@@ -221,8 +221,8 @@ class PolicySession:
         self.engine.finish_step(ids, np.tile(np.arange(part.start, part.stop), (len(ids), 1)))
 
     def decode(self, step: int) -> None:
-        """Does decode step `step` (from 0, in order), and notes how long it took after the warm-up."""
-        if step == self.setup.warm_up:  # what prefill and warm-up have moved does not count
+        """Run decode step `step` (from 0, in order), and record its time after the warm-up."""
+        if step == self.setup.warm_up:  # traffic of prefill and warm-up does not count
             self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
             self._device = Report() if report is None else replace(report)
             self.timeline.clear()
@@ -243,7 +243,7 @@ class PolicySession:
                 held.pop().release()
                 self.engine.attended(layer)
         with self.timeline.paused():
-            pairs = zip(queries, held, strict=False)  # none is held for a policy that needs no weights
+            pairs = zip(queries, held, strict=False)  # empty for a policy that needs no weights
             weights = [attention(asked, found.keys, found.values)[1] for asked, found in pairs]
         for layer, own in enumerate(weights):
             self.engine.attended(layer, own)
@@ -252,7 +252,7 @@ class PolicySession:
             self._steps_ns.append(self.timeline.now_ns() - begin_ns)
 
     def row(self) -> Row:
-        """Returns what the steps after the warm-up took, medians and means a step."""
+        """Return the result of the steps after the warm-up: medians, and means per step."""
         steps, store = self.timeline.steps, self.store
         token_ns = statistics.median(self._steps_ns)
         moved = since(self._traffic, store.traffic)
@@ -269,7 +269,7 @@ class PolicySession:
             exposed_ns=token_ns - self._median_ns(ATTEND),
             idle_share=1 - sum(self.timeline.busy_ns(step, COMPUTE) for step in steps) / sum(self._steps_ns),
             moved_bytes=per_step(moved, len(steps)),
-            beta=None if pool >= pages else pool / (pages - pool),  # as it came out, in whole pages
+            beta=None if pool >= pages else pool / (pages - pool),  # the actual value, in whole pages
             observed=Observed(
                 steps_ns=tuple(self._steps_ns),
                 prefill_ns=self._prefill_ns,
@@ -295,7 +295,7 @@ class PolicySession:
 
 
 def since(before: Traffic, now: Traffic) -> Traffic:
-    """Returns what was counted after `before`; after Traffic(), a copy of `now`."""
+    """Return the counts after `before`; for Traffic(), a copy of `now`."""
     counted = {
         name: getattr(now, name) - getattr(before, name)
         for name in ("pages_up", "pages_down", "ping_pong_pages", "hits_cpu", "hits_ssd")
@@ -304,21 +304,21 @@ def since(before: Traffic, now: Traffic) -> Traffic:
 
 
 def per_step(traffic: Traffic, steps: int) -> dict[str, float]:
-    """Returns the bytes that moved in one of `steps` steps, by link and reason."""
+    """Return the bytes moved per step, by link and reason."""
     return {f"{a} to {b}, {why}": size / steps for (a, b, why), size in sorted(traffic.moved_bytes.items())}
 
 
-# Policies in turns
+# Alternating policies
 
 
 def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lambda _: None) -> Bench:
-    """Returns a row for each of `variants`, which take turns if their pools fit in memory together."""
+    """Return a row for each of `variants`, which alternate if their pools fit in memory together."""
     rows, notes = _rows([(setup, variant) for variant in variants], progress)
     return Bench(MEASURED, setup.conditions(), tuple(rows), notes=notes)
 
 
 def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS) -> Bench:
-    """Returns a row for each beta around the one that rule and memory expect, all of one policy.
+    """Return a row for each beta around the one expected by rule and memory, all of one policy.
 
     Betas at which sink and window alone would fill the pool are left out.
     """
@@ -331,7 +331,7 @@ def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, f
 
 
 def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None) -> Marks:
-    """Returns where beta should be best: f_c and f_s *measured* by the engine's own scoring, with half the pages each."""
+    """Return the expected best beta: f_c and f_s *measured* by the engine's own scoring, with half the pages each."""
     progress("measuring the scoring speed of processor and device")
     with PolicySession(replace(setup, beta=1.0, memory_bytes=None, steps=1, warm_up=0), variant) as session:
         session.prefill()
@@ -343,7 +343,7 @@ def marks_of(setup: Setup, variant: Variant, progress: Progress = lambda _: None
 
 
 def speeds(session: PolicySession) -> tuple[float, float]:
-    """Returns the bytes/s of keys that processor and device score, each alone; medians."""
+    """Return the bytes/s of keys that processor and device score, each alone; medians."""
     spec, store = session.setup.spec, session.store
     asked = session.stream.queries(0, 0)[0]
     key_bytes = spec.head_dim * spec.shape.numpy_dtype.itemsize
@@ -355,12 +355,12 @@ def speeds(session: PolicySession) -> tuple[float, float]:
         device = sum(len(block.positions) for block in store.score_ssd(0, 0, asked, None, "max", session.setup.block_tokens))
         rates[0].append(scored * key_bytes / (middle - begin))
         rates[1].append(device * key_bytes / (time.perf_counter() - middle))
-    f_c, f_s = (statistics.median(rate[1:]) for rate in rates)  # the first ones compile
+    f_c, f_s = (statistics.median(rate[1:]) for rate in rates)  # the first runs compile
     return f_c, f_s
 
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
-    """Rows in the order of `todo`: all in turns, or one after the other where memory is too small."""
+    """Return rows in the order of `todo`: alternating, or one after another if memory is too small."""
     if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
@@ -376,7 +376,7 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
         setup = todo[0][0]
         for step in range(setup.warm_up + setup.steps):
             progress(f"decode step {step + 1} of {setup.warm_up + setup.steps}")
-            # Not always the same one after the same one.
+            # In random order, so that no session always follows the same one.
             for place in np.random.default_rng(step).permutation(len(sessions)):
                 sessions[place].decode(step)
         return [session.row() for session in sessions]
@@ -384,7 +384,7 @@ def _in_turns(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> list
 
 @contextlib.contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """Yields a fresh directory below `directory`, which is removed at the end."""
+    """Yield a new directory below `directory`, which is removed at the end."""
     try:
         made = tempfile.TemporaryDirectory(prefix="llmcache-bench-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
@@ -395,7 +395,7 @@ def workplace(directory: Path) -> Iterator[Path]:
 
 
 def check_space(setup: Setup, files: int) -> None:
-    """EnvironmentProblem if the spill files of `files` policies will not fit below the setup's directory."""
+    """Raise EnvironmentProblem if the spill files of `files` policies do not fit below the setup's directory."""
     shape, spec = setup.spec.shape, setup.spec
     needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * sum(shape.slot_sizes)
     free = shutil.disk_usage(setup.directory).free

@@ -1,8 +1,8 @@
-"""Tasks for a model of transformers with its own cache and with spilled ones: answers, attention, time, bytes, memory.
+"""Tasks for a transformers model with its own cache and with spilled ones: answers, attention, time, bytes, memory.
 
-Three runs of each cache: one that answers; one that answers the questions of a few contexts while it is watched, for what
-of the attention was chosen; and one sequence that is generated, in turns with all other caches, for times and bytes.
-*Measured* on this machine. Needs torch and transformers, which are imported when a task is run.
+Each cache has three runs: one that answers all questions; one that answers the questions of a few contexts while the
+selection is compared with exact attention; and one that generates a sequence, alternating with all other caches, for
+times and bytes. *Measured* on this machine. Needs torch and transformers, which are imported on demand.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "icecache-pages": ("icecache", "IceCache, whole pages", {"scorer": "dci", "whole_pages": True}),
     "icecache-reuse": ("icecache", "IceCache (reuse)", {"full_layers": 2, "anchor_every": 3}),
 }
-"""Policies with other settings than their own: policy, title, settings. Reuse: icecache.txt, appendix B; the oracle by the
-largest product of a group of heads: the papers' rule; or by mass, heads of a layer sharing its budget."""
+"""Policies with nondefault settings: policy, title, settings. Reuse: icecache.txt, appendix B. Oracle by the largest
+product of a group of heads: the papers' rule; or by mass, with one budget for all heads of a layer.
+"""
 STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
 AT_ONCE_TOKENS = 1 << 16
-"""Of all contexts that are read at a time, so that their keys and queries fit in memory."""
+"""Tokens of all contexts that are read at a time, so that their keys and queries fit in memory."""
 WATCHED = 4
-"""Contexts whose questions are asked once more to see what of the attention was chosen."""
+"""Contexts whose questions are repeated to compare the selection with exact attention."""
 
 
 @dataclass(frozen=True)
 class TaskSetup:
-    """What is asked. `cases`: contexts, of a passkey for each depth. `directory`: where spill files go."""
+    """The settings of a task. `cases`: number of contexts, for passkeys at each depth. `directory`: for spill files."""
 
     task: str
     model: Path
@@ -77,22 +78,22 @@ class TaskSetup:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cache to be measured: a policy with a budget, or one that attends to everything; `policy` STOCK: transformers'."""
+    """A cache to measure: a policy with a budget, or one that attends to everything; `policy` STOCK: transformers'."""
 
     policy: str
     budget: int | None
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         if self.policy == STOCK:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
     def cache(self, model: Any, threads: int | None, directory: Path | None, timeline: Timeline | None = None) -> Any:
-        """Returns a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
+        """Return a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
 
-        None: all is in memory, as always with the oracle, which looks at every key at every step.
+        `directory` None: everything is in memory, as always for the oracle, which reads every key at every step.
         """
         from llmcache.kv.bench.subject import stock
         from llmcache.kv.transformers import SpillCache
@@ -110,7 +111,7 @@ class Candidate:
 
 @dataclass
 class Told:
-    """Answers of one candidate so far; `losses` and `divergences` as in a `TaskRow`."""
+    """Answers of one candidate, added part by part; `losses` and `divergences` as in a `TaskRow`."""
 
     right: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -120,25 +121,25 @@ class Told:
     divergences: list[float] = field(default_factory=list)
 
     def add(self, right: Flags, full: Flags, depths: Sequence[float] | None) -> None:
-        """Adds which answers [contexts, n] are right, of this candidate and with the full cache."""
+        """Add which answers [contexts, n] are right, with this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
         self.kept += (right & full).sum(1).tolist()
         self.depths += [] if depths is None else list(depths)
 
-    def add_text(self, said: Floats, full: Floats, true: Int64s) -> None:
-        """Adds log p [n, vocabulary] of the tokens `true` [n] of a text; `full`: those of the full cache."""
-        self.add(said.argmax(1)[None] == true, full.argmax(1)[None] == true, None)
-        self.losses.append(-float(said[np.arange(len(true)), true].mean(dtype=np.float64)))
-        self.divergences.append(float((np.exp(full) * (full - said)).sum(1, dtype=np.float64).mean()))
+    def add_text(self, log_p: Floats, full: Floats, true: Int64s) -> None:
+        """Add log p [n, vocabulary] of the tokens `true` [n] of a text; `full`: those of the full cache."""
+        self.add(log_p.argmax(1)[None] == true, full.argmax(1)[None] == true, None)
+        self.losses.append(-float(log_p[np.arange(len(true)), true].mean(dtype=np.float64)))
+        self.divergences.append(float((np.exp(full) * (full - log_p)).sum(1, dtype=np.float64).mean()))
 
     def answers(self) -> Answers:
-        """Returns them together."""
+        """Return all answers."""
         return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None, tuple(self.kept))
 
 
 def candidates(setup: TaskSetup) -> list[Candidate]:
-    """Returns transformers' cache, and each policy with each budget."""
+    """Return transformers' cache, and each policy with each budget."""
     found = [Candidate(STOCK, None)]
     for policy in setup.policies:
         found += [Candidate(policy, budget) for budget in ([None] if policy == "full" else setup.budgets)]
@@ -146,7 +147,7 @@ def candidates(setup: TaskSetup) -> list[Candidate]:
 
 
 def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
-    """Returns a row for each cache at each context. EnvironmentProblem: torch or transformers are missing."""
+    """Return a row for each cache at each context. EnvironmentProblem: torch or transformers are missing."""
     from llmcache.kv.transformers import check_versions
 
     check_versions()
@@ -154,7 +155,7 @@ def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
 
     progress(f"loading {setup.model}")
     subject = Subject(setup.model)
-    # Products of the recall model are so small that sharing them out takes longer than doing them.
+    # Products of the recall model are so small that distributing them over threads takes longer than computing them.
     threads = 1 if setup.threads is None and subject.tokenizer is None else setup.threads
     texts: list[str] = []
     with torch_threads(threads), workplace(setup.directory) as directory:
@@ -170,7 +171,7 @@ def _rows(
     setup: TaskSetup, subject: Subject, context: int, directory: Path, texts: list[str], progress: Progress
 ) -> list[TaskRow]:
     everyone = candidates(setup)
-    told = answered(setup, subject, context, directory, everyone, texts, progress)
+    answers = answered(setup, subject, context, directory, everyone, texts, progress)
     first = next(probes(setup, subject, context))
     attention = _attention(setup, subject, first, directory, everyone)
     progress(f"{context} tokens: generating")
@@ -178,9 +179,9 @@ def _rows(
     def row(one: Candidate, run: Run) -> TaskRow:
         speed, moved = run.speed(), run.moved()
         return TaskRow(
-            one.policy, one.title, context, one.budget, told[one].answers(), speed, run.memory(),
+            one.policy, one.title, context, one.budget, answers[one].answers(), speed, run.memory(),
             per_step(moved, speed.steps), run.spilled_bytes, moved.hit_ratio, attention.get(one),
-            losses=tuple(told[one].losses) or None, divergences=tuple(told[one].divergences) or None,
+            losses=tuple(answers[one].losses) or None, divergences=tuple(answers[one].divergences) or None,
         )  # fmt: skip
 
     return in_turns(subject.model, everyone, directory, setup.steps, setup.threads, lambda run: run.read(first.ids[:1]), row)
@@ -190,15 +191,15 @@ def answered(
     setup: TaskSetup, subject: Subject, context: int, directory: Path | None, everyone: Sequence[Candidate],
     texts: list[str], progress: Progress = lambda _: None, least: float = 0.0,
 ) -> dict[Candidate, Told]:  # fmt: skip
-    """Returns what every candidate answers, transformers' own cache being the first; adds to `texts` where they are from.
+    """Return the answers of every candidate, the first of which is transformers' own cache; append sources to `texts`.
 
-    `directory`: as `Candidate.cache` has it. `least`: share of right answers that is wanted of transformers' own cache; when
-    it cannot be had any more, it alone is asked and told of.
+    `directory`: as in `Candidate.cache`. `least`: required share of right answers of transformers' own cache; once it
+    is out of reach, only that cache continues and is returned.
     """
     from llmcache.kv.bench.subject import Prompt, said
 
     model = subject.model
-    told = {one: Told() for one in everyone}
+    answers = {one: Told() for one in everyone}
     parts = list(probes(setup, subject, context))
     questions = sum(len(asked.ids) * len(asked.answers) for asked in parts if isinstance(asked, Probe))
     wrong, most_wrong = 0, (1 - least) * questions if least else math.inf
@@ -216,19 +217,19 @@ def answered(
             if full is None:
                 full, wrong = own, wrong + int((~own).sum()) if isinstance(asked, Probe) else 0
             if isinstance(asked, Document):
-                told[one].add_text(own, full, asked.following[0, 1:])
+                answers[one].add_text(own, full, asked.following[0, 1:])
             else:
-                told[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
-    return told if wrong <= most_wrong else {everyone[0]: told[everyone[0]]}
+                answers[one].add(own, full, asked.depths if isinstance(asked, Probe) else None)
+    return answers if wrong <= most_wrong else {everyone[0]: answers[everyone[0]]}
 
 
 def _attention(
     setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
 ) -> dict[Candidate, Attention]:
-    """What of the attention each candidate that chooses has chosen, for a few of the contexts."""
+    """Return the attention quality of each candidate that selects tokens, for a few of the contexts."""
     from llmcache.kv.bench.subject import Prompt, said, watch
 
-    # From all over the batch; a chain's contexts are all alike.
+    # From the whole batch; all contexts of a chain are alike.
     few = asked if isinstance(asked, Document) else asked.part(slice(None, None, max(1, len(asked.ids) // WATCHED)))
     read = Prompt(subject.model, few.ids)
     found: dict[Candidate, Attention] = {}
@@ -245,7 +246,7 @@ def _attention(
 
 
 def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
-    """Yields all that is asked at a context, in parts that fit in memory; the same every time."""
+    """Yield all questions at a context, in parts that fit in memory; the same every time."""
     random = np.random.default_rng([setup.seed, context])
     if subject.tokenizer is not None:
         own = context, setup.cases, subject.encode, subject.first
@@ -265,7 +266,10 @@ def in_turns(
     model: Any, everyone: Sequence[Candidate], directory: Path, steps: int, threads: int | None,
     begin: Callable[[Run], None], told: Callable[[Candidate, Run], Result],
 ) -> list[Result]:  # fmt: skip
-    """Returns what is `told` of a sequence of every candidate, which `begin` begins; they take turns, step by step."""
+    """Return the result of `told` for a sequence of every candidate.
+
+    `begin` starts each sequence; then the candidates alternate step by step.
+    """
     from llmcache.kv.bench.subject import Run
 
     with contextlib.ExitStack() as stack:
@@ -279,7 +283,7 @@ def in_turns(
 
 
 def take_turns(runs: Sequence[Run], steps: int) -> None:
-    """Lets every run make `steps` tokens after those to warm up, not always the same one after the same one."""
+    """Generate `steps` tokens with every run after the warm-up, in a random order at each step."""
     for step in range(WARM_UP + steps):
         for place in np.random.default_rng(step).permutation(len(runs)):
             if step == WARM_UP:

@@ -6,16 +6,16 @@ A prompt is cut into blocks of 256 tokens, each named by a hash of the model's f
 prefix that many prompts share is stored once, and the longest stored one is found with a look-up for each block. The last
 block may have fewer tokens, and of a block that begins like the prompt the first tokens serve (kv.prefix.store).
 
-`Llama` asks its cache twice for each completion: `cache[prompt]` before it evaluates, `cache[tokens] = state` when it has
-ended. It does not say which Llama it is, which the fingerprint and the restoring need, so the first method looks at who
-calls (the object that has this cache, in the frame of the caller). It then restores the prefix itself, by
-llama_state_seq_set_data and the public `input_ids` and `n_tokens`: `Llama` finds that it has the prompt's beginning, and
-evaluates the rest. Its own `load_state` takes whole contexts only, with copies of them and of all scores. For the same
-reason `save_state` of a Llama that has asked is replaced: called to hand over what a completion has evaluated, it copies the
-state once, or not at all if it is stored, and no scores; for all others it is what it was.
+The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls this one before and after a prompt is
+evaluated, and after its answer. It restores a prefix by llama_state_seq_set_data and the public `input_ids` and `n_tokens`:
+`Llama` finds the prompt's beginning in its context, and evaluates the rest. Its own `load_state` takes whole contexts only,
+with copies of them and of all scores.
 
-What llama.cpp computes of a token depends, in the last bits, on how many are evaluated with it. A restored prompt goes on
-bit for bit as one that the same Llama is asked for twice, not always as one that it evaluates for the first time.
+Nothing is restored or stored before the model's files are identified by all of their bytes (kv.prefix.identity), nor after
+one of them was changed or replaced.
+
+What llama.cpp computes of a token depends, in the last bits, on how many are evaluated with it. So the last token of a
+prompt, which is evaluated again after the prompt was restored, is evaluated alone also the first time.
 
 Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
 boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
@@ -27,7 +27,8 @@ scores are not stored. Nothing is restored or stored for a Llama with a chat han
 Control vectors set through the C interface are not noticed: use another directory for them.
 
 Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
-checks and writes it, through a queue bounded by bytes. One lock guards the queue, another what several Llamas count.
+checks and writes it, through a queue bounded by bytes and by the memory of the machine and the cgroup. One lock guards the
+queue, another what several Llamas count.
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import logging
 import os
-import re
-import sys
 import threading
 import time
 import weakref
@@ -48,10 +48,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType, SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -62,11 +60,16 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes
 from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.kv.llama.attached import AttachedCache
+from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.prefix.metrics import openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.spill.layout import aligned
-from llmcache.units import parse_duration, parse_size
+from llmcache.kv.spill.raw import huge_memory
+from llmcache.memory import tightest
+from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
@@ -74,16 +77,19 @@ BLOCK_TOKENS = 256
 LINKED_TOKENS = (128, 64, 32, 16)
 """By so many of its first tokens a block is found; fewer are not stored as a last block, nor taken from one."""
 LEAST_TOKENS = LINKED_TOKENS[-1]
-FORMAT = 1
+FORMAT = 2
 """Of fingerprints: raised when other things go into them, or blocks lie otherwise."""
-_HEAD_BYTES = 4 << 20
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+WAIT_S = 2.0
+"""A Llama's first look-up waits so long for the identity of its files."""
+LOG_S = 60.0
+"""Lines about the same failure have at least this distance."""
+LEAST_ROOM_BYTES = 1 << 20
 _READERS = 2
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
 _CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
 _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
-_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _U8 = ctypes.POINTER(ctypes.c_uint8)
+_NOT_ATTACHED = "pass a PrefixCache to llama.set_cache, or call its methods restore() and keep() with a Llama"
 
 
 @dataclass
@@ -105,13 +111,16 @@ class PrefixCounters:
 class _Model:
     """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole.
 
-    `root`: the fingerprint, hexadecimal; the first block's name is made from it, in place of the block before it.
+    `root`: the fingerprint, hexadecimal, or empty while its files are not identified; the first block's name is made from
+    it, in place of the block before it.
     """
 
-    root: str
     told: dict[str, Any]
-    whole: bool
+    whole: bool = False
     refused: str = ""
+    files: tuple[FileIdentity, ...] = ()  # those of the model, and a LoRA adapter
+    root: str = ""
+    has_waited: bool = False
     token_s: float = 0.0  # of evaluating, a token; 0: not known yet
 
     @property
@@ -119,12 +128,30 @@ class _Model:
         """The directory of its blocks."""
         return self.root[:32]
 
+    @property
+    def usable(self) -> bool:
+        """Whether prompts are restored and stored."""
+        return bool(self.root) and not self.refused
+
+    def identify(self, digests: list[str]) -> None:
+        """Set the fingerprint, which depends on the digests of `files`."""
+        models = len(self.files) - (self.told["lora"] is not None)
+        self.told["files"] = [
+            [file.stamp.size_bytes, digest] for file, digest in zip(self.files[:models], digests, strict=False)
+        ]
+        if self.told["lora"] is not None:
+            self.told["lora"] = [digests[-1], self.told["lora"][-1]]
+        identity = {key: value for key, value in self.told.items() if key not in ("file", "name")}
+        text = json.dumps(identity, sort_keys=True)
+        self.root = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()[:40]
+
 
 @dataclass
-class _Task:
+class Task:
     """Blocks to be written, with the tokens before the end of each: `block` makes one when its turn has come.
 
-    `pushed`: they are given to the shared tier as well; not those that are from there.
+    `pushed`: they are given to the shared tier as well; not those that are from there. `memory`: what the state was copied
+    to, which is free for another one when `is_done`.
     """
 
     model: _Model
@@ -133,16 +160,19 @@ class _Task:
     size_bytes: int
     block: Callable[[BlockKey], Block]
     pushed: bool = True
+    memory: Bytes | None = None
+    is_done: bool = False
 
 
 class PrefixCache(BaseLlamaCache):
     """Prompts below `directory`, at most `limit` bytes ("20G") of them; for one Llama or several, of any models.
 
     `ttl`: a duration ("30d"), after which a block that was not used goes; `floor`: bytes of the file system that are left
-    free; `queue`: bytes that may wait to be written, what exceeds them is dropped; `shared`: the address of a
-    Redis-compatible server (redis://host:6379/0), which has `deadline` seconds for what a prompt asks of it. Several
-    processes may have the same directory. Close it, or end the process normally, to have written what waits. UsageError,
-    EnvironmentProblem as `BlockStore` and `SharedTier`.
+    free, by default 1 GB or 5 % of a smaller file system; `queue`: bytes that may wait to be written, and no more than half
+    of the memory that is available: prompts beyond are not stored; `shared`: the address of a Redis-compatible server
+    (redis://host:6379/0), which has `deadline` seconds for what a prompt asks of it. Several processes may have the same
+    directory. Close it, or end the process normally, to have written what waits. UsageError, EnvironmentProblem as
+    `BlockStore` and `SharedTier`.
     """
 
     def __init__(
@@ -151,7 +181,7 @@ class PrefixCache(BaseLlamaCache):
         limit: str | int = "20G",
         *,
         ttl: str | None = None,
-        floor: str | int = "1G",
+        floor: str | int | None = None,
         queue: str | int = "1G",
         shared: str | None = None,
         deadline: float = 1.0,
@@ -159,7 +189,11 @@ class PrefixCache(BaseLlamaCache):
         super().__init__(_bytes(limit))
         ttl_ns = parse_duration(ttl) if ttl else 0
         self.shared = SharedTier(shared, deadline, ttl_ns) if shared else None
-        self.store = BlockStore(directory, _bytes(limit), ttl_ns, _bytes(floor))
+        self.store = BlockStore(directory, _bytes(limit), ttl_ns, None if floor is None else _bytes(floor))
+        if self.store.room_bytes() < LEAST_ROOM_BYTES:
+            kept, limited = format_size(self.store.floor_bytes), format_size(self.store.limit_bytes)
+            why = f"the limit is {limited}, and {kept} of the file system have to stay free (floor)"
+            log.warning("%s: there is no room to store prompts: %s", directory, why)
         self.counters, self._counting = PrefixCounters(), threading.Lock()
         self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
         self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
@@ -172,45 +206,22 @@ class PrefixCache(BaseLlamaCache):
         return sum(entry.size_bytes for entry in self.store.entries())
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Restores the longest stored prefix of `key` in the Llama that asks, and returns its tokens; KeyError if none.
-
-        The state returned has no more than the Llama then has, so it has no reason to load it.
-        """
-        frame = sys._getframe(1)
-        llama = self._caller(frame)
-        if llama._logits_all and frame.f_locals.get("echo", True) and frame.f_locals.get("logprobs", 0) is not None:
-            llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
-            raise KeyError("the request needs the scores of the prompt's tokens, which are not stored")
-        try:
-            restored = self.restore(llama, key)
-        except (LlmcacheError, OSError) as error:
-            log.warning("nothing was restored: %s", error)
-            restored = 0
-        if not restored:
-            raise KeyError("no stored prefix is longer than the one in the context")
-        return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
+        """Raise TypeError: only the cache that `llama.set_cache` makes of this one knows its Llama."""
+        raise TypeError(_NOT_ATTACHED)
 
     def __contains__(self, key: object) -> bool:
-        """True if a prefix of the tokens `key` is stored for the Llama that asks."""
-        if not isinstance(key, Sequence):
-            return False
-        model = self._model(self._caller(sys._getframe(1)))
-        return not model.refused and any(True for _ in self._stored(_keys(model, key), model.whole))
+        """Raise TypeError, as `cache[key]`."""
+        raise TypeError(_NOT_ATTACHED)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Has the blocks of `value` written that are not stored yet; its tokens are taken from it, not from `key`."""
-        self.keep(self._caller(sys._getframe(1)), value)
+        """Raise TypeError, as `cache[key]`."""
+        raise TypeError(_NOT_ATTACHED)
 
-    def _caller(self, frame: FrameType) -> Llama:
-        llama = frame.f_locals.get("self")
-        if not isinstance(llama, Llama) or llama.cache is not self:
-            raise TypeError(
-                "only a Llama with this cache (llama.set_cache) may call this; call restore() or keep() with a Llama instead"
-            )
-        if "save_state" not in vars(llama):
-            own = weakref.WeakMethod(llama.save_state)
-            llama.save_state = lambda: _save_state(own)
-        return llama
+    def attached(self, llama: Llama) -> AttachedCache:
+        """Return this cache for `llama` alone, as `llama.set_cache` sets it; begin to identify the files of its model."""
+        if llama not in self._models:
+            self._models[llama] = self._described(llama)
+        return AttachedCache(self, llama)
 
     # What it does
 
@@ -221,7 +232,7 @@ class PrefixCache(BaseLlamaCache):
         the last block boundary, with the states on the way stored.
         """
         model = self._model(llama)
-        if model.refused:
+        if not model.usable:
             return 0
         started = time.perf_counter()
         with self._counting:
@@ -249,33 +260,76 @@ class PrefixCache(BaseLlamaCache):
             live = min(live, llama.n_tokens)
         if fetched := {key: block for key, block in fetched.items() if key in stored}:
             size = sum(len(block.payload) for block in fetched.values())
-            self._writer.put(_Task(model, list(fetched), list(tokens), size, fetched.__getitem__, pushed=False))
+            self._writer.put(Task(model, list(fetched), list(tokens), size, fetched.__getitem__, pushed=False))
         if model.whole:
             return self._evaluated(llama, model, keys, tokens) or found
         return found
 
-    def keep(self, llama: Llama, state: LlamaState) -> None:
-        """Has the blocks of `state`, which `llama.save_state` gave, written behind, as far as they are not stored yet."""
+    def has_prefix(self, llama: Llama, tokens: Sequence[int]) -> bool:
+        """Return whether a prefix of `tokens` is stored for `llama`."""
         model = self._model(llama)
-        tokens = state.input_ids[: state.n_tokens].tolist()
+        return model.usable and any(True for _ in self._stored(_keys(model, tokens), model.whole))
+
+    def cuts(self, llama: Llama, tokens: int) -> bool:
+        """Return whether a prompt of so many tokens is stored for `llama`, in blocks."""
+        model = self._model(llama)
+        return tokens >= LEAST_TOKENS and not model.refused and not model.whole
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Drop prompts that wait to be written until so much memory is available; return whether it is."""
+        return not size_bytes or self._writer.make_room(size_bytes)
+
+    def keep(self, llama: Llama, state: LlamaState) -> None:
+        """Write the blocks of `state`, which `llama.save_state` returned, that are not stored yet, in the background."""
+        tokens, data = state.input_ids[: state.n_tokens].tolist(), np.frombuffer(state.llama_state, np.uint8)
+        if len(data) and (missing := self._missing(llama, tokens)):
+            self._put(llama, tokens, missing, data)
+
+    def keep_prompt(self, llama: Llama, answer_tokens: int) -> Task | None:
+        """Write the blocks of what `llama` has evaluated that are not stored yet, in the background.
+
+        Its answer may have `answer_tokens`. Returns what was begun, for `handed` to use its memory again.
+        """
+        tokens = llama.input_ids[: llama.n_tokens].tolist()
         missing = self._missing(llama, tokens)
-        data = np.frombuffer(state.llama_state, np.uint8)
-        if not missing or not len(data):
-            return
+        size = llama_cpp.llama_state_get_size(llama.ctx)
+        more = min(size, size * answer_tokens // max(1, llama.n_tokens))
+        if not missing or (memory := self._writer.memory(size, len(missing), more)) is None:
+            return None
+        task = self._put(llama, tokens, missing, _copied(llama, memory))
+        if task is not None:
+            task.memory = memory
+        return task
+
+    def handed(self, llama: Llama, stored: Task | None) -> LlamaState:
+        """Return the state of `llama` as a completion stores it: without scores, and empty if all its blocks are stored.
+
+        `stored`: what `keep_prompt` returned for the prompt.
+        """
+        data: Bytes = np.empty(0, np.uint8)
+        if missing := self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
+            memory = stored.memory if stored is not None and stored.is_done else None
+            size = llama_cpp.llama_state_get_size(llama.ctx)
+            if memory is None or len(memory) < size:
+                memory = self._writer.memory(size, len(missing))
+            data = data if memory is None else _copied(llama, memory)
+        return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
+
+    def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
+        """Have the blocks `missing` of the state `data` of `tokens` written; None if they cannot be."""
+        model = self._model(llama)
         try:
             cut = read_state(data, model.told["architecture"])
         except Uncut as reason:
-            log.warning(
-                "%s: states are stored whole, at block boundaries: %s",
-                model.told["file"],
-                reason,
-            )
+            log.warning("%s: states are stored whole, at block boundaries: %s", model.told["file"], reason)
             model.whole = True
-            return
+            return None
         if cut.tokens < len(tokens):
             log.warning("%s: a state was not stored: it has %d tokens, not %d", model.told["file"], cut.tokens, len(tokens))
-            return
-        self._writer.put(_Task(model, missing, tokens, len(data), partial(_block_of, cut, tokens)))
+            return None
+        task = Task(model, missing, tokens, len(data), functools.partial(_block_of, cut, tokens))
+        self._writer.put(task)
+        return task
 
     def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
         """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
@@ -283,19 +337,10 @@ class PrefixCache(BaseLlamaCache):
         perf = llama_cpp.llama_perf_context(llama.ctx)
         if perf.n_p_eval >= BLOCK_TOKENS:
             model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
-        if model.refused or model.whole:
+        if not model.usable or model.whole:
             return []
         keys = _keys(model, tokens, part=True)
         return [key for key in keys if not self._writer.has(key) and key not in self.store]
-
-    def _handed(self, llama: Llama) -> LlamaState:
-        """The state that `llama` hands over for its blocks to be stored: without scores, and empty if all are stored."""
-        data = np.empty(0, np.uint8)
-        if self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
-            size = llama_cpp.llama_state_get_size(llama.ctx)
-            data = np.empty(size, np.uint8)
-            data = data[: llama_cpp.llama_state_get_data(llama.ctx, data.ctypes.data_as(_U8), size)]
-        return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all that waits is written or dropped; returns whether it is, after `timeout_s` at most."""
@@ -303,11 +348,8 @@ class PrefixCache(BaseLlamaCache):
 
     def metrics(self) -> str:
         """Returns what it has done since it was made, in OpenMetrics text."""
-        from prometheus_client.metrics_core import CounterMetricFamily  # loads an HTTP server: only where it is asked for
-        from prometheus_client.openmetrics.exposition import generate_latest
-
-        counters, found = self.counters, []
-        for name, unit, value, told in (
+        counters = self.counters
+        rows = (
             ("lookups", "", counters.lookups, "Prompts that were looked up"),
             ("hits", "", counters.hits, "Prompts with a restored prefix"),
             ("restored_tokens", "", counters.restored_tokens, "Tokens restored"),
@@ -321,9 +363,8 @@ class PrefixCache(BaseLlamaCache):
             ("fetched_blocks", "", self.shared.fetched_blocks if self.shared else 0, "Blocks fetched from the shared tier"),
             ("pushed_blocks", "", self.shared.pushed_blocks if self.shared else 0, "Blocks pushed to the shared tier"),
             ("shared_failures", "", self.shared.failures if self.shared else 0, "Failed requests to the shared tier"),
-        ):
-            found.append(CounterMetricFamily(f"llmcache_prefix_{name}", f"{told}.", value, unit=unit))
-        return bytes(generate_latest(SimpleNamespace(collect=lambda: found))).decode()  # type: ignore[no-untyped-call]
+        )
+        return openmetrics(rows)
 
     def close(self) -> None:
         """Writes what waits, and ends the thread; nothing is stored after that."""
@@ -340,21 +381,52 @@ class PrefixCache(BaseLlamaCache):
     # Parts of it
 
     def _model(self, llama: Llama) -> _Model:
-        """What is known of `llama`, found out when it asks first."""
-        if llama not in self._models:
-            try:
-                model = fingerprint(llama)
-            except OSError as error:
-                model = _Model("", {"file": llama.model_path}, False, f"the file cannot be read: {error.strerror}")
-            if model.refused:
-                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
-            elif model.whole:
-                log.warning("%s: states are stored whole, at block boundaries", model.told["file"])
-            if not model.refused:  # how fast the process was that stored first, until this one knows its own speed
-                speed = self.store.description(model.name).get("token_s")
-                model.token_s = speed if isinstance(speed, float) else 0.0
-            self._models[llama] = model
-        return self._models[llama]
+        """What is known of `llama`, whose files are looked at: they are identified, or were changed meanwhile."""
+        model = self._models.get(llama)
+        if model is None:
+            model = self._models[llama] = self._described(llama)
+        if model.refused:
+            return model
+        is_first, model.has_waited = not model.has_waited, True
+        until = time.monotonic() + (WAIT_S if is_first else 0)
+        try:
+            digests = [file.digest(max(0.0, until - time.monotonic())) for file in model.files]
+        except EnvironmentProblem as error:
+            model.refused = error.message
+            log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+            return model
+        known = [digest for digest in digests if digest]
+        if not model.root and len(known) == len(digests):
+            model.identify(known)
+            # How fast the process was that stored first, until this one knows its own speed.
+            speed = self.store.description(model.name).get("token_s")
+            model.token_s = speed if isinstance(speed, float) else 0.0
+            if not is_first:
+                log.warning("%s: identified: prompts are restored and stored from now on", model.told["file"])
+        elif not model.root and is_first:
+            done, size = (
+                sum(sizes) for sizes in zip(*((f.hashed_bytes, f.stamp.size_bytes) for f in model.files), strict=True)
+            )
+            log.warning(
+                "%s: prompts are restored and stored once the file is identified, which reads all of it: %s of %s",
+                model.told["file"],
+                format_size(done),
+                format_size(size),
+            )
+        return model
+
+    def _described(self, llama: Llama) -> _Model:
+        """What there is to know of `llama` before its files are identified, which begins."""
+        try:
+            model = _describe(llama)
+        except OSError as error:
+            told = {"file": os.path.basename(llama.model_path)}
+            model = _Model(told, refused=f"the file cannot be read: {error.strerror}")
+        if model.refused:
+            log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+        elif model.whole:
+            log.warning("%s: states are stored whole, at block boundaries", model.told["file"])
+        return model
 
     def _stored(self, keys: list[BlockKey], whole: bool) -> Iterator[BlockKey]:
         """Returns the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
@@ -442,6 +514,9 @@ class PrefixCache(BaseLlamaCache):
         if behind and part and part.layout != layout:
             self.store.drop([behind])
             part, common = None, 0
+        if not self.make_room((at + common) * layout.token_bytes):
+            self._writer.report("restored", "a prompt was not restored: %s", "memory is short")
+            return None, 0, keys
         joined = Joined(layout, at + common)
         if part:
             joined.put(at, part.payload, common)
@@ -479,10 +554,12 @@ class PrefixCache(BaseLlamaCache):
                 return 0
             if keys[blocks - 1] not in self.store:
                 size = llama_cpp.llama_state_seq_get_size(llama.ctx, 0)
-                data = np.empty(size, np.uint8)
+                if (data := self._writer.memory(size, 1)) is None:
+                    continue
+                data = data[:size]
                 if llama_cpp.llama_state_seq_get_data(llama.ctx, data.ctypes.data_as(_U8), size, 0) == size:
                     made = {keys[blocks - 1]: Block(data, tuple(tokens[at - BLOCK_TOKENS : at]))}
-                    self._writer.put(_Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
+                    self._writer.put(Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
         return live
 
     def _account(self, model: _Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
@@ -498,29 +575,72 @@ class PrefixCache(BaseLlamaCache):
 
 
 class _Writer:
-    """One thread that writes blocks, behind a queue of at most `most_bytes`; what does not fit is dropped."""
+    """One thread that writes blocks, behind a queue of at most `most_bytes` and half of the memory that is available.
+
+    What does not fit is dropped.
+    """
 
     def __init__(self, store: BlockStore, shared: SharedTier | None, counters: PrefixCounters, most_bytes: int) -> None:
         self._store, self._shared, self._counters, self._most = store, shared, counters, most_bytes
         self._changed = threading.Condition()
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[Task] = deque()
         self._pending: set[BlockKey] = set()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._reported: dict[str, tuple[float, int]] = {}  # by kind: when it was logged, and what was not since
 
     def has(self, key: BlockKey) -> bool:
         """True if `key` waits to be written."""
         return key in self._pending
 
-    def put(self, task: _Task) -> None:
-        """Has `task` written, unless too much waits already."""
+    def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
+        """Return memory for a state of `blocks` that is to wait; None, with the blocks dropped, if there is none for it.
+
+        It has room for `more_bytes`, which take no memory until they are used. It does not come from the heap, which would
+        not return it to the kernel.
+        """
         with self._changed:
-            waiting = sum(other.size_bytes for other in self._tasks)
-            if self._closed or (self._tasks and waiting + task.size_bytes > self._most):
-                self._counters.dropped_blocks += len(task.keys)
-                log.warning(
-                    "%d blocks were not stored: %s", len(task.keys), "closed" if self._closed else "the queue is full"
-                )
+            why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"
+            if why == "memory is short" and size_bytes <= tightest().spare_bytes // 2:
+                with contextlib.suppress(OSError, MemoryError):
+                    return huge_memory(size_bytes + more_bytes)
+            self._drop(blocks, why, why)
+            return None
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Drop tasks, the last one first, until so much memory is available; return whether it is."""
+        with self._changed:
+            while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:  # the first is being written
+                task = self._tasks.pop()
+                self._end(task)
+                self._drop(len(task.keys), "memory is short", "memory is short")
+            return not is_short
+
+    def _is_full(self, size_bytes: int) -> bool:
+        return bool(self._tasks) and sum(other.size_bytes for other in self._tasks) + size_bytes > self._most
+
+    def _drop(self, blocks: int, kind: str, why: object) -> None:
+        """Count blocks that are not stored, and log why."""
+        self._counters.dropped_blocks += blocks
+        self.report(kind, "a prompt was not stored: %s", why)
+
+    def report(self, kind: str, message: str, why: object) -> None:
+        """Log a failure, unless one of its kind was logged less than LOG_S ago; the next line says how many were not."""
+        with self._changed:
+            logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
+            if time.monotonic() - logged_s < LOG_S:
+                self._reported[kind] = (logged_s, left_out + 1)
+                return
+            self._reported[kind] = (time.monotonic(), 0)
+            log.warning(message + " (%d more since the last line)" * bool(left_out), why, *([left_out] if left_out else []))
+
+    def put(self, task: Task) -> None:
+        """Have `task` written, unless too much waits already."""
+        with self._changed:
+            if self._closed or self._is_full(task.size_bytes):
+                task.is_done = True
+                why = "closed" if self._closed else "the queue is full"
+                self._drop(len(task.keys), why, why)
                 return
             self._tasks.append(task)
             self._pending.update(task.keys)
@@ -529,6 +649,13 @@ class _Writer:
                 self._thread.start()
                 atexit.register(self.close)
             self._changed.notify_all()
+
+    def _end(self, task: Task) -> None:
+        """Note that `task`, which is not in the queue any more, is written or dropped."""
+        task.is_done = True
+        task.block = _no_block  # the state that it holds
+        self._pending.difference_update(task.keys)
+        self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
         """Returns whether nothing waits, after `timeout_s` at most."""
@@ -558,18 +685,17 @@ class _Writer:
                 for key in task.keys:
                     self._counters.stored_bytes += self._write(task, key, used_ns)
                     written += 1
-            except (LlmcacheError, OSError) as error:
-                log.warning("%d blocks were not stored: %s", len(task.keys) - written, error)
+            except (LlmcacheError, OSError, MemoryError) as error:
+                self.report(type(error).__name__, "a prompt was not stored: %s", error)
             except Exception:  # a bug here must not end storing, nor generation
                 log.exception("%d blocks were not stored", len(task.keys) - written)
             with self._changed:
                 self._counters.stored_blocks += written
                 self._counters.dropped_blocks += len(task.keys) - written
-                self._tasks.popleft()
-                self._pending.difference_update(task.keys)
-                self._changed.notify_all()
+                self._end(self._tasks.popleft())
+            del task  # with the memory of its state
 
-    def _write(self, task: _Task, key: BlockKey, used_ns: int) -> int:
+    def _write(self, task: Task, key: BlockKey, used_ns: int) -> int:
         block, links = task.block(key), list[str]()
         if key.kind != WHOLE:
             before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])[-1:]
@@ -591,61 +717,54 @@ def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
     return Block(payload, tuple(tokens[start:end]), state.layout)
 
 
-def fingerprint(llama: Llama) -> _Model:
-    """Returns what names the blocks of `llama`, of all that its keys and values depend on beside the tokens.
+def _copied(llama: Llama, memory: Bytes) -> Bytes:
+    """The state of `llama`, in `memory`."""
+    return memory[: llama_cpp.llama_state_get_data(llama.ctx, memory.ctypes.data_as(_U8), len(memory))]
 
-    The file counts by its size, its first 4 MiB (all of its header that matters), and 1024 samples of 4 KiB, one in each
-    tensor that has a thousandth of it; not by name or time, so that a copy on another machine has the same blocks.
+
+def _no_block(key: BlockKey) -> Block:
+    raise ValueError(f"{key.file}: the state was given back")
+
+
+def _describe(llama: Llama) -> _Model:
+    """What names the blocks of `llama`: all that its keys and values depend on besides the tokens. OSError.
+
+    Its files count by all their bytes, not by name or time, so that a copy on another machine has the same blocks.
     """
-    paths = _shards(llama.model_path)
+    paths = [*model_files(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
+    metadata, handle = llama.metadata, llama.model
     context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
-    metadata = llama.metadata
-    if any(".rope.scaling." in key for key in metadata):
-        context["n_ctx"] = llama.n_ctx()  # chooses among factors of some models
+    # Some models have two sets of rope factors, for contexts up to a length (by default that of training) and beyond.
+    if any(".rope.scaling." in key for key in metadata) or context["yarn_orig_ctx"]:
+        context["n_ctx"] = llama.n_ctx()
+    else:
+        context["n_ctx"] = llama.n_ctx() > llama_cpp.llama_model_n_ctx_train(handle)
     told: dict[str, Any] = {
         "format": FORMAT,
         "file": os.path.basename(llama.model_path),
         "architecture": metadata.get("general.architecture", ""),
         "name": metadata.get("general.name", ""),
-        "files": [[os.path.getsize(path), _sampled(path)] for path in paths],
-        "lora": [_sampled(llama.lora_path), llama.lora_scale] if llama.lora_path else None,
+        "lora": [llama.lora_scale] if llama.lora_path else None,
         "overrides": repr(llama.kv_overrides),
         "context": context,
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("LLAMA_ATTN")},
         "library": ["llama-cpp-python", llama_cpp.__version__, llama_cpp.LLAMA_STATE_SEQ_VERSION],
         "block_tokens": BLOCK_TOKENS,
     }
-    identity = json.dumps({key: value for key, value in told.items() if key not in ("file", "name")}, sort_keys=True)
-    handle = llama.model
     whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
     whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
-    refused = ""
     if hasattr(llama.chat_handler, "clip_model_path"):
-        refused = "prompts with images cannot be identified by their tokens"
-    elif llama.context_params.embeddings:
-        refused = "the model computes embeddings"
-    elif any(f"{os.path.realpath(path)} (deleted)" in Path("/proc/self/maps").read_text() for path in paths):
-        refused = "the file was replaced after it was loaded"
-    return _Model(hashlib.blake2b(identity.encode(), digest_size=32).hexdigest()[:40], told, whole, refused)
-
-
-def _shards(path: str) -> list[str]:
-    match = _SHARD.fullmatch(path)
-    if match is None:
-        return [path]
-    return [f"{match[1]}-{number:05d}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)]
-
-
-def _sampled(path: str) -> str:
-    """A hash of the file's beginning, of samples spread over it, and of its end."""
-    digest = hashlib.blake2b(digest_size=32)
-    with open(path, "rb", buffering=0) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        digest.update(os.pread(stream.fileno(), _HEAD_BYTES, 0))
-        step = max(_SAMPLE_BYTES, (size - _HEAD_BYTES) // _SAMPLES)
-        for offset in (*range(_HEAD_BYTES, size, step), max(0, size - _SAMPLE_BYTES)):
-            digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
-    return digest.hexdigest()
+        return _Model(told, whole, "prompts with images cannot be identified by their tokens")
+    if llama.context_params.embeddings:
+        return _Model(told, whole, "the model computes embeddings")
+    files = tuple(FileIdentity(path) for path in paths)
+    # llama.cpp notes when it began to load, by the monotonic clock.
+    loaded_ns = time.time_ns() - time.monotonic_ns() + int(llama_cpp.llama_perf_context(llama.ctx).t_start_ms * 1e6)
+    replaced = [f"{os.path.realpath(path)} (deleted)" for path in paths]
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    if any(file.stamp.ctime_ns > loaded_ns for file in files) or any(name in maps for name in replaced):
+        return _Model(told, whole, "the file was changed or replaced after it was loaded")
+    return _Model(told, whole, files=files)
 
 
 def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[BlockKey]:
@@ -687,15 +806,18 @@ def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _save_state(own: weakref.WeakMethod[Any]) -> LlamaState:
-    """What `own`, a Llama's `save_state`, returns; less for a completion that hands it to a PrefixCache."""
-    method, caller = own(), sys._getframe(2)
-    if method is None:
-        raise ReferenceError("the Llama of this state was deleted")
-    is_completion = caller.f_code.co_name == "_create_completion" and caller.f_globals.get("__name__") == "llama_cpp.llama"
-    llama = method.__self__
-    return llama.cache._handed(llama) if is_completion and isinstance(llama.cache, PrefixCache) else method()
-
-
 def _bytes(size: str | int) -> int:
     return size if isinstance(size, int) else parse_size(size)
+
+
+_set_any_cache = Llama.set_cache
+
+
+@functools.wraps(_set_any_cache)
+def _set_cache(llama: Llama, cache: BaseLlamaCache | None) -> None:
+    if isinstance(llama.cache, AttachedCache):
+        llama.cache.detach(llama)
+    _set_any_cache(llama, cache.attached(llama) if isinstance(cache, PrefixCache) else cache)
+
+
+Llama.set_cache = _set_cache

@@ -1,5 +1,5 @@
-"""Planning: what fits where, and how long a token takes, before anything runs. All of it is *modelled*.
+"""Planning: the placement of weights and KV cache, and the latency of a token, before anything runs. *Modelled.*
 
-Machines, models and workloads go in; memory by tier, sizes of the two pools, latency by stage come out. Only
-`profile` measures anything: the speeds of this machine, for `llmcache kv profile`.
+Input: machines, models and workloads. Output: memory by tier, sizes of the two pools, latency by stage. Only `profile`
+measures anything: the speeds of this machine, for `llmcache kv profile`.
 """

@@ -1,7 +1,8 @@
-"""Machines as the latency model sees them: sizes and speeds, and beside each number where it comes from.
+"""Machines of the latency model: sizes and speeds, with the origin of each number.
 
-Three origins, never mixed: "paper" is what hillinfer.txt says, "assumed" is what it leaves open (with a public source),
-"measured" is what `llmcache kv profile` found on this machine. All assumptions about the paper's machine stand here.
+Three kinds of origins are never mixed: "paper" is a statement of hillinfer.txt, "assumed" is a number that it leaves
+open (with a public source), "measured" is a result of `llmcache kv profile` on this machine. All assumptions about the
+paper's machine are in this file.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from llmcache.units import BLOCK_BYTES
 _GB = 10**9
 _GIB = 1 << 30
 RUNTIME_BYTES = 500 << 20
-"""Assumed: a CUDA context with its libraries takes about half a GiB; the paper does not tell it apart."""
+"""Assumed: a CUDA context with its libraries takes about half a GiB; the paper does not list it separately."""
 
 PAPER, ASSUMED, MEASURED, GIVEN = ORIGINS = ("paper", "assumed", "measured", "given")
 
 
 class Origin(NamedTuple):
-    """Where a number comes from: `kind` is one of ORIGINS, `text` says which section, data sheet or measurement."""
+    """The origin of a number: `kind` is one of ORIGINS, `text` names the section, data sheet or measurement."""
 
     kind: str
     text: str
@@ -31,17 +32,17 @@ class Origin(NamedTuple):
 
 
 Sourced = tuple[float, str, str]
-"""A number, which of ORIGINS it has, and its source."""
+"""A number, the kind of its origin (of ORIGINS), and its source."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine: bytes, bytes/s, operations/s, ns. Speeds are what programs get, not peaks, unless `origins` says so.
+    """A machine: bytes, bytes/s, operations/s, ns. Speeds are those that programs reach, unless `origins` names a peak.
 
     `gpu_link`: host memory to GPU. `score`: keys that the host's processor scores (f_c). `device`: keys that the
     computational SSD scores (f_s), from flash; `device_memory`: from its own DRAM. `ssd`: a plain SSD read by the host.
-    `reserved`: for the system, not for models.
-    Without a GPU (`gpu_bytes` 0) the host computes: `gpu_*` speeds are the host's, and nothing crosses to a GPU.
+    `reserved`: for the system, not for models. Without a GPU (`gpu_bytes` 0) the host computes: `gpu_*` speeds are the
+    host's, and nothing crosses to a GPU.
     """
 
     name: str
@@ -66,23 +67,23 @@ class Hardware:
 
     @classmethod
     def of(cls, name: str, title: str, **numbers: Sourced) -> Hardware:
-        """Returns a machine of numbers and, beside each, its origin: what kind, and where it is written."""
+        """Return a machine from numbers with their origins: kind and source."""
         values: dict[str, Any] = {key: value for key, (value, _, _) in numbers.items()}
         origins = {key: Origin(kind, text) for key, (_, kind, text) in numbers.items()}
         return cls(name, title, **values, origins=origins)
 
     @property
     def has_gpu(self) -> bool:
-        """True if there is memory of a GPU beside the host's."""
+        """True if the GPU has its own memory."""
         return self.gpu_bytes > 0
 
     def ssd_rate(self, request_bytes: float) -> float:
-        """Bytes/s of use that scattered reads of `request_bytes` get from the SSD: whole blocks, so many a second."""
+        """Return the useful bytes/s of scattered SSD reads of `request_bytes`: whole blocks, limited by requests/s."""
         blocks_bytes = -(-request_bytes // BLOCK_BYTES) * BLOCK_BYTES
         return min(self.ssd_bytes_per_s * request_bytes / blocks_bytes, self.ssd_requests_per_s * request_bytes)
 
     def device_score_rate(self, keys_bytes: float, cached: bool) -> float:
-        """Bytes/s at which the device scores `keys_bytes` of keys; `cached`: its own memory keeps what fits of them.
+        """Return the bytes/s at which the device scores `keys_bytes` of keys; `cached`: its memory caches those that fit.
 
         Source: hillinfer.txt, section 2.2: "The on-board DRAM acts as a cache for NAND flash".
         """
@@ -90,35 +91,35 @@ class Hardware:
         return 1 / (kept / self.device_memory_bytes_per_s + (1 - kept) / self.device_bytes_per_s)
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
-        """Returns it with memory of other sizes (None: as it is), which then are given. Without a GPU the host computes."""
+        """Return it with the given memory sizes (None: unchanged). Without a GPU the host computes."""
         given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
-        told: dict[str, Sourced] = {
+        changes: dict[str, Sourced] = {
             name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None
         }
         if gpu_bytes == 0 and self.has_gpu:
             speed = (self.host_bytes_per_s, *self.origins["host_bytes_per_s"])
-            told |= {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": _PROCESSORS[self.name]}
-            told["gpu_reserved_bytes"] = (0, ASSUMED, "there is no GPU")
-        return self.with_numbers(**told)
+            changes |= {"gpu_bytes_per_s": speed, "gpu_link_bytes_per_s": speed, "gpu_flops": _PROCESSORS[self.name]}
+            changes["gpu_reserved_bytes"] = (0, ASSUMED, "there is no GPU")
+        return self.with_numbers(**changes)
 
     def with_gpu(self, gpu_bytes: int, like: Hardware) -> Hardware:
-        """Returns it with a GPU of `gpu_bytes`, whose speeds are assumed to be those of the machine `like`."""
+        """Return it with a GPU of `gpu_bytes`, whose speeds are assumed to be those of the machine `like`."""
         names = ("gpu_bytes_per_s", "gpu_flops", "gpu_link_bytes_per_s", "gpu_reserved_bytes")
         text = f"those of the {like.name} PC, "
         speeds = {name: (getattr(like, name), ASSUMED, text + like.origins[name].text) for name in names}
         return self.with_sizes(gpu_bytes=gpu_bytes).with_numbers(**speeds)
 
     def with_numbers(self, **numbers: Sourced) -> Hardware:
-        """Returns it with other numbers, each with its own origin."""
+        """Return it with other numbers, each with its own origin."""
         known: dict[str, Sourced] = {name: (getattr(self, name), *origin) for name, origin in self.origins.items()}
         return Hardware.of(self.name, self.title, **known | numbers)
 
     def faster(self, **factors: float) -> Hardware:
-        """Returns it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""
+        """Return it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data: each number with its origin."""
+        """Return it as plain data: each number with its origin."""
         numbers = {
             name: {"value": getattr(self, name), "origin": self.origins[name].kind, "source": self.origins[name].text}
             for name in NUMBERS
@@ -130,12 +131,12 @@ NUMBERS = tuple(one.name for one in fields(Hardware) if one.name not in ("name",
 """The fields of Hardware that are numbers."""
 
 
-# What programs get of the peaks on data sheets. Assumed: the paper gives none.
+# Shares of the peaks on data sheets that programs reach. Assumed: the paper gives none.
 _GPU_MEMORY = 0.80  # streaming kernels reach 75-90 % of GDDR6X peaks
 _GPU_COMPUTE = 0.50  # large half-precision products outside benchmarks
 _HOST_COMPUTE = 0.50  # the same in single precision, all cores
 _HOST_MEMORY = 0.75  # all cores, of the channels' peak; STREAM reaches 75-85 %
-_SCORING = 0.85  # of what reading memory gives: measured for the kernels here (tools/bench kvbench: 0.86)
+_SCORING = 0.85  # of memory bandwidth: measured for the kernels here (tools/bench kvbench: 0.86)
 
 _PROCESSORS: dict[str, Sourced] = {
     "paper": (
@@ -146,7 +147,7 @@ _PROCESSORS: dict[str, Sourced] = {
         _HOST_COMPUTE * 8 * 4e9 * 32, ASSUMED, f"8 cores at 4 GHz, 32 operations a cycle (AVX2), {_HOST_COMPUTE:.0%} of it"
     ),
 }  # fmt: skip
-"""Operations/s of the processors of machines that have a GPU."""
+"""Operations/s of the processors of machines with a GPU."""
 
 _8352V = 8 * 8 * 2.933 * _GB  # peak of eight channels of DDR4-2933
 
@@ -198,4 +199,4 @@ TYPICAL_PC = replace(
 """Source: hillinfer.txt, section 1; links, storage and device are those of `PAPER_PC`, the rest a desktop of that time."""
 
 MACHINES: dict[str, Hardware] = {machine.name: machine for machine in (PAPER_PC, TYPICAL_PC)}
-"""Machines that can be named; "measured" is made from a profile, see `profile.hardware_of`."""
+"""Machines by name; "measured" is created from a profile, see `profile.hardware_of`."""

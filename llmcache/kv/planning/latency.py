@@ -1,14 +1,14 @@
-"""Latency per decode token of HillInfer and its baselines: what each moves, and a pipeline of layers. *Modelled*.
+"""Latency per decode token of HillInfer and its baselines, from bytes moved and a pipeline of layers. *Modelled*.
 
-A layer is evaluated (by the processor, by the device, or read to the host for it), then what was chosen is fetched, then
-it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i computes, so a layer
-takes the longer of both; one that does not takes their sum. Within a stage, what different resources do overlaps if the
-system lets it (reads with scoring, CPU with device, SSD with the GPU's link). The experts on the host that a step of a
-mixture uses are fetched as KV data is: as if they were known a layer ahead. Nothing is fitted.
+A layer is evaluated (by the processor, by the device, or by the host after reading it), then the selected tokens are
+fetched, then it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i
+computes, so a layer takes the longer of both; otherwise it takes their sum. Within a stage, different resources overlap
+if the system allows it (reads with scoring, CPU with device, SSD with the GPU's link). Experts on the host that a step
+of an MoE model uses are fetched like KV data, as if they were known one layer ahead. Nothing is fitted.
 
-Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, whose systems are read as it describes them; where it leaves
-something open, the reading is the one that serves the baseline best. Differs from the paper: it measures; this is a model.
-Not modelled: moves of BKP (they are off the critical path), and the software of the frameworks the baselines are built on.
+Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, with the systems as described there; where it leaves
+something open, the reading most favorable to the baseline is used. Differs from the paper: it measures; this is a
+model. Not modelled: moves of BKP (they are off the critical path), and the software of the baselines' frameworks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, room
 
 _NS = 1e9
 SCORE_BYTES = 4
-"""On the link, per token and key head: offset and score, both of two bytes. Source: section 4.4, "4n bytes"."""
+"""Bytes on the link, per token and key head: offset and score, two bytes each. Source: section 4.4, "4n bytes"."""
 
 
 @dataclass(frozen=True)
 class System:
     """How a system works. `in_storage`: the SSD scores its keys (HIE). `ahead`: layer i+1 while i computes.
 
-    `evaluates`: it judges tokens at each step. `abstracts`: by two keys per chunk. `piped`: reading and scoring overlap.
-    `balanced`: pools by equation (1). `keeps`: pools keep what was important (BKP). `sparse`: attends to alpha * N.
+    `evaluates`: it scores tokens at each step. `abstracts`: by two keys per chunk. `piped`: reading and scoring
+    overlap. `balanced`: pools by equation (1). `keeps`: pools keep important tokens (BKP). `sparse`: it attends to
+    alpha * N tokens.
     """
 
     name: str
@@ -60,19 +61,19 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """As it is given: policy, and "no-" and its name for each design that is left out."""
+        """The policy, followed by "-no-" and the name of each omitted design."""
         return "-no-".join([self.policy, *self.without])
 
     def titled(self, title: str) -> str:
-        """Returns the title of the policy with what is left out of it."""
+        """Return the title of the policy, with the omitted designs."""
         return title + (f" without {', '.join(self.without).upper()}" if self.without else "")
 
 
 def hillinfer(*without: str) -> System:
-    """HillInfer, or what is left of it without some of `DESIGNS`.
+    """Return HillInfer, without some of `DESIGNS`.
 
-    Without HIE the host evaluates, as all others do; without BKP important tokens lie anywhere; without APP nothing
-    overlaps the computing and the host's pool is as large as it can be.
+    Without HIE the host evaluates, as in all other systems; without BKP the location of important tokens is arbitrary;
+    without APP nothing overlaps the computation, and the host's pool is as large as possible.
     """
     own = Variant("hillinfer", without)
     hie, bkp, app = (part not in without for part in DESIGNS)
@@ -93,9 +94,10 @@ SYSTEMS: dict[str, System] = {
 
 
 def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
-    """Returns where `system` keeps the KV cache; `cached` as for `rule_share`.
+    """Return the placement of the KV cache by `system`; `cached` as for `rule_share`.
 
-    On the GPU if it has room for all. Else the host has its share by equation (1), or without balance all, at most M0.
+    On the GPU if it fits there. Otherwise the host has its share by equation (1), or all if not balanced, but at most
+    M0.
     """
     if found.gpu_kv:
         return Placement(kv_bytes, 0.0, 0.0)
@@ -108,9 +110,9 @@ def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cach
 class Latency:
     """*Modelled* times (ns) of one decode step: one token of every sequence of the batch.
 
-    `stages`: evaluate, fetch, compute, each as if alone; `exposed`: what of evaluate and fetch nothing hides. `busy`: by
-    resource, in the words of the pipeline's timeline; the link is that of the storage. `moved`: bytes by link, `device
-    internal` never leaves the device. `prefill_ns`: of the whole context, once.
+    `stages`: evaluate, fetch, compute, each as if alone; `exposed`: the part of evaluate and fetch that nothing hides.
+    `busy`: by resource, with the names of the pipeline's timeline; the link is that of the storage. `moved`: bytes by
+    link; `device internal` never leaves the device. `prefill_ns`: for the whole context, once.
     """
 
     system: System
@@ -126,15 +128,15 @@ class Latency:
 
     @property
     def idle_share(self) -> float:
-        """The share of a step in which nothing computes, 0 .. 1. Source: section 3.3, "GPU idle time"."""
+        """Share of a step without computation, 0..1. Source: section 3.3, "GPU idle time"."""
         return 1 - self.stages["compute"] / self.token_ns
 
     def end_to_end_ns(self, output_tokens: int) -> float:
-        """Prefill and `output_tokens` decode steps."""
+        """Return the time of prefill and `output_tokens` decode steps."""
         return self.prefill_ns + output_tokens * self.token_ns
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, ns and bytes."""
+        """Return it as plain data, ns and bytes."""
         return {
             "policy": self.system.name,
             "kind": "modelled",
@@ -153,9 +155,9 @@ class Latency:
 def latency(
     policy: str | System, hardware: Hardware, model: ModelShape, workload: Workload, places: Placement | None = None
 ) -> Latency:
-    """Returns the modelled latency of `policy` (a name of SYSTEMS, or a system).
+    """Return the modelled latency of `policy` (a name in SYSTEMS, or a system).
 
-    `places`: where the KV cache lies; None: as the system places it. KeyError: no such policy.
+    `places`: placement of the KV cache; None: that of the system. KeyError: no such policy.
     """
     system = SYSTEMS[policy] if isinstance(policy, str) else policy
     share = workload.alpha if system.sparse else 1.0
@@ -165,7 +167,7 @@ def latency(
     layers, batch = model.layers, workload.batch
     host, ssd = places.host / layers, places.ssd / layers
 
-    # Bytes of one layer, all sequences. Judging the tokens: the keys are half of what lies in each pool.
+    # Bytes of one layer, all sequences. Evaluating the tokens: the keys are half of each pool.
     scan = cpu_keys = device_keys = scores = 0.0
     if system.in_storage:
         cpu_keys, device_keys = host / 2, ssd / 2
@@ -174,11 +176,11 @@ def latency(
         part = min(1.0, 2 / workload.chunk_tokens) if system.abstracts else 1.0
         values = 2.0 if workload.host_evaluates != KEYS and not system.abstracts else 1.0
         scan, cpu_keys = part * values * ssd / 2, part * (host + ssd) / 2
-    # Fetching what was chosen: neighbouring tokens, keys and values apart; the full cache is read in sequence.
+    # Fetching the selected tokens: adjacent tokens, keys and values separately; the full cache is read in sequence.
     attended = share * places.total / layers
     fetched = attended * _important_on_ssd(system, workload, places) if system.sparse else ssd
     if scan and not system.abstracts and workload.host_evaluates != KEYS:
-        fetched = 0.0  # with its values it has been read already
+        fetched = 0.0  # evaluation has read them already, with their values
     tokens = workload.chunk_tokens if system.abstracts else workload.fetch_tokens
     request = tokens * model.key_bytes if system.sparse else float(1 << 20)
     from_device, from_ssd = (fetched, 0.0) if system.in_storage else (0.0, fetched)
@@ -188,8 +190,8 @@ def latency(
         gpu_link = (attended if places.gpu == 0 else 0.0) + crossing
     flops = 4.0 * model.heads * model.head_dim * share * workload.context * batch + 2.0 * model.layer_parameters * batch
 
-    # Seconds of each activity of one layer, as if it were alone. Assumed: a command to execute and one to read, one after
-    # the other; those of several sequences are queued together.
+    # Seconds of each activity of one layer, as if it were alone. Assumed: one command to execute, then one to read;
+    # those of several sequences are queued together.
     wait = hardware.device_latency_ns / _NS if system.in_storage and ssd else 0.0
     scoring = hardware.device_score_rate(places.ssd / 2, workload.device_caches)
     scan_s, cpu_s = scan / hardware.ssd_bytes_per_s, cpu_keys / hardware.score_bytes_per_s
@@ -199,7 +201,8 @@ def latency(
     reading = (model.layer_weight_bytes(batch) + attended) / hardware.gpu_bytes_per_s
     compute = max(reading, flops / hardware.gpu_flops)
 
-    # Until all tokens are judged; until what was chosen is attended: what lies on the SSD goes the longer way.
+    # Evaluation ends when all tokens are scored, the fetch when the selected ones are attended to; tokens on the SSD
+    # take the longer path.
     together: Callable[[float, float], float] = max if system.piped else operator.add
     evaluate = max(cpu_s, device_s, scores_s) if system.in_storage else together(scan_s, cpu_s)
     fetch = together(fetch_s + device_fetch_s, gpu_link_s)
@@ -233,16 +236,15 @@ def latency(
 
 
 def _important_on_ssd(system: System, workload: Workload, places: Placement) -> float:
-    """The share of the important tokens that lie on the SSD."""
-    told = workload.important_on_ssd_bkp if system.keeps else None
-    told = workload.important_on_ssd if told is None else told
-    return places.ssd_share if told is None else (told if places.ssd else 0.0)
+    share = workload.important_on_ssd_bkp if system.keeps else None
+    share = workload.important_on_ssd if share is None else share
+    return places.ssd_share if share is None else (share if places.ssd else 0.0)
 
 
 def _prefill_s(hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room) -> float:
-    """Seconds of the whole context: products, causal attention; writing the KV cache down overlaps them.
+    """Return the seconds for the whole context: products and causal attention, overlapped with writing the KV cache.
 
-    Assumed: storage takes data as fast as it gives it. All systems do the same here: the paper changes decoding only.
+    Assumed: storage writes as fast as it reads. All systems are alike here, because the paper only changes decoding.
     """
     tokens = float(workload.context * workload.batch)
     products = 2.0 * model.layers * model.layer_parameters * tokens

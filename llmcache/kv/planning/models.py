@@ -1,9 +1,9 @@
-"""Shapes of models: what weighs how much, what a token leaves in the KV cache; the paper's by name, others by config.json.
+"""Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Of config.json, as Hugging Face writes it, understood are decoders with one KV cache per layer: llama, mistral, qwen, qwen2,
-qwen3, opt, gpt2, gpt_neox, phi and others that name their sizes in the same way, with plain MLPs or mixtures of experts
-(mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, llama4). Refused, by name, is what has no such cache: MLA, state spaces,
-linear attention, encoders.
+Supported are config.json files of Hugging Face for decoders with one KV cache per layer: llama, mistral, qwen, qwen2,
+qwen3, opt, gpt2, gpt_neox, phi and others with the same names for their sizes, with plain MLPs or as MoE models
+(mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, llama4). Models without such a cache are rejected by name: MLA, state
+spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.errors import UsageError
 
 KV_BYTES: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes of a number of the KV cache, by type; int8 carries a scale of 4 bytes per row besides."""
+"""Bytes of a number in the KV cache, by type; int8 also has a scale of 4 bytes per row."""
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MixtureMlp:
-    """The MLPs of `layers` layers that are mixtures: `experts` of width `ffn`, of which a router has a token use `used`.
+    """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
 
-    `shared_ffn`: width of what each token uses besides, 0 if there is nothing.
+    `shared_ffn`: width of the shared experts that each token uses as well, 0 without any.
     """
 
     layers: int
@@ -41,9 +41,9 @@ class MixtureMlp:
             raise ValueError(f"used: must be from 1 to the number of experts ({self.experts}), not {self.used}")
 
     def read_share(self, tokens: int) -> float:
-        """Of the experts, the share that `tokens` tokens use together, in the mean, each with any: 0 .. 1.
+        """Return the mean share (0..1) of the experts that `tokens` tokens use together, if all are equally popular.
 
-        Experts that are more popular than others make it less.
+        Unequal popularity reduces it.
         """
         return -math.expm1(tokens * math.log1p(-self.used / self.experts)) if self.used < self.experts else 1.0
 
@@ -52,9 +52,9 @@ class MixtureMlp:
 class ModelShape:
     """A decoder: sizes of its parts. `gated`: its MLP has three matrices (SwiGLU), not two. `tied`: one embedding.
 
-    `mixture`: layers that have experts in place of an MLP of width `ffn`.
-    `weight_bits` per parameter (16: half precision). `positions`: rows of a learned position table (OPT, GPT-2), else 0.
-    `context_limit`: tokens that the model was made for, 0 if it does not say. `notes`: what the shape leaves out.
+    `mixture`: layers with experts instead of an MLP of width `ffn`. `weight_bits` per parameter (16: half precision).
+    `positions`: rows of a learned position table (OPT, GPT-2), else 0. `context_limit`: tokens that the model was
+    trained for, 0 if unknown. `notes`: limitations of the shape.
     """
 
     name: str
@@ -85,13 +85,13 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of all experts of all layers, 0 without."""
+        """Weights of all experts of all layers, 0 without experts."""
         mixture = self.mixture
         return 0 if mixture is None else mixture.layers * mixture.experts * self._matrices * self.hidden * mixture.ffn
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of all layers that each token uses: projections of attention, MLPs, what is shared, routers.
+        """Weights of all layers that each token uses: projections of attention, MLPs, shared experts, routers.
 
         Norms and biases are left out.
         """
@@ -105,7 +105,7 @@ class ModelShape:
 
     @property
     def widest_ffn(self) -> int:
-        """Width of what a token computes in the widest MLP."""
+        """Width of the widest MLP that a token uses."""
         mixture = self.mixture
         if mixture is None:
             return self.ffn
@@ -118,7 +118,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Weights of one layer, in the mean, with which a token is computed."""
+        """Mean number of weights per layer that a token uses."""
         mixture = self.mixture
         used = 0 if mixture is None else self.expert_parameters // mixture.experts * mixture.used
         return (self.dense_parameters + used) / self.layers
@@ -131,7 +131,7 @@ class ModelShape:
 
     @property
     def token_parameters(self) -> int:
-        """Weights with which a token is computed: of the layers, and the output projection."""
+        """Weights that a token uses: of the layers, and the output projection."""
         return round(self.layers * self.layer_parameters) + self.vocabulary * self.hidden
 
     @property
@@ -140,12 +140,12 @@ class ModelShape:
         return round(self.parameters * self.weight_bits / 8)
 
     def layer_weight_bytes(self, batch: int) -> float:
-        """Bytes of the weights of one layer, in the mean, that a step of `batch` tokens reads."""
+        """Return the mean bytes of weights per layer that a step of `batch` tokens reads."""
         experts = 0.0 if self.mixture is None else self.expert_parameters * self.mixture.read_share(batch)
         return (self.dense_parameters + experts) / self.layers * self.weight_bits / 8
 
     def crossing_bytes(self, host_bytes: float, batch: int) -> float:
-        """What a step of `batch` tokens reads of `host_bytes` of weights on the host, where experts lie first of all."""
+        """Return the bytes that a step of `batch` tokens reads of `host_bytes` of weights on the host, experts first."""
         if self.mixture is None:
             return host_bytes
         experts = min(host_bytes, self.expert_parameters * self.weight_bits / 8)
@@ -158,21 +158,21 @@ class ModelShape:
 
     @property
     def key_bytes(self) -> float:
-        """Bytes of the keys of one token in one layer; its values take as many."""
+        """Bytes of the keys of one token in one layer; its values take the same."""
         scale = SCALE_BYTES if self.kv_dtype == "int8" else 0
         return self.kv_heads * (self.head_dim * KV_BYTES[self.kv_dtype] + scale)
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that a token takes in the KV cache of all layers."""
+        """Bytes of a token in the KV cache of all layers."""
         return 2 * self.layers * self.key_bytes
 
     def kv_bytes(self, context: int, batch: int) -> float:
-        """Bytes of the whole KV cache of `batch` sequences of `context` tokens."""
+        """Return the bytes of the whole KV cache of `batch` sequences of `context` tokens."""
         return self.token_bytes * context * batch
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, with what follows from it."""
+        """Return it as plain data, with derived values."""
         derived = {
             "parameters": self.parameters,
             "token_parameters": self.token_parameters,
@@ -193,9 +193,9 @@ MODELS: dict[str, ModelShape] = {
 }
 """Models of hillinfer.txt, section 4.2; shapes from their public config.json files."""
 
-# From a config.json
+# Parsing a config.json
 
-_LARGEST_BYTES = 4 << 20  # a config is a few KB: what is larger is something else
+_LARGEST_BYTES = 4 << 20  # a config.json has a few KB: a larger file is something else
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -228,9 +228,9 @@ _WITH_KV = {"attention", "full_attention", "sliding_attention", "chunked_attenti
 
 
 def read_config(path: str | Path) -> ModelShape:
-    """Returns the shape of the model whose config.json, or directory with one, is `path`.
+    """Return the shape of the model with the config.json `path`, or in the directory `path`.
 
-    UsageError, naming --model: it cannot be read, is no JSON of a decoder, or is of a kind that is not understood.
+    UsageError, naming --model: it cannot be read, is no JSON of a decoder, or is of an unsupported kind.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -249,7 +249,7 @@ def read_config(path: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
-    """Returns the shape that `config` describes; errors as `read_config`, `source` names the file in them."""
+    """Return the shape described by `config`; errors as for `read_config`, `source` names the file in them."""
     kind = str(config.get("model_type", ""))
     text = config.get("text_config")
     if isinstance(text, dict) and "num_hidden_layers" not in config:
@@ -272,11 +272,11 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
     window = config.get("sliding_window")
     if isinstance(window, int) and window and config.get("use_sliding_window", True):
         notes = (f"an upper bound: layers with a sliding window of {window} tokens are counted like the others",)
-    quantised = config.get("quantization_config")
-    bits = _bits(quantised) if isinstance(quantised, dict) else None
-    if isinstance(quantised, dict) and bits is None:
-        method = quantised.get("quant_method")
-        notes += (f"an upper bound: weights quantised by {method} are counted as not quantised, as their bits are unknown",)
+    quantization = config.get("quantization_config")
+    bits = _bits(quantization) if isinstance(quantization, dict) else None
+    if isinstance(quantization, dict) and bits is None:
+        method = quantization.get("quant_method")
+        notes += (f"an upper bound: weights quantized by {method} are counted as not quantized, as their bits are unknown",)
     try:
         return ModelShape(
             name=_title(config, source),
@@ -303,13 +303,13 @@ def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> 
         return None
     ffn = _size(config, "expert_ffn", source)
     if kind == "llama4_text":
-        shared_ffn = ffn  # an expert that each token uses, of which its config says nothing
+        shared_ffn = ffn  # a shared expert, which is not in the config
     else:
         shared_ffn = _size(config, "shared_ffn", source, ffn * _size(config, "shared_experts", source, 0))
     first, step = _size(config, "first_mixture", source, 0), max(1, _size(config, "mixture_step", source, 1))
-    told = config.get("mlp_only_layers")
-    plain = {one for one in told if isinstance(one, int)} if isinstance(told, list) else set()
-    mixtures = layers // step - first // step  # each `step`th layer from the `first` on
+    dense_layers = config.get("mlp_only_layers")
+    plain = {one for one in dense_layers if isinstance(one, int)} if isinstance(dense_layers, list) else set()
+    mixtures = layers // step - first // step  # every `step`th layer from `first` on
     mixtures -= sum(first <= layer < layers and (layer + 1) % step == 0 for layer in plain)
     return MixtureMlp(mixtures, experts, _size(config, "used", source), ffn, shared_ffn) if mixtures > 0 else None
 
@@ -338,13 +338,12 @@ def _title(config: Mapping[str, Any], source: str) -> str:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """Type of the KV cache: that of the model where the cache can have it, else half precision."""
-    told = str(config.get("torch_dtype") or config.get("dtype") or "float16").removeprefix("torch.")
-    return told if told in KV_BYTES else "float16"
+    """Return the type of the KV cache: that of the model if the cache supports it, else half precision."""
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "float16").removeprefix("torch.")
+    return dtype if dtype in KV_BYTES else "float16"
 
 
-def _bits(quantised: Mapping[str, Any]) -> float | None:
-    """Bits of a weight by its quantisation, if that says so."""
-    is_byte = quantised.get("load_in_8bit") or quantised.get("quant_method") == "fp8"
-    bits = quantised.get("bits", 8 if is_byte else 4 if quantised.get("load_in_4bit") else None)
+def _bits(quantization: Mapping[str, Any]) -> float | None:
+    is_byte = quantization.get("load_in_8bit") or quantization.get("quant_method") == "fp8"
+    bits = quantization.get("bits", 8 if is_byte else 4 if quantization.get("load_in_4bit") else None)
     return float(bits) if isinstance(bits, int | float) and not isinstance(bits, bool) else None

@@ -1,8 +1,9 @@
-"""What is decoded, what it takes in memory, and where weights and KV cache lie: the two pools of HillInfer. *Modelled.*
+"""The workload, its memory, and the placement of weights and KV cache: the two pools of HillInfer. *Modelled.*
 
-Source: hillinfer.txt, figure 2 and section 1, for memory (its "about 30 GB" are GiB: 14.4 GiB of weights and 16 GiB of KV
-cache are 32.6 GB of 10**9 bytes); section 3.1 (the GPU has weights, activations and what is attended; the CPU a large
-portion of the KV cache, and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc < M0.
+Source: hillinfer.txt, figure 2 and section 1, for memory (its "about 30 GB" are GiB: 14.4 GiB of weights and 16 GiB of
+KV cache are 32.6 GB of 10**9 bytes); section 3.1 (the GPU has weights, activations and attended tokens; the CPU a large
+portion of the KV cache, and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc <
+M0.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ KEYS, KEYS_AND_VALUES = "keys", "keys and values"
 ACTIVATION_BYTES = 2
 """Assumed: activations in half precision."""
 BUFFERED_LAYERS = 2
-"""Layers whose attended KV is on the GPU at a time: the one that computes, the one that is fetched."""
+"""Layers whose attended KV is on the GPU at a time: the one being computed and the one being fetched."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Decoding `batch` sequences of `context` tokens each, of which the share `alpha` is attended.
+    """Decoding `batch` sequences of `context` tokens each, with attention to the share `alpha`.
 
-    `host_evaluates`: what a system without in-storage evaluation reads from the SSD to judge tokens. Keys are enough; the
-    paper speaks of KV data (section 3.2, and figure 3a: "20% (blue) and 30% (red) of full KV cache [...] for token
-    evaluations"). `chunk_tokens`: of LeoAM's abstracts, two keys per chunk. `fetch_tokens`: neighbours fetched together.
-    `important_on_ssd`: the share of the important tokens that lie on the SSD; None: as of all tokens. With BKP it is
-    `important_on_ssd_bkp`; None: BKP finds no locality, its worst case. Both can be measured with `llmcache kv bench`.
-    `device_caches`: the device scores the keys that fit in its own memory from there, not from flash.
+    `host_evaluates`: data that a system without in-storage evaluation reads from the SSD to score tokens. Keys are
+    enough; the paper speaks of KV data (section 3.2, and figure 3a: "20% (blue) and 30% (red) of full KV cache [...]
+    for token evaluations"). `chunk_tokens`: of LeoAM's abstracts, two keys per chunk. `fetch_tokens`: adjacent tokens
+    fetched together. `important_on_ssd`: the share of the important tokens on the SSD; None: the same as of all tokens.
+    With BKP it is `important_on_ssd_bkp`; None: BKP finds no locality, its worst case. Both can be measured with
+    `llmcache kv bench`. `device_caches`: the device scores keys that fit in its own memory from there, not from flash.
     """
 
     context: int
@@ -46,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes by what they are for. `activations`: of one decode step, logits included."""
+    """Bytes by purpose. `activations`: of one decode step, logits included."""
 
     weights: float
     kv: float
@@ -55,37 +56,37 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """All of it, bytes."""
+        """Total bytes."""
         return self.weights + self.kv + self.activations + self.runtime
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, bytes."""
+        """Return it as plain data, bytes."""
         return {**asdict(self), "total": self.total}
 
 
 def activation_bytes(model: ModelShape, batch: int) -> float:
-    """Bytes of what one decode step of `batch` sequences keeps besides KV: the widest layer, and logits in float32."""
+    """Return the bytes of one decode step of `batch` sequences besides KV: the widest layer, and logits in float32."""
     widest = 4 * model.hidden + (2 if model.gated else 1) * model.widest_ffn
     return batch * (ACTIVATION_BYTES * widest + 4 * model.vocabulary)
 
 
 def memory_use(model: ModelShape, context: int, batch: int) -> MemoryUse:
-    """Returns what decoding at `context` tokens takes with the whole KV cache kept. Source: figure 2 (full KV cache)."""
+    """Return the memory for decoding at `context` tokens with the whole KV cache. Source: figure 2 (full KV cache)."""
     return MemoryUse(model.weight_bytes, model.kv_bytes(context, batch), activation_bytes(model, batch), RUNTIME_BYTES)
 
 
 def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
-    """Returns the most tokens of context for which `memory_bytes` hold everything; 0 if not even the weights fit."""
+    """Return the largest context (tokens) for which everything fits in `memory_bytes`; 0 if not even the weights fit."""
     fixed = memory_use(model, 0, batch).total
     return max(0, int((memory_bytes - fixed) // (model.token_bytes * batch)))
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the weights leave, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it lies in the pools).
+    """Memory left by the weights, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it is in the pools).
 
-    `weights_on_host`: weights that the GPU has no room for, experts before all others. `lacking`: bytes that weights alone
-    have no room for anywhere.
+    `weights_on_host`: weights that do not fit on the GPU, experts before all others. `lacking`: bytes of weights that
+    fit nowhere.
     """
 
     gpu_kv: float
@@ -110,7 +111,7 @@ class Placement:
 
     @property
     def ssd_share(self) -> float:
-        """The share of the KV cache on the SSD, 0 .. 1."""
+        """Share of the KV cache on the SSD, 0..1."""
         return self.ssd / self.total if self.total else 0.0
 
     @property
@@ -119,12 +120,12 @@ class Placement:
         return self.host / self.ssd if self.ssd else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, bytes; beta is null if nothing is on the SSD."""
+        """Return it as plain data, bytes; beta is null if nothing is on the SSD."""
         return {**asdict(self), "ssd_share": self.ssd_share, "beta": self.beta if self.ssd else None}
 
 
 def room(hardware: Hardware, model: ModelShape, workload: Workload, attended_share: float) -> Room:
-    """Returns where weights lie and what is left for KV, for a system that attends to `attended_share` of the tokens."""
+    """Return the placement of weights and the memory left for KV, for attention to `attended_share` of the tokens."""
     kv = model.kv_bytes(workload.context, workload.batch)
     working = activation_bytes(model, workload.batch) + min(1.0, BUFFERED_LAYERS / model.layers) * attended_share * kv
     host = hardware.host_bytes - hardware.host_reserved_bytes
@@ -140,20 +141,20 @@ def room(hardware: Hardware, model: ModelShape, workload: Workload, attended_sha
 
 
 def rule_share(hardware: Hardware, cached: bool = False) -> float:
-    """The share of the KV cache that equation (1) gives to the CPU: fc / (fc + fs), that is beta = fc / fs.
+    """Return the share of the KV cache that equation (1) assigns to the CPU: fc / (fc + fs), that is beta = fc / fs.
 
-    `cached`: the device scores from its own memory; its pool, which the rule makes small, is taken to fit in there.
+    `cached`: the device scores from its own memory; its pool, which the rule makes small, is assumed to fit.
     """
     device = hardware.device_score_rate(0, cached)
     return hardware.score_bytes_per_s / (hardware.score_bytes_per_s + device)
 
 
 def by_beta(kv_bytes: float, beta: float) -> Placement:
-    """A given ratio beta = Mc / Ms, for sweeps."""
+    """Return the placement for a given ratio beta = Mc / Ms, for sweeps."""
     host = kv_bytes * beta / (1 + beta)
     return Placement(0.0, host, kv_bytes - host)
 
 
 def by_ssd_share(kv_bytes: float, share: float) -> Placement:
-    """A given share of it (0 .. 1) on the SSD, as in figure 3a."""
+    """Return the placement for a given share (0..1) on the SSD, as in figure 3a."""
     return Placement(0.0, (1 - share) * kv_bytes, share * kv_bytes)

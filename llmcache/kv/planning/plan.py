@@ -1,7 +1,7 @@
-"""What fits where and how long a token takes, for one model on one machine: the answer of `llmcache kv plan`.
+"""The plan of `llmcache kv plan` for one model on one machine: placement and latency per token.
 
-Every error names its option. Times are *modelled*, with speeds of a named machine:
-those of this machine are *measured*, those of its device *emulated*.
+Every error names its option. Times are *modelled*, with speeds of a named machine: those of this machine are
+*measured*, those of its device *emulated*.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCHES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest contexts (tokens) of `batch` sequences that fit: 0 if not even the weights do; None: not asked for."""
+    """The largest contexts (tokens) of `batch` sequences that fit: 0 if not even the weights do; None: not requested."""
 
     batch: int
     gpu: int | None
@@ -43,10 +43,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class KvPlan:
-    """The answer. `found.host_kv` is M0; `beta_rule`: fc / fs; `m0_binds`: M0 is less than the rule asks.
+    """The plan. `found.host_kv` is M0; `beta_rule`: fc / fs; `m0_binds`: M0 is less than the rule's pool.
 
     `places`: HillInfer's pools. `latencies`: *modelled*, by system; empty if it does not fit (`lacking_bytes` > 0).
-    `ssd_bytes`: free space below `ssd`, None without a directory. `profile`: what was measured, None for a named machine.
+    `ssd_bytes`: free space below `ssd`, None without a directory. `profile`: the measurements, None for a named
+    machine.
     """
 
     model: ModelShape
@@ -65,7 +66,7 @@ class KvPlan:
     profile: KnownProfile | None
 
     def speedup(self, policy: str) -> float:
-        """How many times longer a token of `policy` takes than one of HillInfer. Modelled."""
+        """Return the time per token of `policy` relative to HillInfer. Modelled."""
         by_name = {one.system.name: one.token_ns for one in self.latencies}
         return by_name[policy] / by_name["hillinfer"]
 
@@ -83,10 +84,10 @@ def plan(
     kv_dtype: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> KvPlan:
-    """Returns the plan for the model whose config.json, or directory with one, is `model`; tokens, sequences, bytes.
+    """Return the plan for the model with the config.json `model`, or in the directory `model`; tokens, sequences, bytes.
 
-    `ssd`: the directory of the spill file; `profile`: whose speeds (None: those measured if there is `ssd`, else a typical
-    PC's). UsageError names the option that is wrong, or that asks the impossible.
+    `ssd`: directory of the spill file; `profile`: source of speeds (None: measured with `ssd`, else a typical PC).
+    UsageError names an option that is invalid or impossible to satisfy.
     """
     shape, workload = read_config(model), Workload(context, batch=batch, alpha=alpha)
     if kv_dtype is not None:
@@ -107,10 +108,10 @@ def plan(
         machine = hardware_of(known.profile, gpu or 0).with_sizes(host_bytes=ram)
     found = room(machine, shape, workload, alpha)
     if found.lacking:
-        there = machine.gpu_bytes + machine.host_bytes - machine.gpu_reserved_bytes - machine.host_reserved_bytes
+        available = machine.gpu_bytes + machine.host_bytes - machine.gpu_reserved_bytes - machine.host_reserved_bytes
         raise UsageError(
             f"--gpu, --ram: the weights of {shape.name} alone take {format_size(shape.weight_bytes)}, "
-            f"but only {format_size(max(0, there))} is available "
+            f"but only {format_size(max(0, available))} is available "
             f"(the system keeps {format_size(machine.host_reserved_bytes)})",
             "use more memory, or a smaller or more quantized model",
         )
@@ -140,10 +141,10 @@ def _limit(model: ModelShape, machine: Hardware, batch: int, free: int | None) -
     gpu = machine.gpu_bytes - machine.gpu_reserved_bytes if machine.has_gpu else 0
     both = gpu + machine.host_bytes - machine.host_reserved_bytes
 
-    # A runtime is reserved already, on the GPU, or there is none; memory_use counts it once more, so it is given back.
+    # The runtime is already reserved on the GPU, or there is none; memory_use counts it again, so it is added back.
     def most(size: float) -> int:
         return largest_context(model, batch, size + RUNTIME_BYTES)
 
-    # The SSD holds KV only: weights and activations have to fit before it.
+    # Only KV may be on the SSD: weights and activations have to fit before it.
     with_ssd = None if free is None else (most(both + free) if most(both) else 0)
     return Limit(batch, most(gpu) if machine.has_gpu else None, most(both), with_ssd)

@@ -1,10 +1,10 @@
-"""The profile of this machine, *measured*: memory, scoring, computing; with a file in a directory, its disk and a device.
+"""The profile of this machine, *measured*: memory, scoring, computing, and the disk and a device for a given directory.
 
-A profile is valid for one processor model, number of processors, kernel and device; what differs in any of these is
-another profile. They are kept in the user's cache; storage may have changed since (a fuller disk, a busier machine), so
-the age is always told. The file that is measured with is a spill file that an *emulated* computational SSD has written:
-random keys and values, so that storage which compresses finds nothing to compress. It lies in a directory of its own, which
-is removed however it ends (a killed process leaves it, as it leaves any temporary directory).
+A profile is valid for one processor model, number of processors, kernel and device; different values of these give
+another profile. Profiles are cached in the user's cache directory. Storage may have changed since (a fuller disk, a
+busier machine), so the age is always reported. The measurement uses a spill file written by an *emulated* computational
+SSD, with random keys and values, so that compressing storage cannot compress it. The file is in its own directory,
+which is removed in any case (only a killed process leaves it behind).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from llmcache.units import format_size
 
 SCHEMA = "llmcache.kv-profile/1"
 SHAPE = KvShape("llmcache kv profile", layers=1, kv_heads=8, head_dim=128)
-"""Keys as most models of 7 to 70 billion parameters have them: a page is 32 KiB."""
+"""Keys of most models of 7 to 70 billion parameters: a page is 32 KiB."""
 FILE_BYTES = 128 << 20
-LEAST_TOKENS = 4096  # 16 MiB of keys and values: what slow storage takes within the time
+LEAST_TOKENS = 4096  # 16 MiB of keys and values: slow storage can write them within the time limit
 WRITE_S = 5.0
 READ_S = 1.5
 PROBE_S = 0.4
 SLOW_S = 2.0
 READERS = 4
 SEQUENTIAL_BYTES = 1 << 20
-MEMORY_BYTES = 256 << 20  # far beyond any cache of a processor
-_SIDE = 1024  # of the matrices that are multiplied
+MEMORY_BYTES = 256 << 20  # much larger than any CPU cache
+_SIDE = 1024  # of the multiplied matrices
 
 
 @dataclass(frozen=True)
 class HostSpeeds:
-    """Bytes/s and operations/s that all processors reach together: reading memory, scoring half-precision keys, products."""
+    """Bytes/s and operations/s of all processors together: reading memory, scoring half-precision keys, matrix products."""
 
     memory_bytes_per_s: float
     score_bytes_per_s: float
@@ -67,10 +67,10 @@ class HostSpeeds:
 
 @dataclass(frozen=True)
 class StorageSpeeds:
-    """Bytes/s (ns for `command_ns`) of the file. `direct`: past the page cache, else memory may have answered.
+    """Bytes/s (ns for `command_ns`) of the file. `direct`: bypassing the page cache; otherwise reads may come from memory.
 
     `device` (keys that the *emulated* device scores), `link` (pages that cross from its process to this one) and
-    `command` are of the emulation; `sequential` and `random` (whole pages of keys, `page_bytes`) are of the disk.
+    `command` belong to the emulation; `sequential` and `random` (whole pages of keys, `page_bytes`) to the disk.
     """
 
     device_bytes_per_s: float
@@ -85,7 +85,7 @@ class StorageSpeeds:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is valid for. `device`: major:minor of the file system's device; `filesystem`: its type."""
+    """The conditions of a profile. `device`: major:minor of the file system's device; `filesystem`: its type."""
 
     processor: str
     processors: int
@@ -95,15 +95,15 @@ class ProfileKey:
 
     @property
     def in_memory(self) -> bool:
-        """True if there is no storage below: what is measured then is memory."""
+        """True if the file system is in memory, so that the measurement is not of storage."""
         return self.filesystem in IN_MEMORY
 
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """What was *measured* of a machine and, with the *emulated* device, of the storage below `directory`.
+    """*Measured* speeds of a machine and, with the *emulated* device, of the storage below `directory`.
 
-    `measured_at`: seconds since 1970; `seconds`: how long it took; `host_bytes`: memory of this machine.
+    `measured_at`: seconds since 1970; `seconds`: duration; `host_bytes`: memory of this machine.
     """
 
     key: ProfileKey
@@ -115,17 +115,17 @@ class MachineProfile:
     storage: StorageSpeeds
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, as it is kept."""
+        """Return it as plain data, as in its file."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> MachineProfile:
-        """Returns the profile that `to_json` has told of. KeyError, TypeError, ValueError: it is not one."""
-        if told["schema"] != SCHEMA:
-            raise ValueError(f"schema: must be '{SCHEMA}', not '{told['schema']}'")
+    def from_json(cls, data: dict[str, Any]) -> MachineProfile:
+        """Return the profile from the result of `to_json`. KeyError, TypeError, ValueError: it is invalid."""
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema: must be '{SCHEMA}', not '{data['schema']}'")
         parts = {"key": ProfileKey, "host": HostSpeeds, "storage": StorageSpeeds}
-        values = {one.name: told[one.name] for one in fields(cls)}
-        made = cls(**values | {name: kind(**told[name]) for name, kind in parts.items()})
+        values = {one.name: data[one.name] for one in fields(cls)}
+        made = cls(**values | {name: kind(**data[name]) for name, kind in parts.items()})
         speeds = [*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes]
         if not all(isinstance(speed, int | float) and speed >= 0 for speed in speeds):
             raise ValueError("a speed is not a number")
@@ -134,7 +134,7 @@ class MachineProfile:
 
 @dataclass(frozen=True)
 class KnownProfile:
-    """A profile; `cached`: it was there already, and is `age_s` old. `file`: where it is kept, None if it could not be."""
+    """A profile; `cached`: it was read from its file, and is `age_s` old. `file`: None if it could not be written."""
 
     profile: MachineProfile
     cached: bool
@@ -143,7 +143,7 @@ class KnownProfile:
 
 
 def key_of(directory: str | Path) -> ProfileKey:
-    """Returns what a profile of `directory` is valid for; UsageError if it is no directory."""
+    """Return the conditions of a profile of `directory`; UsageError if it is no directory."""
     where = Path(directory)
     if not where.is_dir():
         raise UsageError(f"DIR: {where} is not a directory", "name a directory on the storage to measure")
@@ -155,14 +155,14 @@ def key_of(directory: str | Path) -> ProfileKey:
 def profile_of(
     directory: str | Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> KnownProfile:
-    """Returns the profile of this machine with the storage of `directory`; measured now if `force` or if there is none.
+    """Return the profile of this machine with the storage of `directory`; measure it if there is none, or if `force`.
 
-    `progress` is told in words what begins. Errors as `key_of` and `measure_storage`.
+    `progress` is called with a description of each step. Errors as for `key_of` and `measure_storage`.
     """
     key, begin = key_of(directory), time.monotonic()
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
     file = user_cache_path("llmcache") / "kv-profile" / f"{digest[:24]}.json"
-    # Not there or damaged: it is measured again.
+    # If the file is missing or damaged, the profile is measured again.
     with contextlib.suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
         profile = MachineProfile.from_json(json.loads(file.read_bytes()))
         if profile.key == key and not force:
@@ -171,26 +171,26 @@ def profile_of(
     storage = measure_storage(directory)
     progress("measuring memory and processors")
     host = measure_host()
-    told, memory = str(Path(directory).absolute()), machine_memory().total_bytes
-    profile = MachineProfile(key, told, time.time(), time.monotonic() - begin, memory, host, storage)
+    path, memory = str(Path(directory).absolute()), machine_memory().total_bytes
+    profile = MachineProfile(key, path, time.time(), time.monotonic() - begin, memory, host, storage)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as stream:
             stream.write(json.dumps(profile.to_json(), indent=1).encode())
     except OSError:
-        return KnownProfile(profile, False, 0.0, None)  # it costs another measurement only
+        return KnownProfile(profile, False, 0.0, None)  # the only cost is another measurement
     return KnownProfile(profile, False, 0.0, file)
 
 
 def processor() -> str:
-    """Name of this machine's processor."""
+    """Return the name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Hardware", "CPU part")))
     return next(named, "") or platform.machine()
 
 
 def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
-    """Returns this machine for the latency model, its storage with an emulated device as measured.
+    """Return this machine for the latency model, with storage and emulated device as measured.
 
     `gpu_bytes`: memory of a GPU, 0 for none; its speeds are not measured, but those of the typical PC (RTX 3080).
     """
@@ -220,17 +220,17 @@ def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
     return machine.with_gpu(gpu_bytes, TYPICAL_PC) if gpu_bytes else machine
 
 
-# Measuring
+# Measurements
 
 
 def measure_host() -> HostSpeeds:
-    """Returns what memory and processors do, in about 1.5 s."""
-    # A tile of 4 MiB again and again: numbers are slow to draw.
+    """Return the speeds of memory and processors, in about 1.5 s."""
+    # Repeat a tile of 4 MiB, because random numbers are slow to generate.
     tile = np.random.default_rng(0).standard_normal(2 << 20, np.float32).astype(np.float16)
     keys = np.tile(tile, MEMORY_BYTES // tile.nbytes)
 
     def read(words: Uint64s) -> None:
-        np.bitwise_or.reduce(words)  # the cheapest thing that must see all of them
+        np.bitwise_or.reduce(words)  # the cheapest operation that reads every word
 
     parts = np.array_split(keys.view(np.uint64), 64)
     reading = _rate(partial(run_all, [partial(read, part) for part in parts]), keys.nbytes)
@@ -242,11 +242,11 @@ def measure_host() -> HostSpeeds:
 
 
 def _rate(run: Callable[[], object], amount: float) -> float:
-    """`amount` per second: the median of what fits PROBE_S, after a run that compiles and maps memory."""
+    """Return `amount` per second: the median of the runs within PROBE_S, after a run that compiles and maps memory."""
     begin = time.perf_counter()
     run()
     first = time.perf_counter() - begin
-    if first > SLOW_S:  # of storage so slow that compiling does not count, and that more runs would take too long
+    if first > SLOW_S:  # storage so slow that compilation is negligible, and more runs would take too long
         return amount / first
     taken: list[float] = []
     until = time.perf_counter() + PROBE_S
@@ -258,9 +258,9 @@ def _rate(run: Callable[[], object], amount: float) -> float:
 
 
 def measure_storage(where: str | Path) -> StorageSpeeds:
-    """Returns what disk and emulated device do with a file in the directory `where`, within about 15 s.
+    """Return the speeds of disk and emulated device with a file in the directory `where`, within about 15 s.
 
-    EnvironmentProblem: it cannot be written to, or has no room.
+    EnvironmentProblem: it is not writable, or has too little space.
     """
     hint = f"name a writable directory with {format_size(2 * FILE_BYTES)} of free space"
     try:
@@ -283,7 +283,7 @@ def _measure_file(path: Path) -> StorageSpeeds:
         pages = list(range(min(512, device.pages(0, 0))))
     sequential = _disk_rate(path, SEQUENTIAL_BYTES, scattered=False, direct=direct)
     random = _disk_rate(path, SHAPE.key_slot_bytes, scattered=True, direct=direct)
-    # Without O_DIRECT the page cache answers, and what is left to time is the way between the processes.
+    # Without O_DIRECT the page cache serves the reads, so that only the transfer between the processes is timed.
     with EmulatedCsd(path, SHAPE, direct=False) as device:
         size = len(pages) * sum(SHAPE.slot_sizes)
         link = _rate(lambda: device.read(0, 0, pages), size)
@@ -301,33 +301,32 @@ def _measure_file(path: Path) -> StorageSpeeds:
 
 
 def _fill(device: EmulatedCsd) -> None:
-    """Writes FILE_BYTES of keys and values, or fewer when the time is up."""
     generator, begin, written = np.random.default_rng(), time.monotonic(), 0
     size = SHAPE.kv_heads * LEAST_TOKENS * SHAPE.head_dim * SHAPE.numpy_dtype.itemsize
     while not written or (written < FILE_BYTES and time.monotonic() - begin < WRITE_S):
-        # Exponents of 0x3c00 and below: random bits would be infinities and NaN too.
+        # Exponents of 0x3c00 and below: random bits would include infinities and NaN.
         bits: Any = np.frombuffer(generator.bytes(size), np.uint16) & np.uint16(0xBBFF)
         rows = bits.view(np.float16).reshape(SHAPE.kv_heads, LEAST_TOKENS, SHAPE.head_dim)
         device.append(0, 0, rows, rows)
         ids = np.arange(LEAST_TOKENS, dtype=np.int64)
-        device.append_tokens(0, ids, ids)  # without them the pages are not found again
+        device.append_tokens(0, ids, ids)  # without tokens the pages are not found again
         written += 2 * size
 
 
 def device_rate(device: EmulatedCsd) -> float:
-    """Bytes of keys that `device` scores in a second."""
+    """Return the bytes of keys that `device` scores per second."""
     queries = np.random.default_rng(3).standard_normal((SHAPE.kv_heads, SHAPE.head_dim)).astype(np.float32)
     size = device.pages(0, 0) * SHAPE.key_slot_bytes
     return _rate(lambda: list(device.execute(queries, 0, 0)), size)
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:
-    """Bytes/s of READERS readers of `request_bytes` at a time for READ_S, in sequence or `scattered` over the file."""
+    """Return the bytes/s of READERS concurrent readers of `request_bytes` for READ_S, in sequence or `scattered`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     try:
         requests = os.fstat(fd).st_size // request_bytes
         order = np.random.default_rng(4).permutation(requests) if scattered else np.arange(requests)
-        # At least a read of each: a machine that pauses is no storage of 0 B/s.
+        # At least one read each, so that a pause of the machine does not give 0 B/s.
         done = timed_reads(fd, request_bytes, order.tolist(), READERS, lambda begun, s: s > READ_S and begun >= READERS)
         return sum(size for _, size in done) / done[-1][0]
     finally:

@@ -40,8 +40,9 @@ import struct
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ from llmcache import files
 from llmcache.arrays import Bytes
 from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
 from llmcache.kv.prefix.state import StateLayout
-from llmcache.kv.spill.checksum import checksums
+from llmcache.kv.spill.checksum import RunningChecksum, checksums
 from llmcache.kv.spill.layout import aligned, whole_blocks
 from llmcache.kv.spill.raw import RawFile
 from llmcache.units import format_size, parse_duration, parse_size
@@ -70,10 +71,15 @@ _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO of that name ke
 _MOST_DESCRIBED = 1 << 20
 _MOST_HEAD = 1 << 16
 """Bytes of a header: as many as 256 tokens and the layout of the deepest model take."""
+_MOST_WHOLE_HEAD = 1 << 26
+"""Bytes of the header of a whole state, which may list all of its tokens."""
+_COPY_BYTES = 8 << 20
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
 _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
+FLOOR_BYTES, FLOOR_SHARE = 10**9, 0.05
+"""By default so much of a file system stays free: a size, or a share of a smaller one."""
 _SPARE = 0.95
 """Evicted down to this share of the limit, so that not every block needs a look at all."""
 
@@ -165,12 +171,12 @@ class BlockStore:
         directory: str | Path,
         limit_bytes: int | None,
         ttl_ns: int = 0,
-        floor_bytes: int = 0,
+        floor_bytes: int | None = 0,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.directory = Path(directory)
         self.limit_bytes = _NO_LIMIT if limit_bytes is None else limit_bytes
-        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes
+        self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes or 0
         self._clock = clock
         self.evicted = 0  # blocks
         self._looked_ns = clock()  # for what is too old
@@ -183,6 +189,9 @@ class BlockStore:
         _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if floor_bytes is None:
+                status = os.statvfs(self.directory)
+                self.floor_bytes = min(FLOOR_BYTES, int(FLOOR_SHARE * status.f_blocks * status.f_frsize))
             with self._account() as account:
                 self._sweep()
                 self._evict(account, 0)
@@ -221,9 +230,12 @@ class BlockStore:
                     return key
         return None
 
-    def read(self, key: BlockKey, payload: bool = True) -> Block | None:
+    def read(self, key: BlockKey, payload: bool = True, copy_to: int | None = None) -> Block | None:
         """Returns what was stored as `key`, without its payload if that is said; None if it is not there or damaged: then it
         goes.
+
+        `copy_to`: an empty file, open for writing, that gets the payload instead, which need not fit in memory. OSError if
+        that cannot be written.
         """
         path = self.directory / key.file
         try:
@@ -235,8 +247,10 @@ class BlockStore:
             status = os.fstat(raw.fd)
             if not stat.S_ISREG(status.st_mode):
                 return None
-            end, crc, block = _head(raw.read(_MOST_HEAD, 0), status.st_size, key, path)
-            if not payload:
+            end, crc, block = _head(_head_bytes(raw, key), status.st_size, key, path)
+            if copy_to is not None:
+                _copied(raw, end, status.st_size, crc, copy_to)
+            if not payload or copy_to is not None:
                 return block
             data = aligned(status.st_size - end)
             raw.read_into(data, end)
@@ -290,8 +304,30 @@ class BlockStore:
         `used_ns`: what `used` gave for the prompt that it is of: to make room its own last blocks go, not its first. None:
         it is the newest of all. EnvironmentProblem if there is no room, or it fails.
         """
-        parts = pack(key, block)
-        size = sum(len(part) for part in parts)
+        return self._publish(key, pack(key, block), links, block, used_ns)
+
+    def write_file(self, key: BlockKey, tokens: tuple[int, ...], path: Path) -> int:
+        """Stores the contents of the file at `path` as `key`, as `write` does; they need not fit in memory. OSError."""
+        with open(path, "rb", buffering=0) as file:
+            size, sum_ = os.fstat(file.fileno()).st_size, RunningChecksum()
+            for piece in _pieces(file.fileno(), 0, size, path):
+                sum_.add(piece)
+            head = _packed_head(key, size, sum_.result(), tokens, None)
+            block = Block(np.empty(0, np.uint8), tokens)
+            return self._publish(key, [head], (), block, None, (file.fileno(), size))
+
+    def _publish(
+        self,
+        key: BlockKey,
+        parts: Sequence[Bytes | bytes],
+        links: Iterable[str],
+        block: Block,
+        used_ns: int | None,
+        behind: tuple[int, int] | None = None,
+    ) -> int:
+        """Stores a file of `parts`, and `behind` them the contents of an open file of a size, as `write` says."""
+        size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
+        more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
             raise EnvironmentProblem(
                 f"{key.file}: {format_size(size)} is more than the limit of {format_size(self.limit_bytes)}"
@@ -299,7 +335,7 @@ class BlockStore:
         directory = self.directory / key.model
         try:
             self._make_room(size)
-            with self._written(key.model, parts) as (raw, opened), self._account() as account:
+            with self._written(key.model, chain(parts, more)) as (raw, opened), self._account() as account:
                 if account.used_bytes + size > self.limit_bytes:
                     self._evict(account, size)
                 stamp = account.stamp() if used_ns is None else used_ns
@@ -455,6 +491,11 @@ class BlockStore:
         """Bytes that have to be freed before `size` more may be written; 0 or less: none."""
         status = os.statvfs(self.directory)
         return self.floor_bytes + size - status.f_bavail * status.f_frsize
+
+    def room_bytes(self) -> int:
+        """Return how many bytes of blocks there can be: those that are stored, and those that may be written."""
+        stored = sum(entry.size_bytes for entry in self.entries())
+        return min(self.limit_bytes, stored - self.lacking(0))
 
     def _aged(self) -> list[Entry]:
         """All blocks, the least recently used first, and of one use the last."""
@@ -616,22 +657,60 @@ def key_of(model: str, name: str) -> BlockKey | None:
 
 def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
     """Returns the parts of the file, or of the message, that holds `block` as `key`."""
+    head = _packed_head(key, len(block.payload), _checksum(block.payload), block.tokens, block.layout)
+    return [head, block.payload]
+
+
+def _packed_head(key: BlockKey, size: int, crc: int, tokens: tuple[int, ...], layout: StateLayout | None) -> bytes:
     told = {
         "key": [key.model, key.name, key.index, key.kind],
-        "bytes": len(block.payload),
-        "crc": _checksum(block.payload),
-        "tokens": block.tokens,
-        "layout": block.layout.to_json() if block.layout else None,
+        "bytes": size,
+        "crc": crc,
+        "tokens": tokens,
+        "layout": layout.to_json() if layout else None,
     }
     text = json.dumps(told, separators=(",", ":")).encode()
     head = _HEAD.pack(_MAGIC, VERSION, len(text), zlib.crc32(text)) + text
-    return [head.ljust(whole_blocks(len(head)), b"\0"), block.payload]
+    return head.ljust(whole_blocks(len(head)), b"\0")
 
 
 def unpack(data: Bytes, key: BlockKey, where: object) -> Block:
     """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
     end, crc, block = _head(data[:_MOST_HEAD].tobytes(), len(data), key, where)
     return _filled(block, data[end:], crc, where)
+
+
+def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
+    """The first bytes of a file, with all of its header, if that is not too long for its kind."""
+    data = raw.read(_MOST_HEAD, 0)
+    if key.kind == WHOLE and len(data) >= _HEAD.size:
+        wanted = _HEAD.size + _HEAD.unpack_from(data)[2]
+        if _MOST_HEAD < wanted <= _MOST_WHOLE_HEAD:
+            return raw.read(wanted, 0)
+    return data
+
+
+def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
+    """Yields the bytes from `start` to `end` of an open file; the next step overwrites the array. DataError; OSError."""
+    buffer = aligned(min(_COPY_BYTES, max(1, end - start)))
+    while start < end:
+        count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)
+        if not count:
+            raise DataError(f"{where}: is cut off")
+        yield buffer[:count]
+        start += count
+
+
+def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
+    """Appends the bytes from `start` to `end` to an open file; DataError if they are not what was stored. OSError."""
+    sum_ = RunningChecksum()
+    for piece in _pieces(raw.fd, start, end, raw.path):
+        sum_.add(piece)
+        view = piece.data
+        while len(view):
+            view = view[os.write(copy_to, view) :]
+    if sum_.result() != crc:
+        raise DataError(f"{raw.path}: its checksum is wrong")
 
 
 def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:

@@ -89,6 +89,46 @@ def _sum_of(words):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
+def _advance(crcs, words):  # type: ignore[no-untyped-def]
+    a, b, c, d = crcs[0], crcs[1], crcs[2], crcs[3]
+    for i in range(0, words.size, 4):
+        a = _step(a, words[i])
+        b = _step(b, words[i + 1])
+        c = _step(c, words[i + 2])
+        d = _step(d, words[i + 3])
+    crcs[0], crcs[1], crcs[2], crcs[3] = a, b, c, d
+
+
+@numba.njit(nogil=True, cache=True)
+def _finish(crcs, words):  # type: ignore[no-untyped-def]
+    a = crcs[0]
+    for i in range(words.size):
+        a = _step(a, words[i])
+    return np.uint32(_step(_step(_step(_step(np.uint64(_START), a), crcs[1]), crcs[2]), crcs[3]))
+
+
+class RunningChecksum:
+    """The checksum of one part of any size that is passed in pieces; zeros follow it to a multiple of 8 bytes."""
+
+    def __init__(self) -> None:
+        self._crcs = np.full(4, _START, np.uint64)
+        self._rest = np.empty(0, np.uint8)
+
+    def add(self, piece: NDArray[np.uint8]) -> None:
+        """Add the next bytes."""
+        if len(self._rest):
+            piece = np.concatenate([self._rest, piece])
+        whole = len(piece) // 32 * 32
+        _advance(self._crcs, piece[:whole].view(np.uint64))
+        self._rest = piece[whole:].copy()
+
+    def result(self) -> int:
+        """Return the checksum of all bytes so far."""
+        padded = np.concatenate([self._rest, np.zeros(-len(self._rest) % 8, np.uint8)])
+        return int(_finish(self._crcs, padded.view(np.uint64)))
+
+
+@numba.njit(nogil=True, cache=True)
 def _sum_parts(words, out):  # type: ignore[no-untyped-def]
     for part in range(len(words)):
         out[part] = _sum_of(words[part])

@@ -1,4 +1,4 @@
-"""Questions about a long context whose answers are known: what a policy forgets, it answers wrongly."""
+"""Questions about a long context with known answers: a policy answers wrongly if it evicted the tokens."""
 
 from llmcache.kv.tasks.recall import RECALL_MODEL, Questions, chain, passkey, recall
 

@@ -1,12 +1,12 @@
-"""Tasks in English, for models that have a tokenizer: those of the recall model, more of RULER's kinds, and how texts go on.
+"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of texts.
 
-Source: the words of passkey retrieval are those of Mohtashami and Jaggi (2023); the needles, tracking of variables, common
-and frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, asks needles. Differs
-from all: contexts have an exact number of tokens; of the common and the frequent words only the first is asked for, and
-the variables in their order, so that an answer is right or wrong word for word.
+Source: the words of passkey retrieval are from Mohtashami and Jaggi (2023); the needles, variable tracking, common and
+frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs
+from all: contexts have an exact number of tokens; the question is only about the first of the common and the frequent
+words, and about variables in their order, so that each answer is right or wrong word for word.
 
-Texts are those on the machine: what Debian's packages document, their licences, and manual pages as they are written. Which
-ones depends on what is installed, so each says where it is from; with the same packages the same seed gives the same.
+Texts are those on the machine: documentation of Debian packages, their licenses, and manual page sources. They depend
+on the installed packages, so each names its source; with the same packages, the same seed gives the same texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmcache.errors import EnvironmentProblem, UsageError
 from llmcache.kv.tasks.recall import BINS, DEPTHS, Probe
 
 Encode = Callable[[str], Sequence[int]]
-"""Text to tokens, without a beginning or an end of text."""
+"""Text to tokens, without tokens for the beginning or end of the text."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 INTRODUCTION = (
@@ -35,30 +35,30 @@ KINDS = [
     "kelp", "lotus", "maple", "north", "opal", "pearl", "quartz", "river", "slate", "tulip",
 ]  # fmt: skip
 RECALLED = 16
-"""Numbers in a context of the task recall, all of which are asked for; of the task needle, one."""
+"""Numbers in a context of the task recall, all of which are asked for; the task needle asks for one."""
 ASSIGNED = 5
-"""Variables that have the value that is asked for. Source: RULER, section 3.2: a chain of 4 hops."""
+"""Variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops."""
 OFTEN, SELDOM = 30, 3
-"""How often the common word comes for each time that each of the others does. Source: RULER, section 3.3."""
+"""Frequency of the common word and of each of the others. Source: RULER, section 3.3."""
 ZIPF = 2.0
-"""The made-up word of rank k comes k^-ZIPF as often as the first. Source: RULER, section 3.3."""
+"""The made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3."""
 ALPHABET = list("abcdefghijklmnopqrstuvwxyz")
 ROOT = Path("/usr/share")
 PATTERNS = ("doc/*/README*", "doc/*/NEWS*", "doc/*/*.txt*", "doc/*/*.md*", "common-licenses/*", "man/man[1578]/*.gz")
 TOKEN_LETTERS = 8
-"""Letters for which there is hardly ever less than a token."""
+"""Letters that give at least one token, with very few exceptions."""
 FOLLOWING = 65
-"""Tokens that a text goes on with: the first is given, each other is to be told from those before it."""
+"""Tokens that follow a text: the first is given, each other is predicted from those before it."""
 
 
 def texts(
     task: str, rng: np.random.Generator, tokens: int, cases: int, encode: Encode, first: Sequence[int]
 ) -> Iterator[Probe]:
-    """Yields probes of one context of `tokens` each; `first`: what a text begins with.
+    """Yield probes of one context of `tokens` each; `first`: the tokens that begin a text.
 
     UsageError: the task is not one in English, or `tokens` are too few for it.
     """
-    writer = _Author(rng, tokens, encode, first)
+    writer = _Writer(rng, tokens, encode, first)
     tasks: dict[str, Callable[[], Probe]] = {
         "recall": lambda: writer.numbers(single=False),
         "needle": lambda: writer.numbers(single=True),
@@ -81,7 +81,7 @@ def texts(
 
 
 @dataclass(frozen=True)
-class _Author:
+class _Writer:
     """Writes contexts of `tokens`, which begin with `first`."""
 
     rng: np.random.Generator
@@ -90,7 +90,7 @@ class _Author:
     first: Sequence[int]
 
     def numbers(self, single: bool) -> Probe:
-        """Numbers of different kinds, of which a `single` one or all are asked for."""
+        """Return a context with numbers of different kinds, and questions about a `single` one or all."""
         kinds = self.rng.permutation(KINDS)[:RECALLED]
         numbers = [str(number) for number in self.rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
         depths = np.sort(self.rng.random(RECALLED))
@@ -103,20 +103,19 @@ class _Author:
         return self.probe(needles, asked, int(BINS * depths[wanted[0]]) / BINS if single else None)
 
     def variables(self) -> Probe:
-        """Two chains of assignments, of which one is asked for, variable by variable."""
+        """Return a context with two chains of assignments, and questions about the variables of one chain."""
         names = ["".join(self.rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
         values = self.rng.choice(np.arange(10000, 100000), 2, replace=False)
         needles = []
         for chain, value in zip((names[:ASSIGNED], names[ASSIGNED:]), values, strict=True):
-            told = [str(value), *(f"VAR {name}" for name in chain[:-1])]
+            sources = [str(value), *(f"VAR {name}" for name in chain[:-1])]
             depths = np.sort(self.rng.random(ASSIGNED))
-            needles += [(f"VAR {name} = {of}. ", float(at)) for name, of, at in zip(chain, told, depths, strict=True)]
+            needles += [(f"VAR {name} = {of}. ", float(at)) for name, of, at in zip(chain, sources, depths, strict=True)]
         needles.sort(key=lambda needle: needle[1])
         lead = f"\nQuestion: Find all variables that are assigned the value {values[0]}.\nAnswer: They are:"
         return self.probe(needles, [(lead if number == 0 else ",", name) for number, name in enumerate(names[:ASSIGNED])])
 
     def words(self, made_up: bool) -> Probe:
-        """A list of words by chance, one of which comes most."""
         if made_up:
             known = ["".join(self.rng.choice(ALPHABET, 6)) for _ in KINDS]
             weights = np.arange(1, len(known) + 1) ** -ZIPF
@@ -130,7 +129,7 @@ class _Author:
                 f"--context: must be at least {len(head) + OFTEN} tokens for the words, not {self.tokens}",
                 "increase --context",
             )
-        words = self.rng.choice(known, self.tokens, p=weights / weights.sum())  # of a token at least
+        words = self.rng.choice(known, self.tokens, p=weights / weights.sum())  # at least one token each
         ids = [*head, *self.encode(" ".join(words))][: self.tokens]
         asked = _row(self.encode("\nThe word that appears most often in the list is:"))
         return Probe(_row(ids), [asked], [_row(self.encode(f" {known[0]}"))])
@@ -138,7 +137,7 @@ class _Author:
     def probe(
         self, needles: Sequence[tuple[str, float]], asked: Sequence[tuple[str, str]], depth: float | None = None
     ) -> Probe:
-        """A context with `needles` (text, depth) in noise, and questions with their answers."""
+        """Return a context with `needles` (text, depth) in noise, and questions with their answers."""
         ids = [*self.first, *self.encode(INTRODUCTION)]
         parts = [list(self.encode(text)) for text, _ in needles]
         room = self.tokens - len(ids) - sum(map(len, parts))
@@ -168,7 +167,7 @@ def _row(ids: Sequence[int]) -> Int64s:
 
 @dataclass(frozen=True)
 class Document:
-    """A text `ids` [1, tokens], how it goes on, `following` [1, n], and where it is from, `source`."""
+    """A text `ids` [1, tokens], the tokens `following` it [1, n], and its `source`."""
 
     ids: Int64s
     following: Int64s
@@ -178,12 +177,12 @@ class Document:
 def documents(
     rng: np.random.Generator, tokens: int, cases: int, encode: Encode, first: Sequence[int], root: Path = ROOT
 ) -> Iterator[Document]:
-    """Yields `cases` texts of `tokens` and FOLLOWING more, each from somewhere in another file, one of a package.
+    """Yield `cases` texts of `tokens` and FOLLOWING more, each from a random position in a file of another package.
 
-    `first`: what a text begins with. EnvironmentProblem: so many files of that length are not there.
+    `first`: the tokens that begin a text. EnvironmentProblem: there are too few files of that length.
     """
     found_all = (path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
-    paths = sorted(found_all, key=lambda path: path.parts)  # as paths compare themselves, slowly
+    paths = sorted(found_all, key=lambda path: path.parts)  # the order of Path comparison, which is slow
     whole = tokens + FOLLOWING
     packages: set[Path] = set()
     found = 0
@@ -208,7 +207,6 @@ def documents(
 
 
 def _written(path: Path) -> str:
-    """What a file says; nothing where it is no text."""
     data = path.read_bytes()
     try:
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()

@@ -1,13 +1,14 @@
-"""Questions about a long context whose answers are known: what a policy forgets, it answers wrongly. The symbols' language.
+"""Questions about a long context with known answers, in a language of symbols for the recall model.
 
-It has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise; a model of 460 000 parameters has learned it. Pairs
-of a key and a value are strewn into noise and asked for afterwards (associative recall, passkey, several keys): the answer
-to a key is the value that followed it. In a chain every answer decides the next question, so that one wrong answer leads
-astray. Source: icecache.txt, sections 4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), which
-ask the same of their models in English, as `tasks.english` does here.
+A policy that evicts the relevant tokens answers wrongly. The language has 641 tokens: a beginning, 512 keys, 64 values,
+64 words of noise; a model of 460 000 parameters has learned it. Pairs of a key and a value are scattered in noise, and
+questions about them follow (associative recall, passkey, several keys): the answer to a key is the value that followed
+it. In a chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt,
+sections 4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), with the same questions in
+English, as in `tasks.english`.
 
-A question is asked token by token, as a decode step each, so that the policy is asked for every token of question and
-answer. Differs from icecache.txt, section 5.2, where the question ends the prompt, which is attended to exactly.
+Questions and answers are decoded token by token, so that the policy selects tokens at every step. Differs from
+icecache.txt, section 5.2, where the question ends the prompt, which has exact attention.
 """
 
 from __future__ import annotations
@@ -27,31 +28,34 @@ FIRST_KEY, FIRST_VALUE = 1, 1 + KEYS
 FIRST_NOISE = FIRST_VALUE + VALUES
 VOCABULARY = FIRST_NOISE + NOISE
 RECALL_MODEL = Path(__file__).with_name("models") / "recall"
-"""Directory of a model that was trained to answer these; PROVENANCE.md in it says how."""
+"""Directory of a model trained for these questions; see PROVENANCE.md in it."""
 TASKS = ("passkey", "recall", "needle", "variables", "common", "frequent", "loss", "chain")
-"""Variables, common and frequent words, and the loss on texts of this machine, are for models that know English."""
+"""Variables, common and frequent words, and the loss on texts of this machine, need a model that knows English."""
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
-"""Where passkeys lie, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % by 5 %."""
+"""Depths of passkeys, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % in steps of 5 %."""
 BINS = 10
-"""In how many classes needles are told apart by depth."""
+"""Number of classes of needles by depth."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Contexts `ids` [batch, tokens], the keys asked for one after the other [batch, n], and their values [batch, n]."""
+    """Contexts `ids` [batch, tokens], the keys `asked` in order [batch, n], and their values [batch, n]."""
 
     ids: Int64s
     asked: Int64s
     answers: Int64s
 
     def with_answers(self) -> Int64s:
-        """Returns contexts, questions and answers as one text [batch, tokens + 2 n]."""
+        """Return contexts, questions and answers as one text [batch, tokens + 2 n]."""
         tail = np.stack([self.asked, self.answers], 2).reshape(len(self.ids), -1)
         return np.concatenate([self.ids, tail], 1)
 
 
 def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64, questions: int = 32) -> Questions:
-    """Returns contexts of `tokens` with `pairs` anywhere in them; `questions` ask for some, each once while they last."""
+    """Return contexts of `tokens` with `pairs` at random positions.
+
+    The `questions` are about random pairs, without repetition if there are enough pairs.
+    """
     keys, values = _pairs(rng, batch, pairs)
     ids = _contexts(rng, keys, values, tokens)
     order = np.stack([rng.choice(pairs, questions, replace=questions > pairs) for _ in range(batch)])
@@ -59,7 +63,7 @@ def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64
 
 
 def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float) -> Questions:
-    """Returns contexts of noise and one pair, the passkey, after the share `depth` (0..1) of tokens.
+    """Return contexts of noise and one pair, the passkey, after the share `depth` (0..1) of tokens.
 
     UsageError if it does not fit.
     """
@@ -74,15 +78,15 @@ def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float) 
 
 
 def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Int64s, Int64s]:
-    """Keys, all different within a context, and values [batch, pairs]."""
+    """Return keys, unique within a context, and values [batch, pairs]."""
     keys = np.stack([rng.choice(KEYS, pairs, replace=False) for _ in range(batch)])
     return FIRST_KEY + keys, FIRST_VALUE + rng.integers(0, VALUES, (batch, pairs))
 
 
 def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: int) -> Int64s:
-    """Texts of `tokens` with the pairs anywhere in the noise, in their order."""
+    """Return texts of `tokens` with the pairs at random positions in the noise, in their order."""
     batch, pairs = keys.shape
-    places = tokens - 1 - pairs  # a pair is two tokens, and takes one place
+    places = tokens - 1 - pairs  # a pair has two tokens, but takes one place
     if places < pairs:
         raise UsageError(f"tokens: must be at least {1 + 2 * pairs} for {pairs} pairs, not {tokens}")
     ids = rng.integers(FIRST_NOISE, VOCABULARY, (batch, tokens))
@@ -95,7 +99,7 @@ def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: in
 
 @dataclass(frozen=True)
 class Chain:
-    """Contexts `ids` [batch, tokens]; the first keys [batch]; the key that follows a value [batch, values]; all answers."""
+    """Contexts `ids` [batch, tokens]; first keys [batch]; the key after each value [batch, values]; all answers."""
 
     ids: Int64s
     first: Int64s
@@ -103,20 +107,20 @@ class Chain:
     answers: Int64s
 
     def part(self, rows: slice) -> Chain:
-        """Returns some of the contexts."""
+        """Return some of the contexts."""
         return Chain(self.ids[rows], self.first[rows], self.following[rows], self.answers[rows])
 
     def next_keys(self, answers: Int64s) -> Int64s:
-        """Returns the keys [batch] that `answers` [batch] lead to; what is no value leads back to the first key."""
+        """Return the keys [batch] that follow `answers` [batch]; the first key follows anything but a value."""
         values = answers - FIRST_VALUE
         known = (values >= 0) & (values < VALUES)
-        led = np.take_along_axis(self.following, np.where(known, values, 0)[:, None], 1)[:, 0]
-        found: Int64s = np.where(known, led, self.first)
+        following_keys = np.take_along_axis(self.following, np.where(known, values, 0)[:, None], 1)[:, 0]
+        found: Int64s = np.where(known, following_keys, self.first)
         return found
 
 
 def chain(rng: np.random.Generator, batch: int, tokens: int, *, steps: int) -> Chain:
-    """Returns contexts with a pair for each value: each names the next pair, in one ring of them all."""
+    """Return contexts with a pair for each value; each pair leads to the next, in one ring of all."""
     pairs = VALUES
     keys, _ = _pairs(rng, batch, pairs)
     values = FIRST_VALUE + np.stack([rng.permutation(VALUES) for _ in range(batch)])
@@ -134,7 +138,7 @@ def chain(rng: np.random.Generator, batch: int, tokens: int, *, steps: int) -> C
 
 @dataclass(frozen=True)
 class Probe:
-    """Contexts `ids` [batch, tokens]; each question with its answer, as tokens [batch, n]; depths [batch], or none."""
+    """Contexts `ids` [batch, tokens]; each question with its answer, as tokens [batch, n]; depths [batch], or None."""
 
     ids: Int64s
     asked: Sequence[Int64s]
@@ -142,13 +146,13 @@ class Probe:
     depths: Sequence[float] | None = None
 
     def part(self, rows: slice) -> Probe:
-        """Returns some of the contexts."""
+        """Return some of the contexts."""
         depths = None if self.depths is None else self.depths[rows]
         return Probe(self.ids[rows], [one[rows] for one in self.asked], [one[rows] for one in self.answers], depths)
 
 
 def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Probe:
-    """Returns a probe in the language of the recall model: `cases` contexts, passkeys: for each depth.
+    """Return a probe in the language of the recall model with `cases` contexts; for passkeys, `cases` per depth.
 
     UsageError: the task is unknown, or `tokens` are too few for it.
     """
@@ -166,7 +170,7 @@ def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Pro
 
 
 def probe_of(found: Questions, depths: Sequence[float] | None = None) -> Probe:
-    """Returns questions of one symbol as a probe."""
+    """Return a probe with questions of one symbol each."""
     columns = range(found.asked.shape[1])
     asked, answers = ([side[:, n : n + 1] for n in columns] for side in (found.asked, found.answers))
     return Probe(found.ids, asked, answers, depths)

@@ -1,0 +1,314 @@
+"""FileIdentity: a digest of every byte of a model file, computed once in the background and remembered.
+
+    identity = FileIdentity(path)
+    identity.digest(wait_s=2.0)  # None until the digest is known
+
+A digest of samples would give a model with a few changed rows the keys of the original. So one thread reads the whole file,
+one file at a time, while the disk is idle. It leaves the page cache as it was: it reads what is cached from there,
+and the rest with O_DIRECT, or drops it again where the file system has no O_DIRECT.
+
+The digest is remembered in the user's cache directory, in one file for each device and inode, and is valid for the size, the
+modification time and the change time (ctime) that the model file had. Programs cannot set the change time, so a file that
+was written to has another one. Where the file system does not keep it, nothing is remembered.
+
+A file that changes while it is read, or after its FileIdentity was made, has no digest: `digest` raises EnvironmentProblem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import logging
+import mmap
+import os
+import platform
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from platformdirs import user_cache_path
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.files import replacing
+from llmcache.procfs import fstype_at
+from llmcache.storage import cached_blocks
+from llmcache.units import BLOCK_BYTES, format_size
+
+log = logging.getLogger("llmcache.kv")
+
+FORMAT = 1
+"""Of the remembered digests."""
+CHUNK_BYTES = 4 << 20
+PIECE_BYTES = 64 << 10
+"""Unit of what is dropped from the page cache, in chunks that were cached in part."""
+TICK_NS = 50 * 10**6
+"""Longer than the kernel's clock for change times stands still: two writes within it can leave the same time."""
+PROGRESS_S = 30.0
+NO_CHANGE_TIME = frozenset(
+    ("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs", "vfat", "exfat", "ntfs", "ntfs3", "msdos")
+)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30}.get(platform.machine(), -1)
+_THIS_THREAD, _IDLE = (1, 0), 3 << 13  # IOPRIO_WHO_PROCESS, 0; IOPRIO_CLASS_IDLE
+_libc = ctypes.CDLL(None)
+
+
+class Stamp(NamedTuple):
+    """Which file a path names, and its state: a file with the same stamp has the same bytes."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: str | os.PathLike[str] | int) -> Stamp:
+        """Return the stamp of a path or an open file. OSError: also if it is not a regular file."""
+        found = os.stat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class FileIdentity:
+    """The identity that the file at `path` has now; hashing starts at once, unless the digest is remembered. OSError."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.realpath(path)
+        self.stamp = Stamp.of(self.path)
+        _hasher.job(self.path, self.stamp)
+
+    def digest(self, wait_s: float = 0.0) -> str | None:
+        """Return the digest, 64 hexadecimal digits; None if it is not known after `wait_s`.
+
+        EnvironmentProblem: the file was changed or replaced since this identity was made, or cannot be read.
+        """
+        job = _hasher.job(self.path, self.stamp)
+        job.finished.wait(wait_s)
+        with _explained():
+            is_same = Stamp.of(self.path) == self.stamp
+        if not is_same:
+            raise EnvironmentProblem("the file was changed or replaced after it was loaded", "load the model again")
+        if job.problem:
+            raise EnvironmentProblem(job.problem, "load the model again")
+        return job.digest or None
+
+    @property
+    def hashed_bytes(self) -> int:
+        """Return how much of the file was hashed."""
+        return _hasher.job(self.path, self.stamp).hashed_bytes
+
+
+def model_files(path: str) -> list[str]:
+    """Return the files of the GGUF model at `path`: all shards, if it is the first of several."""
+    match = _SHARD.fullmatch(path)
+    if match is None:
+        return [path]
+    return [f"{match[1]}-{number:05d}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)]
+
+
+class _Job:
+    """The digest of the file with one stamp; `problem` says why it cannot be known."""
+
+    def __init__(self, path: str, stamp: Stamp) -> None:
+        self.path, self.stamp = path, stamp
+        self.hashed_bytes, self.digest, self.problem = 0, "", ""
+        self.finished = threading.Event()
+
+    def finish(self, digest: str = "", problem: str = "") -> None:
+        if digest:
+            self.hashed_bytes = self.stamp.size_bytes
+        self.digest, self.problem = digest, problem
+        self.finished.set()
+
+
+class _Hasher:
+    """The thread that hashes files, which ends when there is nothing to do; `_lock` guards the fields."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[Stamp, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._thread: threading.Thread | None = None
+
+    def job(self, path: str, stamp: Stamp) -> _Job:
+        """Return the job of the file at `path`, which has this stamp; a new one is begun."""
+        with self._lock:
+            if (job := self._jobs.get(stamp)) is not None:
+                return job
+            job = self._jobs[stamp] = _Job(path, stamp)
+            if digest := remembered(stamp):
+                job.finish(digest)
+                return job
+            self._waiting.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="llmcache-identity", daemon=True)
+                self._thread.start()
+            return job
+
+    def _run(self) -> None:
+        # Only I/O: a thread that the scheduler leaves waiting with Python's lock would stop the whole process.
+        _libc.syscall(ctypes.c_long(_IOPRIO_SET), *map(ctypes.c_int, _THIS_THREAD), ctypes.c_int(_IDLE))
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                job = self._waiting.popleft()
+            try:
+                job.finish(_hash(job))
+            except EnvironmentProblem as error:
+                job.finish(problem=error.message)
+            except Exception:  # a bug here must not keep a model from answering
+                log.exception("%s: cannot be identified", job.path)
+                job.finish(problem="the file cannot be identified")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"the file cannot be read: {error.strerror}") from None
+
+
+def _hash(job: _Job) -> str:
+    """Return the digest of a file, and remember it. EnvironmentProblem: the file changed meanwhile, or cannot be read."""
+    if abs(time.time_ns() - job.stamp.ctime_ns) < TICK_NS:
+        time.sleep(TICK_NS / 1e9)
+    digest, size, logged_s = hashlib.blake2b(digest_size=32), job.stamp.size_bytes, time.monotonic()
+    with _explained(), _Reader(job.path) as reader:
+        is_same = Stamp.of(reader.fd) == job.stamp
+        while is_same and job.hashed_bytes < size:
+            part = reader.read(job.hashed_bytes, min(CHUNK_BYTES, size - job.hashed_bytes))
+            if not part:
+                break
+            digest.update(part)
+            job.hashed_bytes += len(part)
+            if time.monotonic() - logged_s > PROGRESS_S:
+                logged_s = time.monotonic()
+                done, whole = format_size(job.hashed_bytes), format_size(size)
+                log.warning("%s: identified %s of %s", os.path.basename(job.path), done, whole)
+        is_same = is_same and Stamp.of(reader.fd) == Stamp.of(job.path) == job.stamp and job.hashed_bytes == size
+    if not is_same:
+        raise EnvironmentProblem("the file changed while it was identified")
+    _remember(job.path, job.stamp, digest.hexdigest())
+    return digest.hexdigest()
+
+
+class _Reader:
+    """A file that is read without changing what the page cache holds of it. OSError."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        self._direct_fd: int | None = None
+        self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned, as O_DIRECT needs it
+
+    def __enter__(self) -> _Reader:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
+        with contextlib.suppress(OSError):
+            self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in (self.fd, self._direct_fd):
+            if fd is not None:
+                os.close(fd)
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Return `size` bytes at `offset`, a multiple of a block, valid until the next read; fewer where the file ends."""
+        done = 0
+        while done < size:
+            count = self._read(self._buffer[done:], offset + done, size - done)
+            if done + count < size:  # O_DIRECT goes on at a whole block only
+                count -= count % BLOCK_BYTES
+            if not count:
+                break
+            done += count
+        return self._buffer[:done]
+
+    def _read(self, buffer: memoryview, offset: int, size: int) -> int:
+        absent = self._absent(offset, size)
+        if self._direct_fd is not None and absent != []:
+            try:
+                whole = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+                return min(size, os.preadv(self._direct_fd, [buffer[:whole]], offset))
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                os.close(self._direct_fd)
+                self._direct_fd = None
+                return self._read(buffer, offset, size)
+        count = os.preadv(self.fd, [buffer[:size]], offset)
+        for at, length in absent or ():
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fd, at, length, os.POSIX_FADV_DONTNEED)
+        return count
+
+    def _absent(self, offset: int, size: int) -> list[tuple[int, int]] | None:
+        """Return the pieces (offset, bytes) without cached pages; None if the kernel does not say."""
+        try:
+            cached = cached_blocks(self.fd, offset, size)
+            if cached == -(-size // BLOCK_BYTES):
+                return []
+            if not cached or self._direct_fd is not None:
+                return [(offset, size)]
+            pieces = [(at, min(PIECE_BYTES, offset + size - at)) for at in range(offset, offset + size, PIECE_BYTES)]
+            return [piece for piece in pieces if not cached_blocks(self.fd, *piece)]
+        except OSError:
+            return None
+
+
+def _memory_of(stamp: Stamp) -> Path:
+    return user_cache_path("llmcache") / "identities" / f"{stamp.device:x}-{stamp.inode:x}.json"
+
+
+def _checked(stamp: Stamp, digest: str) -> dict[str, object]:
+    """Return what is remembered: with a sum, so that damage is noticed."""
+    found: dict[str, object] = {"format": FORMAT, "stamp": list(stamp), "digest": digest}
+    return {**found, "sum": hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()}
+
+
+def remembered(stamp: Stamp) -> str | None:
+    """Return the remembered digest of the file with this stamp; None if there is none, or it is damaged."""
+    try:
+        found = json.loads(_memory_of(stamp).read_bytes())
+        digest = found["digest"]
+        return digest if _DIGEST.fullmatch(digest) and found == _checked(stamp, digest) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _remember(path: str, stamp: Stamp, digest: str) -> None:
+    """Remember a digest, if the file system keeps change times and there is a place for it."""
+    with contextlib.suppress(OSError):
+        if fstype_at(path) in NO_CHANGE_TIME:
+            return
+        memory = _memory_of(stamp)
+        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(memory) as stream:
+            stream.write(json.dumps(_checked(stamp, digest)).encode())
+
+
+_hasher = _Hasher()
+
+
+def _forked() -> None:
+    """A child process has no thread: it identifies files anew."""
+    global _hasher
+    _hasher = _Hasher()
+
+
+os.register_at_fork(after_in_child=_forked)

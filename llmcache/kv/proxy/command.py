@@ -1,0 +1,207 @@
+"""`llmcache kv proxy`: start the server, serve in front of it, and end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from llmcache.errors import EnvironmentProblem, UsageError, say
+from llmcache.kv.prefix.store import BlockStore
+from llmcache.kv.proxy.http import Address
+from llmcache.kv.proxy.prompts import Spool
+from llmcache.kv.proxy.proxy import Proxy, Served
+from llmcache.kv.proxy.server import DEFAULT_PORT, Options, process_at
+from llmcache.run.child import Child, ending_by_interrupt, resolve
+from llmcache.units import format_size
+
+LOOPBACK = "127.0.0.1"
+SPOOL = "slots"
+"""Directory below that of the store for the files of a server that was started here."""
+_IDLE_SLOTS = "LLAMA_ARG_CACHE_IDLE_SLOTS"
+_END_S = 10.0
+"""After the server has ended, what waits has so long to be stored."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a directory may hold, as `BlockStore` takes it."""
+
+    limit_bytes: int
+    ttl_ns: int
+    floor_bytes: int | None
+
+    def store(self, directory: str) -> BlockStore:
+        """Return the store of a directory. UsageError; EnvironmentProblem."""
+        return BlockStore(directory, self.limit_bytes, self.ttl_ns, self.floor_bytes)
+
+
+def start(directory: str, limits: Limits, words: Sequence[str], listen: str | None) -> int:
+    """Start a llama-server behind the proxy, and return its exit code. UsageError; EnvironmentProblem; NotRunnable."""
+    options = Options(words[1:], os.environ)
+    addresses = [address_of(listen)] if listen else options.addresses
+    if options.unsupported:
+        raise UsageError(f"{options.unsupported}: the proxy does not serve it", "start it for one model, without TLS")
+    program, store = resolve(words[0], os.environ.get("PATH")), limits.store(directory)
+    spool = store.directory / SPOOL
+    with _explained(spool):
+        spool.mkdir(mode=0o700, exist_ok=True)
+        spooled = Spool(spool)
+    behind = Address(LOOPBACK, _free_port())
+    # The server may start in another directory (a wrapper), so its path is absolute.
+    command = [words[0], *options.behind(behind, f"{spool.absolute()}/")]
+    proxy = Proxy(behind, options.prefix, options.headers, store, spooled)
+    with contextlib.closing(spooled), ending_by_interrupt():
+        # What slots hold is stored here; their own copies would be cleared for it. Old servers ignore the variable.
+        environment = {_IDLE_SLOTS: "0", **os.environ}
+        child = Child(command, program, environment, dies_with_parent=True)
+        try:
+            asyncio.run(_beside(proxy, addresses, child, options))
+        finally:
+            child.cancel()
+    return child.end_alike()
+
+
+async def _beside(proxy: Proxy, addresses: Sequence[Address], child: Child, options: Options) -> None:
+    async with _serving(proxy, addresses, options):
+        with child.forwarding():
+            child.release()
+            await _ended(child)
+
+
+async def _ended(child: Child) -> None:
+    """Return when the command has ended."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    fd = os.pidfd_open(child.pid)
+    try:
+        loop.add_reader(fd, ended.set)
+        await ended.wait()
+        loop.remove_reader(fd)
+    finally:
+        os.close(fd)
+    child.wait()
+
+
+def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str | None) -> int:
+    """Serve in front of a llama-server that runs, until a signal ends it. UsageError; EnvironmentProblem."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        behind = Address(parts.hostname or "", parts.port or DEFAULT_PORT)
+    except ValueError:
+        behind = Address("", 0)
+    if parts.scheme not in ("", "http") or not behind.host:
+        raise UsageError(f"--url: '{url}' is no address of a server", "name it as http://127.0.0.1:8080")
+    addresses = [address_of(listen or f"{LOOPBACK}:{DEFAULT_PORT}")]
+    if addresses[0].port == behind.port:
+        raise UsageError(f"--listen: port {behind.port} is the server's own", "name another: --listen 127.0.0.1:8081")
+    options = process_at(behind).options
+    if options.unsupported:
+        raise UsageError(f"{options.unsupported}: the proxy does not serve it", "start it for one model, without TLS")
+    saved = options.value("--slot-save-path", variable="LLAMA_ARG_SLOT_SAVE_PATH")
+    if saved is None:
+        raise UsageError("the server saves no slots", "start it with --slot-save-path DIR, and name DIR by --slots-dir")
+    store = limits.store(directory)
+    with _explained(Path(slots_dir)):
+        spooled = Spool(Path(slots_dir))
+    proxy = Proxy(behind, (parts.path or options.prefix).rstrip("/"), options.headers, store, spooled)
+    with contextlib.closing(spooled):
+        return asyncio.run(_until_signal(proxy, addresses, options))
+
+
+async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Options) -> int:
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) != signal.SIG_IGN:
+            loop.add_signal_handler(each, signals.put_nowait, each)
+    async with _serving(proxy, addresses, options):
+        number = await signals.get()
+    return 0 if number == signal.SIGINT else 128 + number
+
+
+@contextlib.asynccontextmanager
+async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options) -> AsyncIterator[None]:
+    """While it lasts, the proxy serves clients and looks after its server."""
+    servers = []
+    for address in addresses:
+        try:
+            servers.append(await proxy.listen(address))
+        except OSError as error:
+            hint = "name another --port, or end what listens there"
+            raise EnvironmentProblem(f"cannot listen at {address}: {error.strerror}", hint) from None
+        bound = servers[-1].sockets[0].getsockname()
+        say(f"listening at http://{Address(bound[0], bound[1])} for the server at {proxy.address}")
+    if own := options.own_cache:
+        say(f"the server has a persistent prompt cache of its own ({own}): nothing is stored or restored here")
+        watching = None
+    else:
+        proxy.on_identified, proxy.on_refused = _report, _Refusals().report
+        watching = asyncio.ensure_future(proxy.watch())
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.close()
+        if watching is not None:
+            watching.cancel()
+        await proxy.close(_END_S)
+        _summarize(proxy)
+
+
+def _report(served: Served) -> None:
+    told, prompts = served.identity.described, served.prompts
+    size = sum(e.size_bytes for e in prompts.store.entries() if e.key.model == prompts.fingerprint)
+    kinds = ", windows or recurrent layers: partly reused where the ending differs" if prompts.states_only else ""
+    say(f"{told['file']} (build {told['build']}{kinds}): {format_size(size)} of prompts stored as {prompts.fingerprint[:8]}")
+
+
+class _Refusals:
+    """Says why a server cannot be identified, once for each reason."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def report(self, error: Exception) -> None:
+        text = str(error)
+        if text not in self._said:
+            self._said.add(text)
+            say(f"nothing is stored or restored: {text}")
+            if hint := getattr(error, "hint", None):
+                say(f"hint: {hint}")
+
+
+def _summarize(proxy: Proxy) -> None:
+    own = proxy.counters
+    passed = ", ".join(f"{count}: {reason}" for reason, count in own.passed.most_common())
+    text = (
+        f"requests: {own.requests:,}; restored: {own.hits:,} ({own.reused_tokens:,} tokens reused); stored: {own.stored:,}"
+    )
+    say(text + (f"; passed on: {passed}" if passed else ""))
+
+
+def address_of(text: str) -> Address:
+    """Return the address that `--listen` names: HOST:PORT, [HOST]:PORT or PORT. UsageError."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or LOOPBACK
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--listen: '{text}' is no address", "name it as 127.0.0.1:8080")
+    return Address(host, int(port))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(f"{directory}: {error.strerror}", "name a writable directory") from None

@@ -1,0 +1,664 @@
+"""Proxy: passes requests to a llama-server, restores stored prompts into its slots before, and saves the slots behind.
+
+A completion goes through these steps:
+
+1. Its tokens are computed by the server itself (/apply-template, /tokenize), unless an idle slot had the beginning of its
+   text last, as in a conversation that goes on: then it gets that slot, and step 4 follows.
+2. It gets an idle slot: the one that holds most of the prompt, or another, into which the longest stored prompt is restored.
+3. If much of the prompt is left, all but its last token is evaluated, by a request for no answer, and the slot is saved: a
+   save that is sent during an answer waits in the server until the answer ends. The last token is left out because every
+   answer begins with evaluating one token: so the first answer, one of the warm slot and one of a restored slot are computed
+   alike, bit for bit. (With a sliding window the server evaluates the last five tokens of a restored slot again.)
+4. The request is passed on with `id_slot`, otherwise unchanged. Its answer is passed back byte for byte.
+5. When the answer has ended, the slot is saved again, if enough of it is new.
+
+All other requests are passed on as they are. Nothing that goes wrong with storing or restoring keeps a request from the
+server. Everything runs on one event loop, except what reads and writes files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.kv.prefix.metrics import openmetrics
+from llmcache.kv.prefix.store import BlockStore
+from llmcache.kv.proxy import http
+from llmcache.kv.proxy.http import Address, Answer, BadRequest, Request
+from llmcache.kv.proxy.prompts import Found, Spool, StoredPrompts, room, tokens_of, uses_states
+from llmcache.kv.proxy.server import Identity, Process, identify, process_at
+from llmcache.kv.proxy.slots import LEAST_GAIN, Slot, SlotTable, Tokens
+
+log = logging.getLogger("llmcache.kv")
+
+LEAST_TOKENS = 256
+"""Shorter prompts are neither stored nor restored."""
+LEAST_NEW = 128
+"""Fewer tokens that are left of a prompt are evaluated with the request itself; the speed of more is learned."""
+NEW_SHARE = 16
+"""A slot is saved again once a part of 1/16 of it, at least LEAST_GAIN tokens, is not stored."""
+EARLY_COST = 0.1
+"""A prompt is saved before its answer if that takes at most this part of the time that evaluating it has taken."""
+MOST_UNDERSTOOD = 64 << 20
+"""Bytes of the body of a request that is looked into."""
+MOST_WAITING = 4
+"""Saved slots that wait to be stored; the spool has files for as many."""
+MOST_FAILURES = 3
+"""After so many saves in a row that the server refuses, no more are tried."""
+METRICS = "/llmcache/metrics"
+_POLL_S = 0.1
+_NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")
+_TIMINGS = re.compile(rb'"timings"\s*:\s*(\{[^{}]*\})')
+_FORWARDED = ("Authorization", "X-Api-Key")
+
+
+@dataclass
+class Counters:
+    """What the proxy has done since it was started."""
+
+    requests: int = 0
+    passed: Counter[str] = field(default_factory=Counter)  # completions that were only passed on, by reason
+    lookups: int = 0
+    hits: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    restore_s: float = 0.0
+    reused_tokens: int = 0  # of restored slots, by the server's own count
+    saved_s: float = 0.0  # evaluating those would have taken, less `restore_s`
+    stored: int = 0
+    stored_bytes: int = 0
+    stored_before_answer: int = 0
+    save_s: float = 0.0  # the server could not compute meanwhile
+    dropped: int = 0
+
+
+@dataclass
+class Served:
+    """A server that was identified: its process, what names its prompts, its slots, and what is stored."""
+
+    process: Process
+    identity: Identity
+    adapters: Any
+    slots: SlotTable
+    prompts: StoredPrompts
+    context_tokens: int
+    token_s: float = 0.0  # of evaluating a token; 0: not known yet
+    save_token_s: float = 0.0  # of saving a token
+    token_bytes: float = 0.0  # of a saved slot
+    failed_saves: int = 0  # one after the other
+
+    def learn(self, timings: dict[str, Any]) -> None:
+        """Learn the speed of evaluating from the timings of an answer."""
+        with contextlib.suppress(KeyError, TypeError):
+            if timings["prompt_n"] >= LEAST_NEW:
+                self.token_s = timings["prompt_ms"] / 1e3 / timings["prompt_n"]
+
+
+class NotUnderstood(Exception):
+    """Why a completion is passed on without looking for stored prompts."""
+
+
+class Proxy:
+    """A proxy for the server at `address`, whose paths begin with `prefix` and which saves slots in `spool`."""
+
+    def __init__(self, address: Address, prefix: str, headers: dict[str, str], store: BlockStore, spool: Spool) -> None:
+        self.address, self.prefix, self.headers = address, prefix, headers
+        self.store, self.spool = store, spool
+        self.counters = Counters()
+        self.served: Served | None = None
+        self.on_identified: Any = lambda _served: None
+        self.on_refused: Any = lambda _error: None
+        self._changed = asyncio.Event()
+        self._ended = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        self._storing = asyncio.Lock()
+
+    # Connections of clients
+
+    async def listen(self, address: Address) -> asyncio.Server:
+        """Serve clients at `address`. OSError."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> _Client:
+            return _Client(asyncio.StreamReader(limit=http.MOST_HEAD, loop=loop), self._client, loop=loop)
+
+        return await loop.create_server(protocol, address.host, address.port)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = writer.transport.get_protocol()
+        assert isinstance(client, _Client)
+        try:
+            try:
+                while (request := await http.read_request(reader)) and await self._answered(request, client, writer):
+                    pass
+            except BadRequest as error:
+                writer.write(http.error_reply("400 Bad Request", str(error), "invalid_request_error", False))
+                await writer.drain()
+        except OSError:
+            pass  # the client is gone
+        finally:
+            writer.close()
+
+    async def _answered(self, request: Request, client: _Client, writer: asyncio.StreamWriter) -> bool:
+        """Answer a request, unless the client disconnects; return whether the connection can have another one."""
+        answer, gone = asyncio.ensure_future(self._answer(request, writer)), asyncio.ensure_future(client.gone.wait())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                answer.cancel()
+            return await answer
+        except asyncio.CancelledError:
+            return False
+        finally:
+            gone.cancel()
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.head.get("Expect") and request.version == "HTTP/1.1":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        path = request.path.removeprefix(self.prefix)
+        if request.path == METRICS and request.method == "GET":
+            kind = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+            writer.write(http.reply("200 OK", self.metrics().encode(), kind, request.keeps_alive))
+            await writer.drain()
+            return request.keeps_alive
+        self.counters.requests += 1
+        if request.method == "POST" and path in _NATIVE + _CHAT:
+            return await self._complete(request, writer, path in _CHAT)
+        keeps = await self._pass(request, writer)
+        if request.method == "POST" and path == "/lora-adapters":
+            self.served = None
+            self._changed.set()
+        return keeps
+
+    async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
+        """Pass a request to the server and its answer to the client; `seen` gets the answer.
+
+        Return whether the client's connection can have another request.
+        """
+        head_sent = False
+        try:
+            async with self.address.sent(request) as answer:
+                if seen is not None:
+                    seen.append(answer)
+                keeps = request.keeps_alive and answer.has_end
+                writer.write(answer.head.encode(**({} if keeps else {"Connection": "close"})))
+                head_sent = True
+                async for part in answer.parts():
+                    writer.write(part)
+                    await writer.drain()
+                return keeps and answer.is_whole
+        except OSError:
+            if head_sent:
+                return False  # the client sees that the answer is not whole
+            keeps = request.keeps_alive and request.is_whole
+            writer.write(http.error_reply("503 Service Unavailable", "Loading model", "unavailable_error", keeps))
+            await writer.drain()
+            return keeps
+
+    # Completions
+
+    async def _complete(self, request: Request, writer: asyncio.StreamWriter, is_chat: bool) -> bool:
+        await request.read_body(MOST_UNDERSTOOD)
+        served = self.served
+        try:
+            if served is None or not served.process.is_running:
+                raise NotUnderstood("the server is not identified yet")
+            body = _body(request)
+            _check(body, is_chat, served.process.options.caches_prompts)
+            headers = {name: value for name in _FORWARDED if (value := request.head.get(name))}
+            prompt = await self._prompt(body, is_chat, headers, len(request.body))
+            turn = await self._turn(served, prompt, headers)
+        except NotUnderstood as reason:
+            self.counters.passed[str(reason)] += 1
+            if served is not None:
+                served.slots.forget_idle()
+            return await self._pass(request, writer)
+        try:
+            if turn.found is not None:
+                turn.restored = await self._restore(turn, turn.found)
+            if not turn.is_continued and not body.get("return_progress"):
+                await self._evaluate(turn)
+            request.body = _with_slot(request.body, body, turn.slot.number)
+            return await self._pass(request, writer, turn.answers)
+        finally:
+            self._run(self._finish(turn))
+
+    async def _turn(self, served: Served, prompt: str | Tokens, headers: dict[str, str]) -> _Turn:
+        """Return the turn of a prompt, with its slot, and with the stored prompt that is to be restored. NotUnderstood."""
+        text = prompt if isinstance(prompt, str) else ""
+        await self._check_slots(served, headers)
+        if text and (slot := served.slots.lease_continued(text)):
+            return _Turn(served, slot, slot.tokens, headers, text, is_continued=True)
+        tokens = prompt if not isinstance(prompt, str) else await self._tokens(prompt, headers)
+        if not LEAST_TOKENS <= len(tokens) <= served.context_tokens:
+            tokens = tokens[:0]
+        found = await self._found(served, tokens)
+        stored = served.prompts.usable(found) if found else 0
+        lease = await served.slots.lease(tokens, stored)
+        turn = _Turn(served, lease.slot, tokens, headers, text if len(tokens) else "", held=lease.held)
+        turn.found = found if stored >= lease.held + LEAST_GAIN else None
+        return turn
+
+    async def _check_slots(self, served: Served, headers: dict[str, str]) -> None:
+        """Forget what idle slots hold no longer: where slots share memory, the server clears them for other requests."""
+        if not served.slots.is_doubtful(time.monotonic()):
+            return
+        counts: dict[int, int] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            status, told = await self.address.call("GET", f"{self.prefix}/slots", None, headers)
+            if status == 200:
+                counts = {slot["id"]: int(slot["n_prompt_tokens"]) for slot in told if not slot["is_processing"]}
+        served.slots.forget_cleared(counts)
+
+    async def _prompt(self, body: dict[str, Any], is_chat: bool, headers: dict[str, str], size_bytes: int) -> str | Tokens:
+        """Return the text of a prompt, or its tokens; no tokens if they are too few to be stored. NotUnderstood."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if not is_chat and isinstance(prompt, list):
+            if any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
+                raise NotUnderstood("its prompt is of another kind")
+            return np.array(prompt, np.int32)
+        if size_bytes < LEAST_TOKENS:  # a token has a byte at least
+            return np.empty(0, np.int32)
+        if is_chat:
+            prompt = (await self._asked("/apply-template", body, headers)).get("prompt")
+        if not isinstance(prompt, str):
+            raise NotUnderstood("its prompt is of another kind")
+        return prompt
+
+    async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
+        """Return the tokens of a text, as the server makes them of a prompt. NotUnderstood."""
+        told = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
+        try:
+            return np.array(told["tokens"], np.int32)
+        except (KeyError, ValueError, TypeError, OverflowError):
+            raise NotUnderstood("the server does not tokenize it") from None
+
+    async def _asked(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
+        try:
+            status, told = await self.address.call("POST", self.prefix + route, body, headers)
+        except (OSError, ValueError):
+            status, told = 0, None
+        if status != 200 or not isinstance(told, dict):
+            raise NotUnderstood(f"the server does not answer {route}")
+        return told
+
+    async def _found(self, served: Served, tokens: Tokens) -> Found | None:
+        """Return the stored prompt that is of most use for `tokens`, if it is of any."""
+        if not len(tokens):
+            return None
+        self.counters.lookups += 1
+        found = await asyncio.to_thread(served.prompts.longest, tokens)
+        return found if found and served.prompts.usable(found) >= LEAST_GAIN else None
+
+    async def _restore(self, turn: _Turn, found: Found) -> int:
+        """Restore a stored prompt into the slot; return how many of the request's tokens it has, 0 if that fails."""
+        started, served = time.perf_counter(), turn.served
+        with self.spool.file() as path:
+            try:
+                size = await asyncio.to_thread(served.prompts.export, found, path)
+                if not size or not await self._is_same(served):
+                    return 0
+                is_restored = await self._taken(turn, found, path)
+                if not served.process.is_running or not await self._is_same(served):
+                    await self._slot(turn, "erase", path)  # another server may have taken it
+                    return 0
+            except (OSError, ValueError, LlmcacheError) as error:
+                log.warning("nothing is restored: %s", error)
+                return 0
+        if not is_restored:
+            turn.slot.hold(turn.tokens[:0])
+            return 0
+        turn.slot.hold(found.tokens)
+        turn.slot.stored = len(found.tokens)
+        self.counters.hits += 1
+        self.counters.restored_tokens += found.common
+        self.counters.restored_bytes += size
+        self.counters.restore_s += time.perf_counter() - started
+        turn.restore_s = time.perf_counter() - started
+        await asyncio.to_thread(served.prompts.note_use, found, found.common, size)
+        return found.common
+
+    async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
+        """Have the server restore the file at `path`; return whether it has. A file that it does not take is removed.
+
+        Slots may share the memory for keys, and then the others have to be empty for a large one.
+        """
+        for attempt in range(2):
+            status, told = await self._slot(turn, "restore", path)
+            if status == 200 and told.get("n_restored") == len(found.tokens):
+                return True
+            others = turn.served.slots.take_idle() if not attempt else []
+            for slot in others:
+                await self.address.call("POST", f"{self.prefix}/slots/{slot.number}?action=erase", {}, turn.headers)
+                slot.hold(turn.tokens[:0])
+            for slot in others:
+                await turn.served.slots.release(slot)
+        if turn.served.slots.busy == 1:
+            log.warning("the server does not take a stored prompt of %d tokens: it is removed", len(found.tokens))
+            turn.served.prompts.drop(found)
+        return False
+
+    async def _evaluate(self, turn: _Turn) -> None:
+        """Evaluate all but the last token of a prompt, if much is left of it, and save the slot before the answer begins."""
+        first = turn.tokens[:-1]
+        if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
+            return
+        body = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
+        try:
+            status, told = await self.address.call("POST", f"{self.prefix}/completion", body, turn.headers)
+            timings = told["timings"]
+            cached, evaluated_s = int(timings["cache_n"]), timings["prompt_ms"] / 1e3
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # the request itself shows what is wrong
+        if status != 200:
+            return
+        turn.slot.hold(first)
+        turn.served.learn(timings)
+        self._count_reuse(turn, cached)
+        if len(first) * turn.served.save_token_s <= EARLY_COST * evaluated_s and self._is_worth(turn.slot, len(first)):
+            self.counters.stored_before_answer += await self._save(turn)
+
+    def _count_reuse(self, turn: _Turn, cached: int) -> None:
+        """Count what the server has reused of a restored prompt."""
+        if turn.restored:
+            reused = min(cached, turn.restored)
+            self.counters.reused_tokens += reused
+            self.counters.saved_s += max(0.0, reused * turn.served.token_s - turn.restore_s)
+            turn.restored = 0
+
+    async def _finish(self, turn: _Turn) -> None:
+        """Save the slot after the answer, if enough of it is new, and let others have it."""
+        try:
+            answer = turn.answers[0] if turn.answers else None
+            if answer is None or answer.head.status != 200 or not len(turn.tokens):
+                if answer is None or answer.head.status == 200:
+                    turn.slot.hold(turn.tokens[:0])
+                return
+            turn.slot.hold(turn.tokens, turn.text)
+            timings = _timings(answer.tail)
+            if timings is None:  # the answer was not read to its end
+                count = len(turn.tokens) + answer.tail.count(b"data: ")
+                turn.slot.answered = 0
+            else:
+                if turn.is_continued:
+                    turn.slot.hold(turn.tokens[: timings["cache_n"]], turn.text)
+                turn.slot.answered = timings["predicted_n"]
+                count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
+                self._count_reuse(turn, int(timings["cache_n"]))
+                turn.served.learn(timings)
+            if count >= turn.served.context_tokens - 1:  # its context may have been shifted: no longer keys of these tokens
+                turn.slot.hold(turn.tokens[:0])
+            elif self._is_worth(turn.slot, count):
+                await self._save(turn)
+        finally:
+            await turn.served.slots.release(turn.slot)
+
+    @staticmethod
+    def _is_worth(slot: Slot, count: int) -> bool:
+        """Whether enough of the `count` tokens in a slot is not stored."""
+        return count - slot.stored >= max(LEAST_GAIN, count // NEW_SHARE)
+
+    # Saving
+
+    async def _save(self, turn: _Turn) -> bool:
+        """Have the server save the slot, and store the file behind; return whether that was begun."""
+        served = turn.served
+        if served.failed_saves >= MOST_FAILURES:  # as with a projector for images
+            return False
+        if self._waiting >= MOST_WAITING or self.served is not served:
+            self.counters.dropped += 1
+            return False
+        if reason := room(self.store, int(turn.slot_tokens * served.token_bytes)):
+            log.warning("a prompt of %d tokens is not stored: %s", turn.slot_tokens, reason)
+            self.counters.dropped += 1
+            return False
+        stack = contextlib.ExitStack()
+        path = stack.enter_context(self.spool.file())
+        with contextlib.ExitStack() as failed:
+            failed.push(stack)
+            started = time.perf_counter()
+            try:
+                status, told = await self._slot(turn, "save", path)
+                if status != 200 or not path.is_file() or path.stat().st_size != told.get("n_written"):
+                    served.failed_saves += 1
+                    raise EnvironmentProblem(f"the server does not save a slot: {str(told)[:200]}")
+                served.failed_saves = 0
+                tokens = await asyncio.to_thread(tokens_of, path)
+                served.token_bytes = path.stat().st_size / len(tokens)
+            except (OSError, ValueError, LlmcacheError) as error:
+                log.warning("%s", error)
+                self.counters.dropped += 1
+                return False
+            seconds = time.perf_counter() - started
+            if not served.process.is_running or not await self._is_same(served):
+                return False
+            failed.pop_all()
+        self.counters.save_s += seconds
+        served.save_token_s = seconds / len(tokens)
+        turn.slot.hold(tokens, turn.slot.text)
+        turn.slot.stored = len(tokens)
+        self._waiting += 1
+        self._run(self._store(served, path, tokens, stack))
+        return True
+
+    async def _store(self, served: Served, path: Path, tokens: Tokens, stack: contextlib.ExitStack) -> None:
+        """Store a slot file, after those before it, and remove it."""
+        try:
+            with stack:
+                async with self._storing:
+                    written = await asyncio.to_thread(served.prompts.keep, path, tokens, served.token_s)
+                self.counters.stored += bool(written)
+                self.counters.stored_bytes += written
+        except (OSError, LlmcacheError) as error:
+            log.warning("a prompt of %d tokens is not stored: %s", len(tokens), error)
+            self.counters.dropped += 1
+        finally:
+            self._waiting -= 1
+
+    async def _slot(self, turn: _Turn, action: str, path: Path) -> tuple[int, dict[str, Any]]:
+        """Save or restore the slot of a request. OSError; ValueError."""
+        target = f"{self.prefix}/slots/{turn.slot.number}?action={action}"
+        status, told = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
+        if not isinstance(told, dict):
+            raise ValueError("the server's answer cannot be understood")
+        return status, told
+
+    async def _is_same(self, served: Served) -> bool:
+        """Whether the server's settings are those that its identity stands for: adapters can be changed while it runs."""
+        if self.served is not served:
+            return False
+        return not served.adapters or await self._adapters() == served.adapters
+
+    async def _adapters(self) -> Any:
+        status, told = await self.address.call("GET", f"{self.prefix}/lora-adapters", None, self.headers)
+        return told if status == 200 else None
+
+    # The server
+
+    async def watch(self) -> None:
+        """Identify the server whenever it was started or changed; ends when it is cancelled."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._healthy()
+                self.served = await self._identified()
+                self.on_identified(self.served)
+            except (LlmcacheError, OSError, ValueError) as error:
+                self.on_refused(error)
+                await asyncio.sleep(5.0)
+                continue
+            while self.served is not None and self.served.process.is_running:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 1.0)
+            self.served = None
+
+    async def _healthy(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                status, _ = await self.address.call("GET", f"{self.prefix}/health")
+                if status == 200:
+                    return
+            await asyncio.sleep(_POLL_S)
+
+    async def _identified(self) -> Served:
+        process = await asyncio.to_thread(process_at, self.address)
+        status, props = await self.address.call("GET", f"{self.prefix}/props", None, self.headers)
+        if status != 200 or not isinstance(props, dict):
+            raise EnvironmentProblem(f"the server answers {status} to /props", "its --api-key is needed")
+        adapters = await self._adapters()
+        context = int(props.get("default_generation_settings", {}).get("n_ctx", 0))
+        identity = await asyncio.to_thread(identify, process, props, adapters, context, self._ended)
+        states_only = await asyncio.to_thread(uses_states, identity.model)
+        prompts = StoredPrompts(self.store, identity.fingerprint, identity.described, states_only)
+        slots = SlotTable(int(props.get("total_slots", 1)))
+        token_s = self.store.description(identity.fingerprint).get("token_s")
+        known = float(token_s) if isinstance(token_s, int | float) else 0.0
+        return Served(process, identity, adapters, slots, prompts, context, known)
+
+    # The rest
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a slot is not saved", exc_info=error)
+
+    async def close(self, timeout_s: float = 60.0) -> None:
+        """Store what waits, for at most `timeout_s`."""
+        self._ended.set()
+        while self._tasks:
+            _, left = await asyncio.wait(set(self._tasks), timeout=timeout_s)
+            if left:
+                break
+
+    def metrics(self) -> str:
+        """Return what the proxy has done, in OpenMetrics text."""
+        own = self.counters
+        rows = (
+            ("lookups", "", own.lookups, "Prompts that were looked for"),
+            ("hits", "", own.hits, "Prompts of which a prefix was restored"),
+            ("restored_tokens", "", own.restored_tokens, "Tokens of prompts that were restored"),
+            ("restored_bytes", "bytes", own.restored_bytes, "Bytes of states that were restored"),
+            ("restore_seconds", "seconds", own.restore_s, "Time of restoring"),
+            ("reused_tokens", "", own.reused_tokens, "Restored tokens that the server did not evaluate, by its own count"),
+            ("saved_seconds", "seconds", own.saved_s, "Evaluating those would have taken longer (modelled)"),
+            ("stored_blocks", "", own.stored, "States stored"),
+            ("stored_bytes", "bytes", own.stored_bytes, "Bytes stored"),
+            ("early_blocks", "", own.stored_before_answer, "States saved before the answer began"),
+            ("save_seconds", "seconds", own.save_s, "Time in which the server saved slots"),
+            ("dropped_blocks", "", own.dropped, "States not stored: no room, too many waited, or it failed"),
+            ("evicted_blocks", "", self.store.evicted, "States removed by this process"),
+            ("requests", "", own.requests, "Requests"),
+            ("passed_requests", "", sum(own.passed.values()), "Completions passed on without looking for stored prompts"),
+        )
+        return openmetrics(rows)
+
+
+@dataclass
+class _Turn:
+    """One completion: the server and the slot that it has, its tokens, and what was restored for it."""
+
+    served: Served
+    slot: Slot
+    tokens: Tokens
+    headers: dict[str, str]
+    text: str = ""  # of the prompt, if it is known
+    is_continued: bool = False  # the slot has held nearly all of it, whatever its tokens are
+    held: int = 0  # tokens of it that the slot held
+    found: Found | None = None  # what is to be restored
+    restored: int = 0
+    restore_s: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that the slot holds at least."""
+        return max(len(self.tokens), len(self.slot.tokens))
+
+
+class _Client(asyncio.StreamReaderProtocol):
+    """The connection of a client; `gone` is set when the client closes it."""
+
+    def __init__(self, reader: asyncio.StreamReader, connected: Any, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, connected, loop=loop)
+        self.gone = asyncio.Event()
+
+    def eof_received(self) -> bool | None:
+        """Record the end of what the client sends."""
+        self.gone.set()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Record the end of the connection."""
+        self.gone.set()
+        super().connection_lost(exc)
+
+
+def _body(request: Request) -> dict[str, Any]:
+    if not request.is_whole:
+        raise NotUnderstood("it is too long")
+    try:
+        body = json.loads(request.body)
+    except (ValueError, RecursionError):
+        raise NotUnderstood("it is no JSON") from None
+    if not isinstance(body, dict):
+        raise NotUnderstood("it is no JSON")
+    return body
+
+
+def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
+    """NotUnderstood if a completion does not depend on the tokens of one prompt alone, or names its slot."""
+    if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
+        raise NotUnderstood("it wants several answers")
+    if body.get("lora"):
+        raise NotUnderstood("it names LoRA adapters")
+    if body.get("id_slot", -1) not in (-1, None):
+        raise NotUnderstood("it names its slot")
+    if body.get("cache_prompt", caches_prompts) is False:
+        raise NotUnderstood("it does not want a cache")
+    if not is_chat:
+        return
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise NotUnderstood("it has no messages")
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise NotUnderstood("it has images or sound")
+
+
+def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:
+    """The body of a request with `id_slot`, otherwise as it is."""
+    if "id_slot" in body:
+        return json.dumps({**body, "id_slot": slot}).encode()
+    before, brace, rest = data.partition(b"{")
+    return before + brace + f'"id_slot":{slot},'.encode() + rest
+
+
+def _timings(tail: bytes) -> dict[str, Any] | None:
+    """The last timings at the end of an answer; None: there are none."""
+    try:
+        timings = json.loads(_TIMINGS.findall(tail)[-1])
+        return timings if all(type(timings[name]) is int for name in ("cache_n", "prompt_n", "predicted_n")) else None
+    except (IndexError, ValueError, KeyError):
+        return None

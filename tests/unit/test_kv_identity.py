@@ -1,0 +1,249 @@
+"""The identity of a model file: every byte counts, a change is noticed, and the page cache stays as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmcache.errors import EnvironmentProblem
+from llmcache.kv.prefix import identity
+from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.storage import cached_blocks
+
+SIZE = 3 * identity.CHUNK_BYTES + 12345
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A cache directory of its own, and what forgets all digests of this process."""
+
+    def forget() -> None:
+        monkeypatch.setattr(identity, "_hasher", identity._Hasher())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget()
+    yield forget
+    deadline = time.monotonic() + 60
+    while any(thread.name == "llmcache-identity" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def content() -> bytes:
+    return np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content())
+    return path
+
+
+def digest(path: Path) -> str | None:
+    return FileIdentity(path).digest(60)
+
+
+def memories(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").rglob("*.json"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, identity.CHUNK_BYTES, SIZE])
+def test_a_digest_is_of_all_bytes(model: Path, size: int) -> None:
+    data = model.read_bytes()[:size]
+    model.write_bytes(data)
+    assert digest(model) == hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def test_one_changed_byte_is_another_identity_and_a_copy_is_the_same(model: Path, tmp_path: Path) -> None:
+    before = digest(model)
+    copy = tmp_path / "moved" / "copy.gguf"
+    copy.parent.mkdir()
+    copy.write_bytes(model.read_bytes())
+    assert digest(copy) == before
+    with open(copy, "r+b") as stream:
+        stream.seek(identity.CHUNK_BYTES + 777)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 1]))
+    assert digest(copy) != before
+
+
+def test_a_change_without_another_modification_time_is_noticed(model: Path) -> None:
+    before, status = FileIdentity(model), model.stat()
+    assert before.digest(60)
+    data = bytearray(model.read_bytes())
+    data[5] ^= 1
+    with open(model, "r+b") as stream:
+        stream.write(data)
+    os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert digest(model) == hashlib.blake2b(data, digest_size=32).hexdigest()
+    with pytest.raises(EnvironmentProblem, match="changed or replaced"):
+        before.digest()
+
+
+def test_a_replaced_or_removed_file_has_no_identity(model: Path, tmp_path: Path) -> None:
+    found = FileIdentity(model)
+    assert found.digest(60)
+    (tmp_path / "other").write_bytes(model.read_bytes())
+    (tmp_path / "other").replace(model)
+    with pytest.raises(EnvironmentProblem, match="changed or replaced"):
+        found.digest()
+    model.unlink()
+    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+        found.digest()
+    with pytest.raises(OSError, match="No such file"):
+        FileIdentity(model)
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_identity(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, read = model.stat(), identity._Reader.read
+
+    def read_late(reader: identity._Reader, offset: int, size: int) -> memoryview:
+        part = read(reader, offset, size)
+        if offset == 0:
+            with open(model, "r+b") as stream:
+                stream.write(b"changed")
+            os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return part
+
+    monkeypatch.setattr(identity._Reader, "read", read_late)
+    found = FileIdentity(model)
+    with pytest.raises(EnvironmentProblem, match="changed"):
+        found.digest(60)
+    assert not memories(tmp_path)
+
+
+def test_a_digest_is_remembered_until_the_file_changes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
+) -> None:
+    before = digest(model)
+    (memory,) = memories(tmp_path)
+    assert memory.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as patched:
+        patched.setattr(identity, "_hash", lambda job: pytest.fail("was read again"))
+        forgotten()
+        assert digest(model) == before
+    model.write_bytes(b"other")
+    forgotten()
+    assert digest(model) == hashlib.blake2b(b"other", digest_size=32).hexdigest()
+    assert memories(tmp_path) == [memory], "the same file"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"{" * 100_000,
+        lambda data: b"[1]",
+        lambda data: data[:-5],
+        lambda data: data.replace(b'"digest": "', b'"digest": "00')[:-1],
+        lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],
+        lambda data: b"\xff" * 100,
+    ],
+)
+def test_a_damaged_memory_is_ignored_and_replaced(
+    model: Path, tmp_path: Path, forgotten: Callable[[], None], damage: Callable[[bytes], bytes]
+) -> None:
+    before = digest(model)
+    (memory,) = memories(tmp_path)
+    data = memory.read_bytes()
+    memory.write_bytes(damage(data))
+    forgotten()
+    assert digest(model) == before
+    assert memory.read_bytes() == data
+
+
+def test_a_digest_of_a_flipped_digit_is_not_believed(model: Path, tmp_path: Path, forgotten: Callable[[], None]) -> None:
+    before = digest(model)
+    assert before
+    (memory,) = memories(tmp_path)
+    memory.write_text(memory.read_text().replace(before, before[:-1] + ("0" if before[-1] != "0" else "1")))
+    forgotten()
+    assert digest(model) == before
+
+
+def test_nothing_is_remembered_where_that_cannot_be(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(identity, "fstype_at", lambda path: "vfat")
+    assert digest(model) and not memories(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model))
+    forgotten()
+    assert digest(model)
+
+
+def test_a_digest_that_takes_long_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, may_go_on = identity._Reader.read, threading.Event()
+
+    def read_late(reader: identity._Reader, offset: int, size: int) -> memoryview:
+        if offset:
+            assert may_go_on.wait(60)
+        return read(reader, offset, size)
+
+    monkeypatch.setattr(identity._Reader, "read", read_late)
+    found, other = FileIdentity(model), model.with_name("other")
+    other.write_bytes(b"small")
+    assert found.digest(0.3) is None and found.hashed_bytes == identity.CHUNK_BYTES
+    assert FileIdentity(other).digest(0.1) is None, "one file at a time"
+    may_go_on.set()
+    assert found.digest(60) and FileIdentity(other).digest(60)
+
+
+def test_progress_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(identity, "PROGRESS_S", -1.0)
+    assert digest(model)
+    assert caplog.messages[0] == "model.gguf: identified 4.19 MB of 12.6 MB"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_page_cache_stays_as_it_was(model: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    fd, opened = os.open(model, os.O_RDWR), os.open
+
+    def open_buffered(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *rest, **more)
+
+    if not direct:
+        monkeypatch.setattr(os, "open", open_buffered)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        if cached_blocks(fd, 0, SIZE):
+            pytest.skip("the file system keeps files in memory")
+        cached = [(0, identity.CHUNK_BYTES), (identity.CHUNK_BYTES + (1 << 20), 1 << 20)]
+        for offset, size in cached:
+            os.pread(fd, size, offset)
+        before = [cached_blocks(fd, offset, 1 << 20) for offset in range(0, SIZE, 1 << 20)]
+        assert digest(model) == hashlib.blake2b(content(), digest_size=32).hexdigest()
+        assert [cached_blocks(fd, offset, 1 << 20) for offset in range(0, SIZE, 1 << 20)] == before
+    finally:
+        os.close(fd)
+
+
+def test_a_child_process_identifies_files_itself(model: Path) -> None:
+    found = FileIdentity(model)
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if found.digest(60) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert found.digest(60)
+
+
+def test_a_model_has_all_its_shards() -> None:
+    assert model_files("a/b.gguf") == ["a/b.gguf"]
+    assert model_files("a/b-00001-of-00002.gguf") == ["a/b-00001-of-00002.gguf", "a/b-00002-of-00002.gguf"]
