@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "traces/ai_notes.parquet"
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache serve-llama"}  # print a script, help, a server's log
+# These print a script, help, or the log of a server.
+NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache kv proxy", "llmcache serve-llama"}
 
 
 def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:
