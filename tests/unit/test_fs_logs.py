@@ -135,7 +135,7 @@ ABOUT = {"command": "test", "extra": {"mode": "arena", "budget_bytes": 1}, "note
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the whole file, although a daemon that ends waits for a slow disk only for a limited time."""
     monkeypatch.setattr(accesslog, "END_TIMEOUT_S", 120.0)
 

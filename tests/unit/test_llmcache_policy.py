@@ -185,7 +185,7 @@ def test_events_apply_before_their_row() -> None:
     assert len(policy.resident()) == 40 * BLOCKS
     assert len(after.resident()) == 0 and after.evictions == 40 * BLOCKS
     pages = [(1, 0, 3), (1, 0, 3)]
-    assert hits_of(log_of(pages, BEGIN), 40 * BLOCKS)[0] == [0, 0], "the log records only reads from storage for small files"
+    assert hits_of(log_of(pages, BEGIN), 40 * BLOCKS)[0] == [0, 0], "these pages were read from storage each time"
 
 
 @pytest.mark.parametrize(

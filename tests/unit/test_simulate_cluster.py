@@ -25,7 +25,7 @@ def distributed() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _patience(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _long_timeouts(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a slow scheduler time to answer."""
     monkeypatch.setattr(cluster, "CONNECT_S", 120)
 
