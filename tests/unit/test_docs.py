@@ -38,6 +38,8 @@ OTHERS = {
     "pip",
     "pipx",
     "curl",
+    "grep",
+    "jq",
     "kill",
     "rm",
     "ln",
