@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from llmcache.cache.steering import Steering
 from llmcache.fs.backends.base import ClientReads
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
@@ -492,3 +493,14 @@ def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
     mount.state.shadow.resize(mount.state.shadow.capacity_bytes // 2)
     mount.read(WHOLE, 3)
     assert guard.bound_bytes == before // 2
+
+
+def test_a_space_that_has_ended_is_neither_left_nor_steered_again(clock: Clock) -> None:
+    """A reader that found the space before it ended may still end a pass; the planner of arena has forgotten the space."""
+    mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3)
+    mount.group.alive = False
+    mount.state.references.core = Steering(24 * MIB)  # has no such space
+    for is_left in (True, False):
+        mount.judge.turn(mount.group, is_left)
+    assert not mount.group.left

@@ -431,7 +431,9 @@ class Judge:
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
     def turn(self, group: Group, is_left: bool) -> None:
-        """Leave a space to the kernel, or steer it again."""
+        """Leave a space to the kernel, or steer it again; does nothing once the space has ended."""
+        if not group.alive:  # a reader that found it before may still end a pass
+            return
         group.left = is_left
         group.evidence.exposed.clear()
         self.state.references.tell("leave" if is_left else "steer", group.key)
