@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmcache.cache.loops import PROOF, (
+from llmcache.cache.loops import (
     MAX_CURSORS,
     OCTAVES,
+    PROOF,
     CursorTable,
     Intervals,
     LoopOrder,
