@@ -259,18 +259,20 @@ class Address:
         finally:
             writer.transport.abort()
 
-    async def call(
-        self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
+    def request(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> Request:
+        """Return a request of the proxy's own, with a JSON body and `headers`."""
         data = b"" if body is None else json.dumps(body).encode()
         named = {"Host": str(self), "Content-Type": "application/json", **(headers or {})}
         if body is not None:
             named["Content-Length"] = str(len(data))
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
-        head = Head(f"{method} {target} HTTP/1.1".encode(), pairs)
-        request = Request(head, method, target, "HTTP/1.1", None, data)
-        async with self.sent(request) as answer:
+        return Request(Head(f"{method} {target} HTTP/1.1".encode(), pairs), method, target, "HTTP/1.1", None, data)
+
+    async def call(
+        self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
+        async with self.sent(self.request(method, target, body, headers)) as answer:
             return answer.head.status, await answer.json()
 
 

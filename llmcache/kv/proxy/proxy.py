@@ -360,15 +360,19 @@ class Proxy:
         first = turn.tokens[:-1]
         if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
             return
-        body = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
+        body: dict[str, Any] = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
+        body["stream"] = True  # the server looks for a disconnected client only then
+        request = self.address.request("POST", f"{self.prefix}/completion", body, turn.headers)
         try:
-            status, told = await self.address.call("POST", f"{self.prefix}/completion", body, turn.headers)
-            timings = told["timings"]
-            cached, evaluated_s = int(timings["cache_n"]), timings["prompt_ms"] / 1e3
-        except (OSError, ValueError, KeyError, TypeError):
+            async with self.address.sent(request) as answer:
+                async for _ in answer.parts():
+                    pass
+        except OSError:
             return  # the request itself shows what is wrong
-        if status != 200:
+        timings = _timings(answer.tail)
+        if answer.head.status != 200 or timings is None:
             return
+        cached, evaluated_s = int(timings["cache_n"]), float(timings.get("prompt_ms", 0.0)) / 1e3
         turn.slot.hold(first)
         turn.served.learn(timings)
         self._count_reuse(turn, cached)
