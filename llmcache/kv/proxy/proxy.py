@@ -6,8 +6,8 @@ The proxy processes a completion in these steps:
    continued conversation, the completion gets this slot without tokens, and step 4 follows.
 2. The completion gets the idle slot with the longest prefix of the prompt, or one into which a longer stored prompt is
    restored.
-3. If many tokens are left, a request without an answer evaluates all but the last, and the slot is saved; a save during an
-   answer would wait in the server until the answer ends. The last token is left out because every answer starts by
+3. If many tokens are not in the slot, a request without an answer evaluates all but the last. Then the slot is saved; a save
+   during an answer would wait in the server until the answer ends. The last token is left out because every answer starts by
    evaluating one token. This way, answers from a new, a warm and a restored slot are bit-identical. (With a sliding window,
    the server evaluates the last five tokens of a restored slot again.)
 4. The request is forwarded with `id_slot`, otherwise unchanged; the answer is returned byte for byte.
