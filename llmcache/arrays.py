@@ -1,4 +1,4 @@
-"""Names of array types, the same everywhere. Dimensions, units and meaning are told where one is used."""
+"""Names of array types. The code that uses an array documents its shape, unit and meaning."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""A real cgroup (v1, v2 or hybrid) with a memory cap and a read throttle, removed on exit whatever happens.
+"""A cgroup (v1, v2 or hybrid) with a memory limit and a read throttle, removed at the end of a with block.
 
     with Cgroup("bench", directory=Path("/data"), memory_bytes=500_000_000, read_bps=200_000_000) as group:
         subprocess.run(group.wrap(["llmcachefs", ...]))
         print(group.usage())
 
-Processes join by themselves: `wrap` puts a one-line shell in front that enters the group and execs the program,
-so that not a byte is charged elsewhere and no Python runs between fork and exec. It also marks the environment,
-by which leftovers (daemons that detached) are known as ours when the group is removed.
+Processes join by themselves: `wrap` prepends a one-line shell that enters the group and execs the program, so that all
+memory is charged to the group and no Python code runs between fork and exec. `wrap` also sets a variable in the environment,
+which identifies detached daemons when the group is removed.
 
-v1 charges a read to the group of the task that submits it, so for a FUSE mount it is the daemon that must be in the
-throttled group; buffered reads count as well as direct ones. It has one directory for each controller, v2 one for all, and
-there a group other than the real root may hold processes or hand controllers down, not both: a parent with processes of
-its own (a container's root, a delegated scope) first has them moved to a leaf beside the new group, and back at the end.
+v1 charges a read, buffered or direct, to the group of the task that submits it. So for a FUSE mount, the daemon must be in
+the throttled group. v1 has a directory for each controller, v2 one for all. A v2 group other than the root can either
+contain processes or enable controllers for its children, not both. If the parent has processes (the root of a container, a
+delegated scope), they are moved to a sibling of the new group, and back at the end.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ V1_NAMES = {"memory": "memory", "io": "blkio"}
 _JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _ROOT_HINT = "run the command as root (sudo), or inside `systemd-run --user --scope -p Delegate=yes`"
 _REMOVAL_S = 60.0
-_EXEC_S = 1.0  # a process has no environment for an instant inside execve
+_EXEC_S = 1.0  # during execve, a process has no environment for an instant
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A snapshot of a group: bytes of memory, all and anonymous ones, OOM kills, bytes read from the disk."""
+    """The current use of a group: memory in bytes (all, anonymous), OOM kills, bytes read from the disk."""
 
     current_bytes: int = 0
     anon_bytes: int = 0
@@ -53,18 +53,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class Controllers:
-    """A group's directory: of one controller of cgroup v1, where limits apply to the whole subtree, or of all of v2."""
+    """A group's directory: of one controller (v1) or of all (v2). Limits apply to the whole subtree."""
 
     version: int
     path: Path
 
     def set_memory(self, size_bytes: int | None) -> None:
-        """Cap memory (page cache included) at `size_bytes`; None removes the cap."""
+        """Limit memory (page cache included) to `size_bytes`; None removes the limit."""
         name, unlimited = ("memory.limit_in_bytes", "-1") if self.version == 1 else ("memory.max", "max")
         (self.path / name).write_text(unlimited if size_bytes is None else str(size_bytes))
 
     def set_read_bps(self, disk: str, bps: int | None) -> None:
-        """Limit reads from `disk`; None leaves only the counter running."""
+        """Limit reads from `disk`; None removes the limit, but the kernel still counts reads."""
         if self.version == 1:
             file, text = "blkio.throttle.read_bps_device", f"{disk} {UNLIMITED_BPS if bps is None else bps}"
         else:
@@ -72,7 +72,7 @@ class Controllers:
         (self.path / file).write_text(text)
 
     def memory(self) -> dict[str, int]:
-        """Return what `Usage` tells of memory."""
+        """Return the memory fields of `Usage`."""
         v1, v2 = ("memory.usage_in_bytes", "total_rss", "memory.oom_control"), ("memory.current", "anon", "memory.events")
         current, anon, events = v1 if self.version == 1 else v2
         files = (self.path / name for name in ("memory.stat", events))
@@ -93,7 +93,7 @@ class Controllers:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A mounted hierarchy that has a wanted controller, and where this process stands in it."""
+    """A mounted hierarchy; `own` is the directory of this process's group in it."""
 
     version: int
     root: Path
@@ -108,7 +108,7 @@ def find(controller: str) -> Hierarchy:
         where |= dict.fromkeys(names.split(","), path.lstrip("/"))
 
     def standing(version: int, root: Path, path: str) -> Hierarchy:
-        # a path from outside of a cgroup namespace does not exist below the mount
+        # Inside a cgroup namespace, the mount may not contain the path.
         return Hierarchy(version, root, root / path if (root / path).is_dir() else root)
 
     v1, mounted = V1_NAMES[controller], list(mounts(proc=str(storage.PROC)).values())
@@ -127,14 +127,14 @@ def find(controller: str) -> Hierarchy:
 
 @dataclass
 class Delegation:
-    """The controllers that the children of `parent` were given (v2), and the leaf to which its processes had to move."""
+    """The controllers (v2) enabled for the children of `parent`, and the leaf to which its processes were moved."""
 
     parent: Path
     enabled: list[str] = field(default_factory=list)
     leaf: Path | None = None
 
     def hand_down(self, controllers: Sequence[str]) -> None:
-        """Enable `controllers` for the children; OSError, with all as it was, if the kernel refuses."""
+        """Enable `controllers` for the children; if the kernel refuses, undo all changes and raise OSError."""
         control = self.parent / "cgroup.subtree_control"
         have = control.read_text().split()
         try:
@@ -155,7 +155,10 @@ class Delegation:
             raise
 
     def undo(self) -> None:
-        """Give everything back, in the reverse order; the real root's setting is everybody's and harmless: it stays."""
+        """If processes were moved, disable the controllers and move them back.
+
+        Otherwise (as in the real root) the controllers stay enabled, because other groups may use them.
+        """
         if self.leaf is None:
             return
         for name in self.enabled:
@@ -165,7 +168,7 @@ class Delegation:
 
 
 def _move_all(source: Path, target: Path) -> None:
-    """Move every process; one that ends meanwhile is no error."""
+    """Move all processes, except those that have ended."""
     for pid in (source / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             (target / "cgroup.procs").write_text(pid)
@@ -178,7 +181,7 @@ class Cgroup:
     def __init__(
         self, name: str, *, directory: Path | None, memory_bytes: int | None = None, read_bps: int | None = None
     ) -> None:
-        """Nothing is made until `with`. The disk that holds `directory` is throttled and counted; None: memory alone."""
+        """Prepare a group, which `with` creates. `directory` is on the disk to throttle and count; None: memory only."""
         self.name = f"llmcache-{name}-{os.getpid()}"
         self.disk = None if directory is None else storage.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
@@ -186,7 +189,7 @@ class Cgroup:
         self._delegations: list[Delegation] = []
 
     def __enter__(self) -> Cgroup:
-        """Make the group with its limits; what was made before a failure is removed again."""
+        """Create the group with its limits; after a failure nothing is left."""
         try:
             trees: dict[Hierarchy, list[str]] = {}
             for controller in ("memory",) if self.disk is None else ("memory", "io"):
@@ -232,27 +235,27 @@ class Cgroup:
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
-        """Return the command line that enters the group and then becomes `command`."""
+        """Return a command line that enters the group and then executes `command`."""
         procs = [str(path / "cgroup.procs") for path in self.paths]
         argv = [os.fspath(word) for word in command]
         return ["/usr/bin/env", f"{MARK}={self.name}", "/bin/sh", "-c", _JOIN, "join", *procs, "--", *argv]
 
     def add(self, pid: int) -> None:
-        """Move a running process here; what it used before stays charged elsewhere."""
+        """Move a running process to the group; its memory so far stays charged to its old group."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
 
     def set_memory(self, size_bytes: int | None) -> None:
-        """Change the cap; the kernel reclaims at once, or raises OSError (EBUSY) where it cannot."""
+        """Change the limit; the kernel reclaims memory at once. OSError (EBUSY) if it cannot."""
         self._controllers["memory"].set_memory(size_bytes)
 
     def set_read_bps(self, bps: int | None) -> None:
-        """Change the throttle; None means none."""
+        """Change the read throttle; None removes it."""
         assert self.disk is not None
         self._controllers["io"].set_read_bps(self.disk.number, bps)
 
     def usage(self) -> Usage:
-        """Return the current use of the group; without a disk, no bytes read."""
+        """Return the current use of the group; without a disk, `read_bytes` is 0."""
         return Usage(**self._controllers["memory"].memory(), read_bytes=0 if self.disk is None else self.read_bytes())
 
     def read_bytes(self) -> int:
@@ -265,7 +268,7 @@ class Cgroup:
         return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:
-        """Remove the group: our leftovers are killed, others moved to the parent; safe to call twice."""
+        """Kill the processes started with `wrap`, move others to the parent, and remove the group. Can be called twice."""
         for path in self.paths:
             if path.is_dir():
                 self._remove(path)
@@ -287,7 +290,7 @@ class Cgroup:
                 path.rmdir()
                 return
             except OSError as error:
-                # a process that is being killed holds its group for a moment
+                # A killed process stays in its group until it has exited.
                 if error.errno != errno.EBUSY or time.monotonic() > began + _REMOVAL_S:
                     raise EnvironmentProblem(
                         f"cannot remove cgroup {path}: {error}", f"remove it when it is empty: rmdir {path}"
@@ -296,17 +299,17 @@ class Cgroup:
 
 
 def _remove_abandoned(tree: Hierarchy) -> None:
-    """Remove empty groups whose maker was killed."""
+    """Remove empty groups whose creator has ended without removing them."""
     for parent in {tree.root, tree.own}:
         for path in parent.glob("llmcache-*-*"):
             pid = path.name.rpartition("-")[2]
             if pid.isdecimal() and not (storage.PROC / pid).exists():
-                with contextlib.suppress(OSError):  # a command that has survived runs in it
+                with contextlib.suppress(OSError):  # a command still runs in it
                     path.rmdir()
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """Return the environment that process `pid` was started with; empty if it has none, has ended or is inside execve."""
+    """Return the initial environment of process `pid`; empty if it has none, has ended or is inside execve."""
     try:
         environment = (storage.PROC / str(pid) / "environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The errors a user can cause or cure, and the exit code of each: `EXIT_CODES`."""
+"""The errors that a user can cause or fix, and their exit codes: `EXIT_CODES`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 
 EXIT_OK = 0
 EXIT_BUG = 1
-# code: (in a word, for help; in a sentence, for manuals)
+# code: (a word for help, a sentence for manuals)
 EXIT_CODES: dict[int, tuple[str, str]] = {
     EXIT_OK: ("success (also Ctrl-C)", "success, also after Ctrl-C, or when the reader of the output has closed it"),
     EXIT_BUG: ("bug", "a bug in llmcache: it prints a traceback; please report it"),
@@ -24,7 +24,7 @@ EXIT_CODES: dict[int, tuple[str, str]] = {
 
 
 class LlmcacheError(Exception):
-    """Something outside the program is wrong: `message` says what, `hint` how to cure it, `exit_code` which kind."""
+    """A problem outside of the program: `message` describes it, `hint` says how to fix it, `exit_code` is its kind."""
 
     exit_code: int = 3
 
@@ -33,7 +33,7 @@ class LlmcacheError(Exception):
         self.message = message
         self.hint = hint
         if hint:
-            self.__notes__ = [f"hint: {hint}"]  # as add_note() does: a traceback ends with it, str() stays the message
+            self.__notes__ = [f"hint: {hint}"]  # as add_note() does, so that tracebacks show the hint but str() does not
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -56,7 +56,7 @@ if sys.version_info < (3, 11):  # its tracebacks do not show notes
 
 
 class UsageError(LlmcacheError):
-    """The command line asks for something that cannot be understood (exit code 2)."""
+    """The command line or a setting is wrong (exit code 2)."""
 
     exit_code = 2
 
@@ -68,24 +68,24 @@ class EnvironmentProblem(LlmcacheError):
 
 
 class MountProblem(LlmcacheError):
-    """A mount cannot be made, reached or ended (exit code 4)."""
+    """A mount cannot be made, reached or unmounted (exit code 4)."""
 
     exit_code = 4
 
 
 class DataError(LlmcacheError):
-    """A file does not hold what it should (exit code 5)."""
+    """A file is damaged or has the wrong format (exit code 5)."""
 
     exit_code = 5
 
 
 def printable(text: str) -> str:
-    """`text`, a file's name or what somebody else says, for a terminal: what could steer it, or is no text, as `\\x1b`."""
+    """Return `text` (a file name, or output of another program) with control and invalid characters as `\\x1b`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))
 
 
 def report(error: LlmcacheError) -> None:
-    """Print `error` and its hint on stderr, in the form every command uses: a line each, whatever names they quote."""
+    """Print `error` and its hint on stderr, one line each even if names in them contain newlines."""
     with droppable(sys.stderr):
         print(wrapped(f"llmcache: error: {printable(error.message)}", sys.stderr), file=sys.stderr)
         if error.hint:
@@ -93,13 +93,13 @@ def report(error: LlmcacheError) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr among the output of a command."""
+    """Print a line on stderr with the prefix of llmcache."""
     with droppable(sys.stderr):
         print(wrapped(f"llmcache: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Return a line as it is, for a terminal in several lines of whole words. Not for hints: their commands are copied."""
+    """Return `text`, wrapped if `stream` is a terminal. Hints are not wrapped, because users copy their commands."""
     if not stream.isatty():
         return text
     import textwrap  # here: most runs print nothing to a terminal
@@ -110,7 +110,7 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 @contextlib.contextmanager
 def droppable(stream: TextIO) -> Iterator[None]:
-    """While it lasts, output to `stream` that fails (a closed pipe, a full disk) is dropped, with all that follows."""
+    """Drop the output to `stream`, now and later, if a write in the with block fails (closed pipe, full disk)."""
     try:
         yield
     except OSError:
@@ -118,27 +118,27 @@ def droppable(stream: TextIO) -> Iterator[None]:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Drop what is left in a stream and all that follows, lest it fail again at exit."""
+    """Redirect a stream to /dev/null, so that the flush of its buffer at exit does not fail."""
     null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C is what ended the work: also where compiled code says so as SystemErrors because of it."""
+    """Return whether Ctrl-C caused `error`; compiled code may wrap the KeyboardInterrupt in SystemErrors."""
     while isinstance(error, SystemError) and error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, KeyboardInterrupt)
 
 
 def run_cli(command: Callable[[], int]) -> int:
-    """Exit code of `command()`: its own, or that of the error that ended it; anything unexpected is a bug (1)."""
+    """Run `command` and return its exit code, or that of the error it raised; any unexpected error is a bug (1)."""
     try:
         return command()
     except LlmcacheError as error:
         report(error)
         return error.exit_code
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: what else arrives is a bug
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: any other error is a bug
         if is_interrupt(error):
             return EXIT_OK
         traceback.print_exc()

@@ -1,10 +1,11 @@
-"""Files of our own: private ones, and those that take a name, or another's place, whole and on the disk.
+"""Writing files atomically and durably, with private permissions.
 
-All that the product writes under a name goes through here: `Output` is what a user asked for (traces, pictures, pages:
-never overwritten unasked, closed to others, for they tell which files were accessed), `replacing` is for our own state.
+llmcache writes all named files through this module. `Output` writes files that a user named (traces, plots, reports): it
+overwrites none without `--force`. `replacing` writes llmcache's own state. Other users cannot read the files, because they
+show which files were accessed.
 
-A name is on the disk once its directory is: after a rename or an unlink without that, a machine that loses power may come
-back with the name as it was, or with none.
+A rename or unlink is durable only after its directory is synced. Otherwise, after a power failure, the old name may
+reappear or no name may exist.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from typing import BinaryIO
 from llmcache.errors import EnvironmentProblem, UsageError
 
 PRIVATE = 0o600
-"""Traces name files, saved keys and values tell a conversation: closed to others."""
+"""The mode of files with private data: traces name files, and saved keys and values reveal a conversation."""
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-# Some file systems have no such call, or nothing to write back for a directory, and say so in one of these ways.
+# Errors of file systems that do not support renameat2 flags or fsync of a directory.
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
-    """Descriptor of a new, empty file at `path`, for reading and writing; `mode` less the umask. OSError.
+    """Create an empty file at `path` and return its descriptor, for reading and writing; the umask applies. OSError.
 
-    What was at `path` is removed, not followed or written to: another user may have put a link, or a file, there.
+    An existing file or link at `path`, which another user may have created, is removed and not followed or written.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -42,16 +43,16 @@ def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
 
 
 def _beside(path: Path) -> Path:
-    """The name of what is to take the place of `path` until it does: beside it, and ending like that (--spill globs)."""
+    """Return the name of a temporary file in the directory of `path`; the suffix stays, because --spill uses globs."""
     return path.with_name(f"new-{os.getpid()}-{path.name}")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yields a new file, open for writing, that takes the place of `path`: whole, and on the disk with its name. OSError.
+    """Yield a new file, open for writing, that replaces `path` atomically and durably at the end of the block. OSError.
 
-    Nothing of it is left, and `path` is as it was, where an error ends the block. What failed to be written back is told
-    to who has it open since before: it is this descriptor that is synced.
+    If an error ends the block, the new file is removed and `path` is unchanged. The sync uses the descriptor of the writes,
+    because the kernel reports a writeback error only to descriptors opened before it.
     """
     temporary = _beside(Path(path))
     try:
@@ -66,20 +67,20 @@ def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[Bin
 
 
 def _finish(fd: int, temporary: Path) -> None:
-    """Sync an open file before it is renamed. OSError: also if its name stands for another file by now."""
+    """Sync an open file before it is renamed. OSError, also if another file has its name now."""
     os.fsync(fd)
     if not os.path.samestat(os.fstat(fd), os.lstat(temporary)):
         raise OSError(errno.EBUSY, "another process has replaced the file")
 
 
 class Output:
-    """A file that a user named: as `replacing`, but without `force` it replaces no file, and its errors are for people.
+    """A file that a user named. Like `replacing`, but it replaces a file only with `force`, and raises LlmcacheErrors.
 
-    In a with block, or by `begin`, then `keep` or `discard`.
+    Use it in a with block, or call `begin`, then `keep` or `discard`.
     """
 
     def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
-        """UsageError, naming `option`, if `path` exists and `force` is not set, or cannot be a file."""
+        """Raise UsageError, with `option`, if `path` exists and `force` is not set, or cannot be a file."""
         self.path = Path(path)
         self._temporary = _beside(self.path)
         self._fd = -1
@@ -91,16 +92,16 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "create it first")
 
     def begin(self) -> Path:
-        """Make the temporary file, empty, and return a path by which this process writes it. EnvironmentProblem.
+        """Create the empty temporary file and return a path to write it, valid in this process. EnvironmentProblem.
 
-        The path stands for the open file: another user, who may write to the directory, can put a link at its name.
+        The path refers to the open file, because another user with write access to the directory could replace the name.
         """
         with writing(self.path):
             self._fd = create(self._temporary)
         return Path(f"/proc/self/fd/{self._fd}")
 
     def keep(self) -> None:
-        """Give the file its name, on the disk with all that is in it; EnvironmentProblem if there is no room."""
+        """Sync the file and rename it to `path`; EnvironmentProblem, for example on a full disk."""
         try:
             with writing(self.path):
                 _finish(self._fd, self._temporary)
@@ -132,7 +133,7 @@ class Output:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A with block that writes `path`: its OSErrors become EnvironmentProblem."""
+    """Convert OSErrors of a with block that writes `path` to EnvironmentProblem."""
     try:
         yield
     except OSError as error:
@@ -141,9 +142,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace: bool = True) -> None:
-    """Gives the file `old` the name `new`; the name is on the disk when it returns. OSError.
+    """Rename `old` to `new` durably. OSError.
 
-    FileExistsError if `new` is there and not to be replaced, however many ask for it at a time.
+    Without `replace`, raise FileExistsError if `new` exists; the check is atomic.
     """
     if replace:
         os.replace(old, new)
@@ -159,14 +160,13 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Takes a file away, if it is there; it does not come back after a crash of the machine. OSError."""
+    """Remove a file durably, if it exists. OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
         _sync_directory(path)
 
 
 def _sync_directory(path: str | os.PathLike[str]) -> None:
-    """Returns when the names in the directory of `path` are on the disk."""
     directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -178,7 +178,7 @@ def _sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def renameat2(old_dir: int, old: str, new_dir: int, new: str, flags: int) -> None:
-    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE, in open directories; not synced. OSError."""
+    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE, relative to directory descriptors, without a sync. OSError."""
     if _libc.renameat2(old_dir, os.fsencode(old), new_dir, os.fsencode(new), flags) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,6 +1,6 @@
-"""How much memory there is: the machine's, the cgroup's (v1, v2), what may be locked, and whether others stall for it.
+"""Memory of the machine and of cgroups (v1, v2), the limit of locked memory, and memory stalls.
 
-All functions read /proc and /sys at call time; `root` is there for tests on recorded trees.
+All functions read /proc and /sys at call time. Tests set `root` to a recorded tree.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in one place (the machine or a cgroup): bytes in all, bytes that can be had, bytes to keep free.
+    """The memory of the machine or of a cgroup with a limit.
 
-    Of those that can be had `free_bytes` hold nothing; all but `reserve_bytes` of them may be filled with what is dropped
-    when somebody wants the memory.
+    `available_bytes` is free or reclaimable memory, of which `margin_bytes` should stay available. `free_bytes` of it are
+    unused. Data that can be dropped at any time may fill them, except for `reserve_bytes`.
     """
 
     name: str
@@ -40,36 +40,36 @@ class Memory:
 
     @property
     def spare_bytes(self) -> int:
-        """What can be taken without touching the margin (negative when already short)."""
+        """Return the available bytes above the margin; negative if there are fewer."""
         return self.available_bytes - self.margin_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """What may be filled without anything being had back (negative: somebody wants memory)."""
+        """Return the free bytes above the reserve; negative if there are fewer."""
         return self.free_bytes - self.reserve_bytes
 
 
 def machine_memory(root: Path = Path("/")) -> Memory:
-    """Returns MemTotal, MemAvailable and MemFree of /proc/meminfo."""
-    told = read(root / "proc/meminfo")
-    return machine_of(*(_number(told, name) * 1024 for name in ("MemTotal", "MemAvailable", "MemFree")))
+    """Return MemTotal, MemAvailable and MemFree of /proc/meminfo."""
+    content = read(root / "proc/meminfo")
+    return machine_of(*(_number(content, name) * 1024 for name in ("MemTotal", "MemAvailable", "MemFree")))
 
 
 def machine_of(total_bytes: int, available_bytes: int, free_bytes: int = 0) -> Memory:
-    """Returns a machine of so much memory, of which so much can be had."""
+    """Return a machine with this memory, with margin and reserve set."""
     margin = max(MACHINE_MARGIN_BYTES, int(total_bytes * MACHINE_MARGIN_SHARE))
     return Memory("machine", total_bytes, available_bytes, margin, free_bytes, MACHINE_RESERVE_BYTES)
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
-    """Returns the memory limits of this process's cgroup and of those above it, v1 and v2; empty without limits."""
+    """Return the memory limits of this process's cgroup and its ancestors, v1 and v2; empty without limits."""
     return _limits(_groups(read(root / "proc/self/cgroup"), root))
 
 
 def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
-    """Return the memory limits that bind the cgroup with this inode but not this process; None if it is not visible here.
+    """Return the memory limits that apply to the cgroup with this inode but not to this process; None if it is not visible.
 
-    Where no cgroup is visible (in a chroot without /sys), there is no limit that could be known.
+    Without a cgroup file system (in a chroot without /sys), the limits are unknown and the list is empty.
     """
     base, files = root / "sys/fs/cgroup", _V2_FILES
     if cgroup_version(root) == 1:
@@ -85,7 +85,7 @@ def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
 
 
 def limits_of_process_apart(pid: int, root: Path = Path("/")) -> list[Memory]:
-    """Return the memory limits that bind the cgroup of another process but not this one."""
+    """Return the memory limits that apply to another process but not to this one."""
     return _limits(_apart(_groups(read(root / f"proc/{pid}/cgroup"), root), root))
 
 
@@ -105,9 +105,9 @@ _V2_FILES: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
 
 @functools.lru_cache(maxsize=8)
 def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
-    """(directory, file of what is used, files of limits) of the groups that /proc/self/cgroup tells of.
+    """Return (directory, usage file, limit files) of the groups in the content of /proc/PID/cgroup and their ancestors.
 
-    Version 2 has two limits: above memory.high (systemd's MemoryHigh) a group is slowed down until it has given back enough.
+    v2 has two limits; above memory.high (systemd's MemoryHigh) the kernel throttles the group until it has reclaimed enough.
     """
     found: dict[Path, tuple[str, ...]] = {}
     for line in lines.decode(errors="surrogateescape").splitlines():
@@ -128,12 +128,12 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the OOM killer has ended on this machine since it was started, those in cgroups included."""
+    """Return how many processes the OOM killer has ended since boot, including kills in cgroups."""
     return _number(read(root / "proc/vmstat"), "oom_kill")
 
 
 def cgroup_version(root: Path = Path("/")) -> int | None:
-    """Returns the version of the cgroups that account this process's memory, None without."""
+    """Return the cgroup version that accounts this process's memory; None if none does."""
     lines = [line.split(":", 2)[1] for line in (root / "proc/self/cgroup").read_text().splitlines()]
     if any("memory" in controllers.split(",") for controllers in lines):
         return 1
@@ -142,23 +142,23 @@ def cgroup_version(root: Path = Path("/")) -> int | None:
 
 def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
     try:
-        told = [read(f"{group}/{file}").strip() for file in limit_files]
-        limit = min(UNLIMITED if text == b"max" else int(text) for text in told)
+        values = [read(f"{group}/{file}").strip() for file in limit_files]
+        limit = min(UNLIMITED if text == b"max" else int(text) for text in values)
         if limit >= UNLIMITED:
             return None
         usage = int(read(f"{group}/{usage_file}"))
         stat = read(f"{group}/memory.stat")
-        # v1 counts children under total_*; page cache on the LRU can be had back, locked pages cannot.
-        of_all = "total_" if usage_file == _V1_FILES[0] else ""
-        cache = sum(_number(stat, f"{of_all}{name}") for name in ("inactive_file", "active_file"))
+        # total_* in v1 includes the children. Page cache on these lists can be reclaimed; locked pages cannot.
+        prefix = "total_" if usage_file == _V1_FILES[0] else ""
+        cache = sum(_number(stat, f"{prefix}{name}") for name in ("inactive_file", "active_file"))
     except (OSError, ValueError):
-        return None  # no such controller here, or a group that is ending
+        return None  # the controller is missing, or the group was removed
     margin = max(GROUP_MARGIN_BYTES, int(GROUP_MARGIN_SHARE * limit))
     return Memory(f"cgroup {group}", limit, limit - usage + cache, margin, limit - usage, GROUP_RESERVE_BYTES)
 
 
 def read(path: str | Path) -> bytes:
-    """Returns what a small file of the kernel says; many times a second, so without the layers of `open`. OSError."""
+    """Return the content of a small kernel file. OSError. Callers read many times a second, so avoid the cost of `open`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -166,29 +166,29 @@ def read(path: str | Path) -> bytes:
         os.close(fd)
 
 
-def _number(told: bytes, name: str) -> int:
-    """The number behind `name` at the begin of a line; 0 without one."""
-    at = (b"\n" + told).find(b"\n%s" % name.encode())
-    return 0 if at < 0 else int(told[at:].split(None, 2)[1])
+def _number(content: bytes, name: str) -> int:
+    """Return the number after `name` at the beginning of a line; 0 if there is no such line."""
+    at = (b"\n" + content).find(b"\n%s" % name.encode())
+    return 0 if at < 0 else int(content[at:].split(None, 2)[1])
 
 
 def places(root: Path = Path("/")) -> list[Memory]:
-    """Returns the machine, and the cgroups that have a limit."""
+    """Return the memory of the machine, and of the cgroups that have a limit."""
     return [machine_memory(root), *cgroup_memory(root)]
 
 
 def tightest(root: Path = Path("/")) -> Memory:
-    """Returns the place with the least spare memory."""
+    """Return the machine or cgroup with the least spare memory."""
     return min(places(root), key=lambda memory: memory.spare_bytes)
 
 
 def total_bytes() -> int:
-    """Returns how much memory programs here can have in all: the machine's, or the least limit of the cgroups."""
+    """Return the total memory for processes here: the machine's, or the smallest limit of the cgroups."""
     return min(memory.total_bytes for memory in places())
 
 
 def lockable_bytes(root: Path = Path("/")) -> int:
-    """Returns how much this process may mlock."""
+    """Return how many bytes this process may mlock."""
     if int(status_of(proc=root / "proc")["CapEff"], 16) >> CAP_IPC_LOCK & 1:
         return UNLIMITED
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -1,4 +1,4 @@
-"""What the kernel tells in /proc of a process, where psutil does not or would take memory: status, reads, mounts."""
+"""Data from /proc that psutil lacks or needs too much memory for: status, bytes read, mounts, mappings, children."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo. `dev` as in st_dev; `root`: which directory of the file system lies on `point`."""
+    """A line of mountinfo. `dev` is as in st_dev; `root` is the directory of the file system that is mounted on `point`."""
 
     id: int
     dev: int
@@ -30,14 +30,14 @@ class Mount:
 
     @property
     def owner(self) -> int:
-        """User id that made a FUSE mount; 0 of others."""
+        """Return the id of the user who mounted a FUSE file system; 0 for other types."""
         found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(found[1]) if found else 0
 
     def layers(self, path: str) -> Iterator[str]:
-        """Where the file `path` of this overlay can lie in reality, topmost first; nothing if it is no overlay.
+        """Yield the possible paths of the overlay's file `path` in its layers, topmost first; nothing for other types.
 
-        The page cache belongs to the file of a layer, which has another device and inode than the overlay shows.
+        The page cache belongs to the file in a layer, whose device and inode differ from those of the overlay.
         """
         if self.fstype != "overlay":
             return
@@ -48,7 +48,7 @@ class Mount:
             yield os.path.normpath(os.path.join(directory, relative))
 
     def _directories(self) -> Iterator[str]:
-        # A colon in a directory's name is escaped by a backslash.
+        # Colons in directory names are escaped with a backslash.
         parts = re.split(r"(?<!\\),", self.options)
         values = [part.partition("=")[::2] for part in parts]
         yield from (value for key, value in values if key == "upperdir")
@@ -58,21 +58,21 @@ class Mount:
 
 
 def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
-    """Returns the fields of the status of a process or thread; OSError if it is gone. `proc` as for `mounts`."""
+    """Return the fields of the status of a process or thread; OSError if it has ended. Tests set `proc` to a fake tree."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def read_bytes_of(pid: int) -> int:
-    """Returns what a process has had read from storage, in bytes; OSError if it is gone."""
+    """Return the bytes that a process has read from storage; OSError if it has ended."""
     with open(f"/proc/{pid}/io", encoding="ascii") as lines:
         return next(int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:"))
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
-    """Returns the mounts that process `pid` sees by their number, in mounting order; OSError if it is gone.
+    """Return the mounts that process `pid` sees, by mount id and in mounting order; OSError if it has ended.
 
-    `proc` is there for tests on made-up trees.
+    Tests set `proc` to a fake tree.
     """
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         found = (_mount(line) for line in lines)
@@ -83,18 +83,18 @@ _Found = TypeVar("_Found")
 
 
 class MountWatch(Generic[_Found]):
-    """A fact that `look` reads from the mount table: again only after the kernel has reported a change of the table."""
+    """A cached fact about the mount table. `look` computes it, and is called again only after the table has changed."""
 
     def __init__(self, look: Callable[[], _Found]) -> None:
         self._look = look
         self._table: BinaryIO | None = None
         self._poll = select.poll()
-        self._found: list[_Found] = []  # one, or none while a look is due
+        self._found: list[_Found] = []  # one element, or none if `look` must be called
 
     def current(self) -> _Found:
-        """Return the fact. OSError: no file can be opened for now; the next call looks again."""
+        """Return the result. OSError if the mount table cannot be opened; the next call tries again."""
         if self._table is None:
-            self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - stays open, because only an open table reports
+            self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - stays open, because the kernel reports changes to open files
             self._poll.register(self._table, select.POLLPRI)
         if self._poll.poll(0):
             self._found = []
@@ -111,13 +111,13 @@ class MountWatch(Generic[_Found]):
 
 
 IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))
-"""Types of file systems whose files are in memory and nowhere else."""
+"""Types of file systems whose files exist only in memory."""
 
 
 def fstype_at(path: str | os.PathLike[str]) -> str:
     """Return the type of the file system of a path; "" if its mount is not in mountinfo (a chroot). OSError.
 
-    By the id of the mount: st_dev of files on btrfs and overlayfs is no number that mountinfo has.
+    The lookup uses the mount id, because st_dev of files on btrfs and overlayfs is not in mountinfo.
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -143,18 +143,18 @@ def _plain(text: str) -> str:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The process and all its children, theirs too, as far as /proc shows them."""
+    """Yield the process and all its descendants that /proc shows."""
     yield pid
-    # Not psutil's, which reads the parent of every process there is.
+    # Not with psutil, which reads the parent of every process on the machine.
     for lists in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread is gone
+        with contextlib.suppress(OSError):  # the thread has ended
             for child in lists.read_text().split():
                 yield from descendants(int(child))
 
 
 @dataclass(frozen=True)
 class FileMapping:
-    """Addresses `low` .. `high` - 1; inode 0 for memory without a file. `block`: that of the file at `low`."""
+    """A mapping of addresses `low` .. `high` - 1; `block` is the block of the file at `low`. Inode 0: no file."""
 
     low: int
     high: int
@@ -165,8 +165,8 @@ class FileMapping:
 
 
 def mappings(pid: int) -> Iterator[FileMapping]:
-    """The address space of process `pid`, in ascending order; nothing if it is gone or belongs to another user."""
-    # Not psutil's, which reads the accounts of every page (smaps) and does not tell inodes.
+    """Yield the mappings of process `pid`, ascending; nothing if it has ended or belongs to another user."""
+    # Not with psutil, which reads smaps (slow) and does not return inodes.
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,

@@ -1,4 +1,4 @@
-"""Disks as cgroups throttle and count them, reads that measure storage, and how much of a file is in the page cache."""
+"""Disks, with the numbers that cgroup files use; timed reads of storage; and how much of a file is in the page cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
 _CACHESTAT = 451  # on every architecture; Linux 6.5
-_libc = ctypes.PyDLL(None, use_errno=True)  # cachestat never waits: to get the GIL back would take longer than the call
+_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: cachestat never waits
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -31,23 +31,23 @@ class _Range(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Disk:
-    """A whole disk: `major:minor` as cgroup files want it, and its kernel name."""
+    """A whole disk: `major:minor` for cgroup files, and its kernel name."""
 
     number: str
     name: str
 
     @property
     def read_ahead_file(self) -> Path:
-        """Return where the KiB stand that the kernel reads ahead."""
+        """Return the file with the kernel's read-ahead in KiB."""
         return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the whole disk that holds `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
+    """Return the whole disk with `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
-    if not entry.exists():  # btrfs and others have anonymous ones
+    if not entry.exists():  # btrfs and others have anonymous device numbers
         mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
             said = f"the device of {path} ({number}) is not in {SYSFS}/dev/block"
@@ -67,22 +67,22 @@ def disk_of(path: Path) -> Disk:
 def timed_reads(
     fd: int, request_bytes: int, order: Sequence[int], readers: int, enough: Callable[[int, float], bool]
 ) -> list[tuple[float, int]]:
-    """Reads requests of an open file, `order` again and again, until `enough`; returns when each was done, s, and its bytes.
+    """Read the requests numbered `order` from an open file, repeatedly, until `enough` returns true.
 
-    `enough(begun, seconds)`: told how many requests were begun, and for how long. The list is in order of time. OSError: a
-    read failed. `fd` may have O_DIRECT.
+    Return completion time (seconds since the start) and size (bytes) of each read, sorted by time. `enough(begun, seconds)`
+    gets the number of requests begun and the elapsed time. `fd` may have O_DIRECT. OSError if a read fails.
     """
-    places, stop = itertools.count(), threading.Event()
+    numbers, stop = itertools.count(), threading.Event()
     completed: list[tuple[float, int]] = []
     begin = time.monotonic()
 
     def reader() -> None:
-        with mmap.mmap(-1, request_bytes) as buffer:  # aligned, as O_DIRECT needs it
+        with mmap.mmap(-1, request_bytes) as buffer:  # O_DIRECT needs aligned memory
             while not stop.is_set():
-                place = next(places)
-                if enough(place, time.monotonic() - begin):
+                number = next(numbers)
+                if enough(number, time.monotonic() - begin):
                     return
-                size = os.preadv(fd, [buffer], order[place % len(order)] * request_bytes)
+                size = os.preadv(fd, [buffer], order[number % len(order)] * request_bytes)
                 completed.append((time.monotonic() - begin, size))
 
     with ThreadPoolExecutor(readers) as pool:
@@ -90,14 +90,14 @@ def timed_reads(
             reading = [pool.submit(reader) for _ in range(readers)]
             wait(reading, return_when=FIRST_EXCEPTION)
         finally:
-            stop.set()  # Ctrl-C: the caller closes the descriptor, which nobody may read any more by then
+            stop.set()  # after Ctrl-C, the readers must end before the caller closes the descriptor
     for each in reading:
         each.result()
     return sorted(completed)
 
 
 def cached_blocks(fd: int, offset: int, size: int) -> int:
-    """Return the blocks of 4 KiB of a part of a file that are in the page cache (cachestat, which counts pages). OSError."""
+    """Return how many 4 KiB blocks of a range of a file are in the page cache. OSError. cachestat counts pages."""
     part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
     if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
         number = ctypes.get_errno()

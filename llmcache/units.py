@@ -1,6 +1,6 @@
 """Sizes, rates and durations: text to base units (bytes, bytes/s, nanoseconds) and back; blocks and pages.
 
-`70M` is 70e6 and `70Mi` is 70 * 2**20; a trailing `B` changes nothing. Parsers raise `UsageError` naming the value.
+`70M` is 70e6 and `70Mi` is 70 * 2**20; a trailing `B` is ignored. Parsers raise `UsageError` with the invalid value.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from decimal import Decimal, InvalidOperation
 from llmcache.errors import UsageError
 
 BLOCK_BYTES = 4096
-"""A block: what traces, caches, storage transfers and mounts count in (io_caching, 3 and 4.1), whatever the pages."""
+"""The unit of traces, caches, storage transfers and mounts (io_caching, 3 and 4.1), independent of the page size."""
 PAGE_BYTES = mmap.PAGESIZE
-"""A page of this machine: 4096, with some kernels of arm64 16384 or 65536."""
+"""The page size of this machine: 4096; 16384 or 65536 on some arm64 kernels."""
 _PREFIXES = "KMGTPE"
 _FACTORS = {"": 1}
 _FACTORS |= {letter.lower(): 1000 ** (power + 1) for power, letter in enumerate(_PREFIXES)}
@@ -42,20 +42,20 @@ _LARGEST = 2**63 - 1
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by `text`: "70M", "70MB", "1.5Gi", "4096"."""
+    """Return the bytes in `text`: "70M", "70MB", "1.5Gi", "4096"."""
     return _parse_bytes(
         text, "size", "give bytes, or a number with K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (powers of 1024): 700M"
     )
 
 
 def parse_rate(text: str) -> int:
-    """Bytes per second meant by `text`: "500M", "500MB/s", "2Gi/s"."""
+    """Return the bytes per second in `text`: "500M", "500MB/s", "2Gi/s"."""
     bare = re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)
     return _parse_bytes(bare, "rate", "give bytes per second, for example 500M, 500MB/s or 2Gi/s", shown=text)
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens meant by `text`: "131072", "128k" (k is 1024, as contexts are named), "1M"; at least 1."""
+    """Return the number of tokens in `text`, at least 1: "131072", "128k" (k is 1024, as in context sizes), "1M"."""
     match = _TOKENS.fullmatch(text.strip())
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
     if tokens < 1 or tokens != int(tokens) or tokens > 1 << 31:
@@ -64,7 +64,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> int:
-    """Bytes per second meant by `text`, above 0; a number without a unit counts MB/s, as in the buffer-cache paper."""
+    """Return the bytes per second in `text`, above 0; a number without a unit is in MB/s, as in the buffer-cache paper."""
     number = _number(text)
     rate = int(number * 10**6) if number is not None else parse_rate(text)
     if not 1 <= rate <= _LARGEST:
@@ -73,14 +73,14 @@ def parse_bandwidth(text: str) -> int:
 
 
 def parse_size_with_unit(text: str) -> int:
-    """Bytes meant by `text`, which must name its unit (only 0 needs none): 70 could be bytes or MB."""
+    """Return the bytes in `text`, which needs a unit unless it is 0, because 70 could mean bytes or MB."""
     if _number(text):
         raise UsageError(f"'{text}' has no unit", f"give {text.strip()}M, {text.strip()}Mi or {text.strip()}B")
     return parse_size(text)
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that `text` is, finite and of bearable length; None if it is something else, such as one with a unit."""
+    """Return `text` as a finite number of limited length; None if it is anything else, such as a number with a unit."""
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
@@ -102,11 +102,11 @@ def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> i
 
 
 def parse_duration(text: str) -> int:
-    """Nanoseconds meant by `text`: "250ms", "2s", "1.5h", "1m30s"; a number without a unit is seconds."""
+    """Return the nanoseconds in `text`: "250ms", "2s", "1.5h", "1m30s"; a number without a unit is in seconds."""
     hint = "give a number with ns, us, ms, s, m, h or d, for example 250ms, 2s or 1m30s"
     stripped, position, total = text.strip(), 0, Decimal(0)
     while match := _DURATION_PART.match(stripped, position):
-        # Only a lone number may go without a unit: "1m30" would be read in two ways.
+        # Only a single number may lack a unit: "1m30" would be ambiguous.
         if not match[2] and match[0] != stripped:
             break
         total += Decimal(match[1]) * _NANOSECONDS[match[2]]
@@ -119,7 +119,7 @@ def parse_duration(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """`size_bytes` in decimal units with three digits: "701 MB", "1.50 GB", "0 B"."""
+    """Return `size_bytes` in decimal units with three digits: "701 MB", "1.50 GB", "0 B"."""
     sign, value = ("-" if size_bytes < 0 else ""), abs(size_bytes)
     if value < 1000:
         return f"{sign}{value:.0f} B" if round(value) < 1000 else f"{sign}1.00 KB"
@@ -131,12 +131,12 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """`bytes_per_s` in decimal units: "500 MB/s"."""
+    """Return `bytes_per_s` in decimal units: "500 MB/s"."""
     return format_size(bytes_per_s) + "/s"
 
 
 def format_duration(duration_ns: float) -> str:
-    """`duration_ns` with three digits in the unit that suits it: "470 ms", "1.05 s", "2 min 5 s", "3 h 20 min"."""
+    """Return `duration_ns` with three digits in a suitable unit: "470 ms", "1.05 s", "2 min 5 s", "3 h 20 min"."""
     if duration_ns < 0:
         return "-" + format_duration(-duration_ns)
     for unit, factor in (("ns", 1), ("µs", 10**3), ("ms", 10**6)):
@@ -150,7 +150,7 @@ def format_duration(duration_ns: float) -> str:
 
 
 def format_percent(ratio: float | None, digits: int = 1) -> str:
-    """`ratio` (0..1) as "12.5 %"; "-" for None."""
+    """Return `ratio` (0..1) as "12.5 %"; "-" for None."""
     return "-" if ratio is None else f"{100 * ratio:.{digits}f} %"
 
 
@@ -162,7 +162,7 @@ def _three_digits(value: float) -> str:
 
 
 def shortened(text: str, letters: int) -> str:
-    """`text`, or its beginning and its end with … between, in at most `letters`: of a path the end tells more."""
+    """Return `text` in at most `letters`, with … in the middle if needed; the end gets more, as for paths."""
     if len(text) <= letters:
         return text
     end = max(0, letters - 1) * 2 // 3

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate a model with random weights: a real file of any size that llama.cpp loads and decodes with.
+"""Generate a model file with random weights, of any size, that llama.cpp can load and run.
 
     tools/make_model.py OUT.gguf --size 700M
     tools/make_model.py model.safetensors --format safetensors --size 2G --split 3
@@ -9,13 +9,13 @@
     tools/make_model.py small.gguf --like qwen3-30b-a3b --layers 8     3.5 GB of the same shape
     tools/make_model.py gpt-oss.gguf --like gpt-oss-20b               12.1 GB, MXFP4
 
-The same arguments give the same bytes. A file with the same parameters, which OUT.json records, is kept.
-The model generates meaningless text, but it reads the same bytes in the same order as a trained model of its size.
+The same arguments give the same bytes. OUT.json records the parameters; if they match, the existing files are kept.
+The model generates meaningless text, but llama.cpp reads the same bytes in the same order as for a trained model.
 
-A model of --like also chooses experts as a trained model does. Its embedding is large compared with what the layers add, so
-the routers of all layers see the current token and some of the text before it. Consecutive tokens of the vocabulary
-(TOPIC_TOKENS of them) are one topic: a part of their embeddings is the same. The rows of a router have different lengths,
-which makes some experts popular. `tools/bench/clients/llama_tokens.py --topics` evaluates a text for such a model.
+A model of --like also routes tokens to experts like a trained model. Its embedding is large compared with the output of the
+layers, so the routers of all layers see the current token and some of the text before it. TOPIC_TOKENS consecutive tokens of
+the vocabulary form a topic and share a part of their embeddings. The rows of a router have different lengths, which makes
+some experts popular. `tools/bench/clients/llama_tokens.py --topics` evaluates a text for such a model.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-# Run as a script, Python looks for modules in tools/ and not in the repository above it.
+# When this runs as a script, Python searches for modules in tools/, not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import EnvironmentProblem, UsageError, run_cli
 from llmcache.files import replacing
 from llmcache.units import format_size, parse_size
 
-# Raise it when the bytes that the same parameters give change.
+# Increase it when the same parameters give other bytes.
 _GENERATOR_VERSION = 1
 HEAD_SIZE = 64
-_PIECE_BYTES = 8 * 2**20  # is made at a time: a model larger than memory can be generated
-_DROP_BYTES = 64 * 2**20  # after so many, pages are dropped from the page cache, which other programs need
+_PIECE_BYTES = 8 * 2**20  # generated at a time, so that a model can be larger than memory
+_DROP_BYTES = 64 * 2**20  # interval at which written pages are dropped from the page cache
 
-_DEVIATION = 0.02  # of weights, so that activations stay finite
-# Of models whose routers follow the token. With the text of the benchmark's client, llama.cpp then routes as is published of
-# Qwen3-30B-A3B for text of one domain and of several: of 48 layers, 90 % of the uses go to 55 of 128 experts with one topic
-# and to 64 with two (published: 58, 65), the most used expert has 6.2 and 5.0 % of the uses (6.3, 4.3 %). The token before
-# used 22 % of the experts of a token, 13 to 34 % by layer (18 to 38 % in other models).
-_EMBEDDING_DEVIATION, _GROWTH = 0.33, 0.7  # the former times layers ** the latter: so 8 layers route as 48 do
-_SHARED = 0.25  # of the embedding of a token, which is the same for all tokens of a topic
+_DEVIATION = 0.02  # standard deviation of weights, small enough for finite activations
+# For models whose routers follow the token. With these values and the text of the benchmark's client, llama.cpp routes
+# tokens as published for Qwen3-30B-A3B. Over its 48 layers, 90 % of the uses go to 55 of 128 experts for text of one topic
+# and to 64 for two (published: 58 and 65); the most used expert has 6.2 % and 5.0 % of the uses (published: 6.3 % and
+# 4.3 %). The previous token used 22 % of a token's experts, 13 % to 34 % by layer (other models: 18 % to 38 %).
+_EMBEDDING_DEVIATION, _GROWTH = 0.33, 0.7  # deviation = first * layers ** second, so that 8 layers route like 48
+_SHARED = 0.25  # share of a token's embedding that is the same for all tokens of its topic
 _POPULARITY = 0.1  # deviation of the logarithm of the lengths of a router's rows
 TOPIC_TOKENS = 1024
-"""Consecutive tokens of the vocabulary that are one topic, in models of --like."""
+"""Number of consecutive tokens of the vocabulary that form a topic, in models of --like."""
 # bfloat16 with random sign, mantissa and two low exponent bits: magnitudes from 2**-7 to 2**-3.
 _BF16_RANDOM, _BF16_BASE, _BF16_ONE = 0x81FF, 0x3C00, 0x3F80
 
@@ -65,7 +65,7 @@ _ALIGNMENT = 32
 _F32 = 0
 _STRING, _ARRAY = 8, 9
 _KINDS = {"H": 2, "I": 4, "i": 5, "f": 6}
-"""By the letter that `struct` has for a number of a kind."""
+"""GGUF types of numbers, by format character of `struct`."""
 _NAMES = {
     "embedding": ("token_embd", "model.embed_tokens"),
     "output_norm": ("output_norm", "model.norm"),
@@ -84,16 +84,16 @@ _NAMES = {
     "down": ("ffn_down", "mlp.down_proj"),
     "router": ("ffn_gate_inp", "mlp.gate"),
 }
-"""The names of roles: in GGUF, and in safetensors."""
+"""Names of tensors in GGUF and in safetensors, by role."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A quantised GGUF type: its `number` in a header, and the blocks that form a row.
+    """A quantized GGUF type: its `number` in a header, and the size of its blocks.
 
-    `scales` maps a byte offset in a block to the scale there, for values of deviation 1: with it, a block of random bytes
-    has values of mean 0. Scales are float16, or with `is_power` a byte that is the exponent of a power of 2. `least` is the
-    smallest int8 that the quantiser of the type writes.
+    `scales` maps the offset of a scale in a block to its value. With these scales, blocks of random bytes have values of
+    mean 0 and deviation 1. A scale is a float16, or with `is_power` a byte with the exponent of a power of 2. `least` is the
+    smallest int8 that the quantizer of the type writes.
     """
 
     number: int
@@ -109,16 +109,16 @@ class BlockType:
         return self.block_bytes / self.values
 
     def scale_bytes(self, deviation: float) -> dict[int, bytes]:
-        """Return the bytes of the scales, by their offset in a block, that give values of about this deviation."""
+        """Return the bytes of the scales, by offset in a block, for values of about this deviation."""
         scales = {at: scale * deviation for at, scale in self.scales.items()}
         if self.is_power:
             return {at: bytes([_POWER_BIAS + round(math.log2(scale))]) for at, scale in scales.items()}
         return {at: np.float16(scale).tobytes() for at, scale in scales.items()}
 
 
-# Random bytes are uniform: int8 has a deviation of 73. A Q4_K value is d * scale * q - dmin * min, where scale and min have
-# 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, of 8 and 6 signed bits. An MXFP4 value
-# is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, times a power of 2: a deviation of 2.93.
+# Random bytes are uniform, so int8 has a deviation of 73. A Q4_K value is d * scale * q - dmin * min, where scale and min
+# have 6 bits and q has 4; its mean is 0 for dmin = 7.5 d. A Q6_K value is d * scale * q, with 8 and 6 signed bits. An MXFP4
+# value is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, times a power of 2; these have a deviation of 2.93.
 _POWER_BIAS = 127
 Q8_0 = BlockType(8, 32, 34, {0: 1 / 73}, least=-127)
 Q4_K = BlockType(12, 256, 144, {0: 1 / 258, 2: 7.5 / 258})
@@ -130,8 +130,8 @@ MXFP4 = BlockType(39, 32, 17, {0: 1 / 2.93}, is_power=True)
 class FileType:
     """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
 
-    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts`: the type of experts, where they
-    have one of their own.
+    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts` is the type of experts, if it
+    differs.
     """
 
     number: int
@@ -141,7 +141,7 @@ class FileType:
     experts: BlockType | None = None
 
     def block_of(self, weight: Weight, shape: Shape) -> BlockType:
-        """Return the type of a quantised tensor, as `llama_tensor_get_type` of llama.cpp chooses it."""
+        """Return the type that `llama_tensor_get_type` of llama.cpp chooses for a quantized tensor."""
         if weight.experts and self.experts is not None:
             return self.experts
         if weight.role == ("embedding" if shape.tied else "output"):
@@ -152,7 +152,7 @@ class FileType:
 
 
 def _use_more_bits(layer: int, layers: int) -> bool:
-    """Return whether Q4_K_M favours a layer: it does for the first and last eighth, and for every third of the others."""
+    """Return whether Q4_K_M uses the better type: in the first and last eighth of the layers, and a third of the rest."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -161,12 +161,12 @@ TYPES = {
     "q4_k_m": FileType(15, Q4_K, Q6_K, 0.602),
     "mxfp4": FileType(38, Q8_0, Q8_0, Q8_0.value_bytes, experts=MXFP4),
 }
-"""The types of GGUF files, by the value of --type. The mean of Q4_K_M is that of the larger presets, the mean of MXFP4 that
-of a dense model."""
+"""File types by the value of --type. The mean of Q4_K_M applies to the larger presets, that of MXFP4 to dense models."""
 BYTES_PER_VALUE = {"gguf": TYPES["q8_0"].mean_value_bytes, "safetensors": 2.0}
-"""By format: Q8_0, and bfloat16."""
+"""Default bytes per value by format: Q8_0, and bfloat16."""
 
-# (smallest number of parameters, width, feed-forward width, vocabulary); the middle ones are TinyLlama and Llama 8B.
+# (smallest number of parameters, width, feed-forward width, vocabulary).
+# The last two have the widths of TinyLlama and Llama 8B.
 _PRESETS = (
     (0, 256, 704, 2000),
     (30_000_000, 1024, 2816, 8000),
@@ -177,10 +177,10 @@ _PRESETS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor to generate: `role` is its name without a format's spelling, `rows` None for a vector of ones.
+    """A tensor to generate: `role` is its name independent of the format; `rows` is None for a vector of ones.
 
-    `experts`: as many matrices behind one another; `expert`: it is the matrix of that one. `is_bias`: a vector of zeros that
-    is added to the product of the tensor of that name.
+    `experts`: the tensor has the matrices of this number of experts; `expert`: it has the matrix of this expert. `is_bias`:
+    it is a vector of zeros, the bias of the tensor with the same role.
     """
 
     role: str
@@ -199,7 +199,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the architectures of llama.cpp differ in; `keys` are more hyper-parameters of a header."""
+    """Properties of an architecture of llama.cpp; `keys` are further hyperparameters in the header."""
 
     context_length: int
     epsilon: float
@@ -221,12 +221,12 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(40960, 1e-6, {"rope.freq_base": 1e6}, has_head_norms=True),
     "gpt-oss": Architecture(131072, 1e-5, _GPT_OSS_KEYS, has_biases=True, has_sinks=True),
 }
-"""By the name that a GGUF header has for them."""
+"""Architectures by their name in a GGUF header."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of attention: `query` of them, `kv` for keys and values, of `values` numbers each."""
+    """Numbers of attention heads: `query`, and `kv` for keys and values; each has the width `values`."""
 
     query: int
     kv: int
@@ -237,8 +237,8 @@ class Heads:
 class Shape:
     """A decoder with grouped-query attention.
 
-    With `experts` its feed-forward part has so many networks of `feed_forward` units in each layer, of which a token uses
-    `used`. Without `attention`, 8 query heads share one key and value head.
+    An MoE model has `experts` experts with `feed_forward` units in each layer, of which a token uses `used`. Without
+    `attention`, 8 query heads share one key and value head.
     """
 
     width: int
@@ -253,7 +253,7 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """The heads of attention."""
+        """Numbers of attention heads."""
         count = self.width // HEAD_SIZE
         return self.attention or Heads(count, max(1, count // 8), HEAD_SIZE)
 
@@ -263,7 +263,7 @@ class Shape:
         return self.architecture != "llama"
 
     def weights(self) -> Iterator[Weight]:
-        """All tensors in the order of the file."""
+        """Yield all tensors in file order."""
         yield Weight("embedding", None, self.width, self.vocabulary)
         for layer in range(self.layers):
             yield from self.layer_weights(layer)
@@ -272,7 +272,7 @@ class Shape:
             yield Weight("output", None, self.width, self.vocabulary)
 
     def layer_weights(self, layer: int) -> Iterator[Weight]:
-        """The tensors of one layer."""
+        """Yield the tensors of one layer."""
         kind = ARCHITECTURES[self.architecture]
         for weight in self._layer_weights(layer, kind):
             yield weight
@@ -309,7 +309,7 @@ LIKE = {
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """A mixture to be: `slice_bytes` has one expert in one tensor, about."""
+    """Parameters of an MoE model; `slice_bytes` is the approximate size of one expert in one tensor."""
 
     experts: int
     used: int
@@ -324,7 +324,7 @@ def choose_shape(
     mixture: MixtureShape | None = None,
     block_values: int = Q8_0.values,
 ) -> Shape:
-    """The shape whose file comes nearest to `size_bytes`; a given number of `layers` is kept instead of the size.
+    """Return the shape whose file is closest to `size_bytes`; `layers`, if given, takes precedence over the size.
 
     Rows consist of whole blocks of `block_values`.
     """
@@ -342,12 +342,12 @@ def choose_shape(
 
 
 def split_by_size(sizes: list[int], parts: int) -> list[list[int]]:
-    """The indices of `sizes` in `parts` consecutive groups of about the same sum, none empty."""
+    """Return the indices of `sizes` in `parts` consecutive, non-empty groups with about the same sum."""
     groups: list[list[int]] = [[] for _ in range(parts)]
     total, before = sum(sizes), 0
     for index, size in enumerate(sizes):
         group = min(parts - 1, (before + size // 2) * parts // total)
-        # Never skip a group, and leave an item for each group that is still to come.
+        # Do not skip a group, and leave an item for each remaining group.
         first_free = next((g for g, members in enumerate(groups) if not members), parts - 1)
         remaining = len(sizes) - index
         group = max(min(group, first_free), parts - remaining)
@@ -356,7 +356,7 @@ def split_by_size(sizes: list[int], parts: int) -> list[list[int]]:
     return groups
 
 
-# Random values, a generator for each tensor: the same whatever was generated before it
+# Random values: each tensor has its own generator, so its values do not depend on the other tensors
 
 
 def _generator(seed: int, index: int) -> np.random.Generator:
@@ -364,16 +364,16 @@ def _generator(seed: int, index: int) -> np.random.Generator:
 
 
 def _random_bytes(random: np.random.Generator, count: int) -> NDArray[np.uint8]:
-    """Return what `random.bytes(count)` returns, several times as fast."""
+    """Return the same bytes as `random.bytes(count)`, several times as fast."""
     return random.integers(0, 2**64, -(-count // 8), np.uint64).view(np.uint8)[:count]
 
 
 def _blocks(
     block: BlockType, seed: int, index: int, values: int, deviation: float = _DEVIATION, row_blocks: int = 0
 ) -> Iterator[memoryview]:
-    """Yield blocks of `values` random values. Nothing is quantised: the bytes themselves are random.
+    """Yield the blocks of `values` random values. Nothing is quantized: the bytes themselves are random.
 
-    With `row_blocks`, rows of so many blocks are those of tokens: the rows of a topic begin with the same blocks.
+    With `row_blocks`, a token has a row of `row_blocks` blocks, and all rows of a topic begin with the same blocks.
     """
     random = _generator(seed, index)
     blocks = values // block.values
@@ -393,7 +393,6 @@ def _blocks(
 
 
 def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
-    """`values` random bfloat16 numbers."""
     random = _generator(seed, index)
     step = _PIECE_BYTES // 2
     for start in range(0, values, step):
@@ -405,7 +404,7 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
 
 
 def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileType = TYPES["q8_0"]) -> None:
-    """Write the model as GGUF into `files`, one for each shard, as llama.cpp loads them together."""
+    """Write the model as GGUF into `files`, one for each shard."""
     tensors = gguf_tensors(shape, file_type)
     groups = split_by_size([tensor.size_bytes for tensor in tensors], len(files))
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
@@ -424,7 +423,7 @@ def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileTy
 
 @dataclass(frozen=True)
 class Tensor:
-    """A weight in a GGUF file; `block` None for float32."""
+    """A tensor in a GGUF file; `block` is None for float32."""
 
     weight: Weight
     block: BlockType | None
@@ -437,12 +436,12 @@ class Tensor:
 
 
 def gguf_tensors(shape: Shape, file_type: FileType) -> list[Tensor]:
-    """Return the tensors of a GGUF file, in their order."""
+    """Return the tensors in the order of a GGUF file."""
     return [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
 
 
 def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:
-    """Return None for a tensor that every file type keeps in float32."""
+    """Return the type of a tensor; None for tensors that are float32 in all file types."""
     return None if weight.rows is None or weight.role == "router" else file_type.block_of(weight, shape)
 
 
@@ -459,7 +458,7 @@ def _content(tensor: Tensor, shape: Shape, seed: int, index: int) -> Iterator[by
 
 
 def _router(weight: Weight, shape: Shape, seed: int, index: int) -> NDArray[np.float32]:
-    """Return weights of a deviation as in trained routers; rows of different lengths make experts differently popular."""
+    """Return weights with the deviation of trained routers; rows of different lengths make some experts popular."""
     random = _generator(seed, index)
     rows = 0.02 * random.standard_normal((weight.rows or 1, weight.columns))
     if shape.follows_tokens:
@@ -493,7 +492,7 @@ def _gguf_name(weight: Weight, architecture: str) -> str:
 
 
 def _model_keys(shape: Shape, file_type: FileType) -> list[bytes]:
-    """Hyper-parameters, and a SentencePiece vocabulary of made-up words."""
+    """Return the hyperparameters, and a SentencePiece vocabulary of invented words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"\u2581w{number}" for number in range(shape.vocabulary - len(tokens))]
     normal, unknown, control, byte = 1, 2, 3, 6
@@ -540,7 +539,7 @@ def _text(text: str) -> bytes:
 
 
 def _key(name: str, value: str | float, code: str = "") -> bytes:
-    """A key with its value; `code` as in `_KINDS`, by default of an integer "I", else "f"."""
+    """Return a key with its value; `code` is a key of `_KINDS` (default: "I" for integers, "f" for floats)."""
     if isinstance(value, str):
         return _text(name) + struct.pack("<I", _STRING) + _text(value)
     code = code or ("I" if isinstance(value, int) else "f")
@@ -552,12 +551,12 @@ def _array(name: str, kind: int, count: int, items: bytes) -> bytes:
 
 
 def tensors(shape: Shape, fused: bool) -> list[Weight]:
-    """All tensors in the order of the file: of a mixture one for each expert, or (`fused`) one for all of a layer."""
+    """Return all tensors in safetensors order: experts as separate tensors, or (`fused`) one tensor for all of a layer."""
     found: list[Weight] = []
     for weight in shape.weights():
-        apart = range(0 if fused else weight.experts or 0)
-        found += [replace(weight, experts=None, expert=expert) for expert in apart] or [weight]
-    if not fused and shape.experts:  # gate, up and down of an expert lie side by side
+        separate = range(0 if fused else weight.experts or 0)
+        found += [replace(weight, experts=None, expert=expert) for expert in separate] or [weight]
+    if not fused and shape.experts:  # gate, up and down of an expert are adjacent
         found.sort(key=lambda weight: _place(weight, shape))
     return found
 
@@ -568,7 +567,7 @@ def _place(weight: Weight, shape: Shape) -> tuple[int, int, int]:
 
 
 def write_safetensors(files: list[BinaryIO], names: list[str], shape: Shape, seed: int, fused: bool = False) -> None:
-    """Write the model in bfloat16 into `files`: one for each shard, and the index last if several."""
+    """Write the model in bfloat16 into `files`: one for each shard and, if there are several, the index as last file."""
     weights = tensors(shape, fused)
     shards = max(1, len(files) - 1)
     groups = split_by_size([2 * weight.values for weight in weights], shards)
@@ -614,7 +613,7 @@ def _safetensors_name(weight: Weight) -> str:
 
 
 def shard_paths(out: Path, shards: int) -> list[Path]:
-    """The files of the tensors: `out` itself, or its shards with the names that llama.cpp and transformers know."""
+    """Return the tensor files: `out`, or shards with names in the form that llama.cpp and transformers expect."""
     numbers = range(1, shards + 1)
     return [out] if shards == 1 else [out.with_name(f"{out.stem}-{one:05}-of-{shards:05}{out.suffix}") for one in numbers]
 
@@ -622,7 +621,7 @@ def shard_paths(out: Path, shards: int) -> list[Path]:
 def make_model(
     out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False, file_type: str = "q8_0"
 ) -> list[Path]:
-    """The files of the model described by the arguments: those that exist where they are right, else new ones."""
+    """Write the model unless its files exist with the same parameters, and return the paths of its files."""
     paths = shard_paths(out, shards)
     paths += [out.with_name(f"{out.name}.index.json")] if shards > 1 and model_format == "safetensors" else []
     parameters = {"version": _GENERATOR_VERSION, "format": model_format, "shards": shards, "seed": seed}
@@ -643,17 +642,17 @@ def make_model(
 
 
 def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -> bool:
-    """Whether `sidecar` describes `parameters`, and all files are there with the sizes it tells."""
+    """Return whether `sidecar` has `parameters`, and all files exist with the sizes recorded there."""
     try:
-        known = json.loads(sidecar.read_text())
+        recorded = json.loads(sidecar.read_text())
         sizes = {path.name: path.stat().st_size for path in paths}
-        return bool(known["parameters"] == parameters and known["files"] == sizes)
+        return bool(recorded["parameters"] == parameters and recorded["files"] == sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool, file_type: FileType) -> None:
-    """Write under temporary names first: a file with the final name is always whole."""
+    """Write the files under temporary names, and rename them when all are complete."""
     with contextlib.ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(replacing(path, 0o666)) for path in paths]
         if model_format == "gguf":
@@ -663,11 +662,11 @@ def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused:
         for file in files:
             file.flush()
             os.fdatasync(file.fileno())
-            _drop_pages(file)  # the next reader starts cold
+            _drop_pages(file)  # so that the next reader starts with a cold cache
 
 
 def _drop_pages(file: BinaryIO) -> None:
-    """Drop the pages of `file` from the page cache; the kernel begins to write those that are dirty."""
+    """Drop clean pages of `file` from the page cache, and start to write dirty ones."""
     file.flush()
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -719,7 +718,7 @@ def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make the model that `words` (default: the command line) describe, and print the paths."""
+    """Generate the model that `words` (default: the command line) describe, and print the paths of its files."""
     arguments = _arguments(words)
     shape, file_type = _chosen_shape(arguments)
     if not 1 <= arguments.split <= len(list(shape.weights())):

@@ -1,1 +1,1 @@
-"""BPF programs in the kernel: loading them, and reading what they send. Their C source is in `bpf/` of the project."""
+"""Loading BPF programs and reading their records. The C source is in `bpf/` of the project."""

@@ -1,6 +1,6 @@
 """libbpf 1.x through ctypes: loading a compiled BPF object, attaching its programs, running them, reading its maps.
 
-The only file that touches libbpf. The kernel ends links and maps with the process that holds them, however it ends.
+No other file uses libbpf. When the process ends or is killed, the kernel removes its links and maps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None)
 
 
 class LoadFailure(Exception):
-    """The kernel or libbpf refused an object; `program` names the program at fault, if one is."""
+    """The kernel or libbpf refused an object; `program` is the program at fault, if known."""
 
     def __init__(self, number: int, program: str | None) -> None:
         super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
@@ -62,7 +62,7 @@ class LoadFailure(Exception):
 
 
 class _TestRun(ctypes.Structure):
-    """struct bpf_test_run_opts, as far as it is used: `sz` says how far it goes."""
+    """The first fields of struct bpf_test_run_opts; `sz` is their size."""
 
     _fields_ = (
         ("sz", _size),
@@ -79,11 +79,11 @@ class _TestRun(ctypes.Structure):
 
 
 class _Log:
-    """`program`: the one that libbpf's warnings in the last operation say has failed."""
+    """libbpf's warnings. `program` is the first program that failed in the last operation, according to them."""
 
     def __init__(self) -> None:
         self.program: str | None = None
-        self.callback = _PRINT(self._take)  # libbpf keeps the pointer: the object must live as long
+        self.callback = _PRINT(self._take)  # an attribute, because libbpf keeps the pointer
 
     def _take(self, level: int, form: bytes, arguments: int) -> int:
         if level == _WARNING:
@@ -99,7 +99,7 @@ _log = _Log()
 
 @functools.cache
 def library() -> Any:
-    """The libbpf handle with types set; EnvironmentProblem where there is none."""
+    """Return libbpf with the types of its functions set; EnvironmentProblem if it is not installed."""
     try:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError as error:
@@ -113,12 +113,12 @@ def library() -> Any:
 
 
 def has_tracepoint(name: str) -> bool:
-    """Whether the running kernel describes tracepoint `name` in its BTF, so that a program can be attached to it."""
+    """Return whether the kernel's BTF has tracepoint `name`, so that a program can be attached to it."""
     return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
 
 
 class BpfObject:
-    """A BPF object: open, then `configure` and `load` some of its programs, then `attach`; `close` ends it all."""
+    """A BPF object. Call `configure`, then `load` for some of its programs, then `attach`, and `close` at the end."""
 
     def __init__(self, path: Path) -> None:
         self._lib = library()
@@ -147,14 +147,14 @@ class BpfObject:
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
-        """Have the kernel verify `programs`, and only those; LoadFailure if it refuses one."""
+        """Load `programs` and no others into the kernel; LoadFailure if it refuses one."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
         _log.program = None
         self._check(self._lib.bpf_object__load(self._object))
 
     def attach(self, program: str) -> None:
-        """Let `program` run from now on; LoadFailure if the kernel refuses."""
+        """Attach `program` to its hook; LoadFailure if the kernel refuses."""
         ctypes.set_errno(0)
         link = self._lib.bpf_program__attach(self._programs[program])
         if not link:
@@ -162,15 +162,15 @@ class BpfObject:
         self._links.append(link)
 
     def program_fd(self, program: str) -> int:
-        """Descriptor of a loaded program."""
+        """Return the descriptor of a loaded program."""
         return int(self._lib.bpf_program__fd(self._programs[program]))
 
     def map_fd(self, name: str) -> int:
-        """Descriptor of a map, once loaded."""
+        """Return the descriptor of a map, after `load`."""
         return int(self._lib.bpf_map__fd(self._maps[name]))
 
     def run(self, program: str, context: ctypes.Structure) -> int:
-        """Run a program of section "syscall", here and now, on `context`, which it may change; returns its result."""
+        """Run a program of section "syscall" once on `context`, which it may change; return its result."""
         options = _TestRun()
         options.sz = ctypes.sizeof(options)
         options.ctx_in, options.ctx_size_in = ctypes.addressof(context), ctypes.sizeof(context)
@@ -178,7 +178,7 @@ class BpfObject:
         return int(options.retval)
 
     def iterate(self, program: str) -> bytes:
-        """Run an iterator program over all its objects; returns what it wrote."""
+        """Run an iterator program over all its objects; return its output."""
         link = self._lib.bpf_program__attach_iter(self._programs[program], None)
         if not link:
             raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
@@ -190,21 +190,21 @@ class BpfObject:
             self._lib.bpf_link__destroy(link)
 
     def put(self, name: str, key: bytes, value: bytes) -> None:
-        """Set an entry of a map; sizes are the map's."""
+        """Set an entry of a map. Key and value must have the sizes that the map declares."""
         self._check(self._lib.bpf_map_update_elem(self.map_fd(name), key, value, 0))
 
     def read(self, name: str, key: bytes, size: int) -> bytes:
-        """An entry of a map, of `size` bytes."""
+        """Return the value of a map entry, of `size` bytes."""
         value = ctypes.create_string_buffer(size)
         self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), key, value))
         return value.raw
 
     def remove(self, name: str, key: bytes) -> None:
-        """Take an entry out of a map, if it is there."""
+        """Delete an entry of a map, if it exists."""
         self._lib.bpf_map_delete_elem(self.map_fd(name), key)
 
     def misses(self, program: str) -> int:
-        """How often the kernel left `program` out because it was running on that CPU already."""
+        """Return how often the kernel skipped `program` because it was running on that CPU already."""
         info = (ctypes.c_uint64 * 40)()  # struct bpf_prog_info; recursion_misses is its 27th word
         size = ctypes.c_uint32(ctypes.sizeof(info))
         self._check(self._lib.bpf_obj_get_info_by_fd(self.program_fd(program), info, ctypes.byref(size)))
@@ -216,7 +216,7 @@ class BpfObject:
             self._lib.bpf_link__destroy(self._links.pop())
 
     def close(self) -> None:
-        """Detach, and give programs and maps back to the kernel."""
+        """Detach and unload all programs, and free the maps."""
         self.detach()
         if self._object:
             self._lib.bpf_object__close(self._object)

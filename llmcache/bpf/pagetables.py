@@ -1,4 +1,4 @@
-"""The page tables of processes (x86-64, four levels), read by bpf/pagewalk.bpf.c: which mapped pages were touched."""
+"""The accessed bits in the page tables of processes (x86-64, four levels), read by bpf/pagewalk.bpf.c."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
 from llmcache.units import PAGE_BYTES
 
 OBJECT = OBJECTS / "pagewalk.bpf.o"
-TABLES, PROBES = 512, 8192  # at a time
-TABLE_BYTES = 2 << 20  # addresses that one page table maps
+TABLES, PROBES = 512, 8192  # most per call
+TABLE_BYTES = 2 << 20  # the range of addresses of one page table
 PRESENT, ACCESSED, HUGE = 1, 1 << 5, 1 << 7
 _TOUCHED = PRESENT | ACCESSED
 _PAGE_NUMBER = 0x000F_FFFF_FFFF_F000
@@ -36,13 +36,13 @@ class _Place(ctypes.Structure):
 
 
 class Unreadable(Exception):
-    """Page tables cannot be read here, and why."""
+    """Page tables cannot be read on this machine; the message is the reason."""
 
 
 class PageTables:
-    """Reads page tables until `close`; Unreadable where impossible.
+    """A reader of page tables; Unreadable if this machine does not allow it.
 
-    `tables` and `entries` are what `copy` has copied last: TABLES tables of 512 entries (u64), and what points to them.
+    `copy` fills `tables` (TABLES tables of 512 entries, u64) and `entries` (the entries that point to these tables, u64).
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,14 @@ class PageTables:
         return mmap.mmap(self._object.map_fd(name), size, mmap.MAP_SHARED, protection)
 
     def close(self) -> None:
-        """Give the programs back."""
+        """Unload the programs."""
         self._object.close()
 
     def _find_memory(self) -> None:
-        """Finds where the kernel maps all memory, then looks up a page of this process: tells five levels of tables."""
+        """Find the address at which the kernel maps all memory, then check it on a page of this process.
+
+        The check fails with five levels of tables or encrypted memory: Unreadable.
+        """
         page = mmap.mmap(-1, PAGE_BYTES)
         mark = int.from_bytes(os.urandom(8), "little")
         _ENTRY.pack_into(page, 0, mark)
@@ -85,18 +88,18 @@ class PageTables:
         self._memory = int(place.memory)
         base = address // TABLE_BYTES * TABLE_BYTES
         self.copy(os.getpid(), base, 1)
-        is_there = _ENTRY.unpack_from(self.entries)[0] & PRESENT
-        entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE_BYTES * 8)[0] if is_there else 0
+        is_present = _ENTRY.unpack_from(self.entries)[0] & PRESENT
+        entry = _ENTRY.unpack_from(self.tables, (address - base) // PAGE_BYTES * 8)[0] if is_present else 0
         if entry & _PAGE_NUMBER != frame:
             raise Unreadable("page tables with five levels, or encrypted memory, are not supported")
         del buffer
 
     def copy(self, pid: int, address: int, count: int) -> bool:
-        """Copies the tables of `count` (at most TABLES) times TABLE_BYTES from `address` on; False if `pid` has ended."""
+        """Copy the tables for `count` (at most TABLES) times TABLE_BYTES from `address` on; False if `pid` has ended."""
         return not self._object.run("copy_tables", _Place(address, self._memory, 0, 0, pid, count))
 
     def accessed(self, pid: int, addresses: Sequence[int]) -> list[bool]:
-        """Which of the pages of `pid` at these addresses are mapped and were touched since their bits were cleared last."""
+        """Return, for each address in `pid`, whether its page is mapped and was accessed since the bits were cleared."""
         found: list[bool] = []
         for begin in range(0, len(addresses), PROBES):
             part = addresses[begin : begin + PROBES]

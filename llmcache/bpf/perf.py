@@ -8,7 +8,7 @@ import os
 import platform
 
 _NUMBERS = {"x86_64": 298, "aarch64": 241}
-_BREAKPOINT, _READ_OR_WRITE, _WORD_BYTES = 5, 3, 8  # x86 has none for reads alone
+_BREAKPOINT, _READ_OR_WRITE, _WORD_BYTES = 5, 3, 8  # x86 has no breakpoints for reads only
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR = 1 << 1, 1 << 5, 1 << 6
 _INHERIT_THREADS_ONLY, _REMOVE_ON_EXEC = 1 << 35, 1 << 36
 _CLOSE_ON_EXEC = 8
@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Attributes(ctypes.Structure):
-    """struct perf_event_attr, as far as it is used."""
+    """struct perf_event_attr; `rest` has the unused fields."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
@@ -54,10 +54,10 @@ def open_event(attributes: Attributes, tid: int, cpu: int = -1) -> int:
 
 
 def open_breakpoint(tid: int, address: int, program_fd: int) -> int:
-    """Return a descriptor of a hardware breakpoint that runs a BPF program; it is removed when the descriptor is closed.
+    """Return a descriptor of a hardware breakpoint that runs a BPF program; closing it removes the breakpoint. OSError.
 
-    It is at 8 bytes from `address` on (a multiple of 8), in thread `tid` and in the threads that this thread starts, and
-    counts accesses of the program, not of the kernel. OSError.
+    The breakpoint covers the 8 bytes at `address` (a multiple of 8) in thread `tid` and in the threads that it starts. It
+    fires for accesses by user code, not by the kernel.
     """
     flags = _INHERIT | _INHERIT_THREADS_ONLY | _REMOVE_ON_EXEC | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
     attributes = Attributes(

@@ -1,8 +1,8 @@
-"""The reading end of a BPF ring buffer of records of one size: whole stretches at a time, no record is touched alone.
+"""The reader of a BPF ring buffer with records of one size. It reads all available records at once, not one by one.
 
-The kernel writes, one reader reads. Both positions only grow; the reader's, in a page of its own, tells the kernel what
-may be overwritten. On processors that reorder memory accesses fences keep the copy between the kernel's position
-and its own (x86-64 does not, for loads after loads and stores after loads).
+The kernel writes and one reader reads. Both positions only grow. The reader's position, in a page of its own, marks the end
+of the data that the kernel may overwrite. Fences order the copy of the data after the read of the kernel's position and
+before the write of the reader's. x86-64 needs no fences: it reorders neither loads with loads nor loads with later stores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 from llmcache.units import PAGE_BYTES
 
 BUSY, DISCARDED = 1 << 31, 1 << 30
-"""Marks in the length of a record (u32, before it; another u32 is between): still being written; to be passed over."""
+"""Bits in the length of a record: the program is still writing it; it is to be skipped."""
 FRAME_BYTES = 8
 _MEMBARRIER_CALL = {"aarch64": 283, "riscv64": 283}
 _EXPEDITED, _REGISTER_EXPEDITED = 1 << 3, 1 << 4
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fence:
-    """A full memory barrier where the processor needs one: entering membarrier(2) is one, also for the caller."""
+    """A full memory barrier through membarrier(2), which is one for its caller too; does nothing if the CPU needs none."""
 
     def __init__(self) -> None:
         self._call = _MEMBARRIER_CALL.get(platform.machine())
@@ -32,7 +32,7 @@ class Fence:
             self._ask(_REGISTER_EXPEDITED)
 
     def __call__(self) -> None:
-        """Order everything before against everything after."""
+        """Order all earlier memory accesses before all later ones."""
         if self._call is not None:
             self._ask(_EXPEDITED)
 
@@ -42,13 +42,13 @@ class Fence:
 
 
 class Ring:
-    """The ring buffer map `fd`, `size` bytes (a power of two), that holds only records of `record_bytes` (times 8)."""
+    """A ring buffer map of `size` bytes (a power of two) whose records all have `record_bytes` (a multiple of 8)."""
 
     def __init__(self, fd: int, size: int, record_bytes: int) -> None:
         self.frame_bytes = FRAME_BYTES + record_bytes
         self.fence = Fence()
         self._size = size
-        # The data is mapped twice in a row, so that a stretch over the end is in one piece.
+        # The data is mapped twice in sequence, so that frames across the end are contiguous.
         self._own = mmap.mmap(fd, PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._kernels = mmap.mmap(fd, PAGE_BYTES + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=PAGE_BYTES)
         self._read_to = memoryview(self._own).cast("Q")
@@ -56,7 +56,7 @@ class Ring:
         self._data = memoryview(self._kernels)[PAGE_BYTES:]
 
     def stretch(self) -> memoryview:
-        """All frames there are, in the order in which they were begun; only those before the first busy one are complete."""
+        """Return all frames in the order in which they were reserved; those before the first busy frame are complete."""
         start, end = self._read_to[0], self._written_to[0]
         at = start & (self._size - 1)
         frames = self._data[at : at + (end - start) // self.frame_bytes * self.frame_bytes]
@@ -64,9 +64,9 @@ class Ring:
         return frames
 
     def take(self, frame: struct.Struct) -> list[tuple[int, ...]]:
-        """Return the records since the last call, in their order, and free their places.
+        """Return the new records in order, and free their space.
 
-        `frame`: a whole frame, of which the first two numbers (its length, and padding) are left out.
+        `frame` is the layout of a frame; its first two numbers (length and padding) are not returned.
         """
         done, found = 0, []
         for length, _, *fields in frame.iter_unpack(bytes(self.stretch())):
@@ -79,6 +79,6 @@ class Ring:
         return found
 
     def free(self, frames: int) -> None:
-        """Gives the place of the first `frames` of the stretch, which were copied, back to the kernel."""
+        """Free the space of the first `frames` frames of `stretch`, which the caller has copied."""
         self.fence()
         self._read_to[0] += frames * self.frame_bytes

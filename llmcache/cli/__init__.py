@@ -102,7 +102,7 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
     except click.Abort as error:
         raise KeyboardInterrupt from error
     except SystemExit as ending:
-        if isinstance(ending.__context__, BrokenPipeError):  # rich ends so after it has dropped the output
+        if isinstance(ending.__context__, BrokenPipeError):  # rich drops the output and then raises SystemExit
             return EXIT_OK
         raise
     except BrokenPipeError:

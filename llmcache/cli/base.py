@@ -35,7 +35,7 @@ class Command(click.Command):
 
 
 class CommandAfterDashes(Command):
-    """A command that keeps `--` among its words, because it distinguishes a command from a process."""
+    """A command that keeps `--` in its arguments, because it distinguishes a command from a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does, but keep the first `--`."""
@@ -50,7 +50,7 @@ class LazyGroup(Command, click.Group):
     """
 
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
-        # Versions of click differ in its brackets; help and manual pages must not.
+        # Set it here, because versions of click differ in its brackets.
         super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", **kwargs})
         self.table = table
 
@@ -91,7 +91,7 @@ class LazyGroup(Command, click.Group):
 
 
 def group(name: str, table: dict[str, tuple[str, str]], about: str, epilog: str) -> LazyGroup:
-    """Return the group of the commands in `table`. Without a command it shows its help; signals end commands in order."""
+    """Return the group of the commands in `table`. Without a command it shows its help; signals run the cleanup."""
 
     @click.pass_context
     def shown(context: click.Context) -> None:

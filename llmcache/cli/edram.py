@@ -40,14 +40,14 @@ STEP = above("time", lambda text: float(parse_duration(text)), "20ms")
 
 
 def names(table: str, several: bool = True) -> types.NameType:
-    """Names of a table of `edram.systems`, or one; or all."""
+    """Return a type for names of a table of `edram.systems`, or "all"; for one name if `several` is not set."""
     return types.NameType("all", table=f"llmcache.edram.systems:{table}", several=several)
 
 
 def profile_option(
     default: str = "paper,silicon", about: str = "Energy profiles: paper, public, silicon, or all."
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option `--profile`: names of profiles, commas between them."""
+    """Return the option `--profile`, for names of profiles separated by commas."""
     return click.option(
         "--profile", type=types.NameType("all", table="llmcache.edram.constants:PROFILES"), default=default, help=about
     )

@@ -83,7 +83,7 @@ def settings_of_a_mount(command: Command) -> Command:
 
 @base.command("mount")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground and log to stderr; Ctrl-C unmounts.")
-@click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, which `mount -a` runs again
+@click.option("--unless-served", is_flag=True, hidden=True)  # for mount.llmcachefs, because `mount -a` runs it again
 @click.option("--while", "lifetime_pids", type=int, multiple=True, hidden=True)  # llmcache run: until all these have ended
 @settings_of_a_mount
 @base.json_option("llmcache.mount/1", " when the mount serves")

@@ -1,4 +1,4 @@
-"""Types of arguments: parsers of their text, and completions for shells. Nothing here imports a large module."""
+"""Types of arguments: parsers and shell completions. This module imports no large modules."""
 
 from __future__ import annotations
 

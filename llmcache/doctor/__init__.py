@@ -1,7 +1,7 @@
-"""`llmcache doctor`: what this machine offers to each part of llmcache, and what to do about what it lacks.
+"""`llmcache doctor`: checks of this machine for each part of llmcache, and suggested fixes.
 
-One file per area, each with one function that returns its `Check`s; `examine` asks them all. Nothing is probed in a second
-way here: what is found comes from the code that the commands themselves decide by.
+Each area is a file with one function that returns its `Check`s; `examine` calls them all. The checks call the functions that
+the commands use for their own decisions, so doctor and the commands agree.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rich.text import Text
 from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
 
 AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine": "machine", "packages": "packages"}
-"""Files of this package, and what the report calls their areas."""
-_OF_DIRECTORY = ("mounting", "machine")  # findings on the storage of the directory that is asked about
+"""Files of this package, and the names of their areas in the report."""
+_OF_DIRECTORY = ("mounting", "machine")  # areas that depend on DIR
 _REMEDY = "pip install . in the source directory, or tools/test"
 SCHEMA = "llmcache.doctor/1"
 OK, LIMITED, FAILED, SKIPPED = "ok", "limited", "failed", "skipped"
-"""Statuses: as good as it gets; works, but less of something; a mount is impossible; was not asked for."""
+"""Statuses: no limits; works with limits; a mount is impossible; not examined."""
 _INDENT = 28
 _STYLES = {OK: ("ok", "green"), LIMITED: ("limited", "yellow"), FAILED: ("FAILED", "bold red"), SKIPPED: ("skipped", "dim")}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `found` is for people, `facts` has the same in base units (bytes, bytes/s).
+    """The result of one check. `found` is text; `facts` has the same data in base units (bytes, bytes/s).
 
-    Whatever is not OK has a `remedy`: ValueError without one.
+    A check that is not OK needs a `remedy`; otherwise ValueError.
     """
 
     name: str
@@ -55,25 +55,25 @@ class Diagnosis:
     areas: dict[str, list[Check]]
 
     def count(self, status: str) -> int:
-        """Checks of one status."""
+        """Return the number of checks with `status`."""
         return sum(check.status == status for checks in self.areas.values() for check in checks)
 
     @property
     def exit_code(self) -> int:
-        """0 if a mount is possible, 3 (environment) if something that it needs has failed."""
+        """Return 0 if a mount is possible, 3 (environment) if a check has failed."""
         return EnvironmentProblem.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
+        """Return the report as JSON values."""
         counts = {status: self.count(status) for status in (OK, LIMITED, FAILED, SKIPPED)}
         findings = [{"area": area, **asdict(check)} for area, checks in self.areas.items() for check in checks]
         return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": findings}
 
 
 def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
-    """Return the findings on this machine, with the storage of `directory` measured if one is named (takes up to 30 s).
+    """Check this machine, and measure the storage of `directory` if given (takes up to 30 s).
 
-    `pid`: return the findings on that process instead. UsageError: `directory` is none.
+    With `pid`, check that process instead. UsageError if `directory` is not a directory.
     """
     if pid is not None:
         from llmcache.doctor.engine import examine as examine_engine
@@ -85,7 +85,7 @@ def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
 
 
 def _area(file: str, directory: str | None) -> tuple[str, list[Check]]:
-    """Name and checks of one area; a missing library must not keep the others from being seen."""
+    """Return name and checks of one area. A missing library becomes a check, so that the other areas are still shown."""
     try:
         module = importlib.import_module(f"llmcache.doctor.{file}")
     except ImportError as error:
@@ -94,7 +94,7 @@ def _area(file: str, directory: str | None) -> tuple[str, list[Check]]:
 
 
 def show(diagnosis: Diagnosis, as_json: bool) -> None:
-    """Prints `diagnosis` on stdout."""
+    """Print `diagnosis` on stdout."""
     if as_json:
         print(json.dumps(diagnosis.document(), indent=1))
         return

@@ -1,4 +1,4 @@
-"""A running engine: its model files, whether a mount steers them, and whether the engine has copied their weights."""
+"""Checks of a running engine: its model files, whether a mount steers them, and copies of the weights in its memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmcache.units import format_size
 
 
 def examine(pid: int) -> list[Check]:
-    """Findings on process `pid`. EnvironmentProblem: it does not exist, or belongs to another user."""
+    """Check process `pid`. EnvironmentProblem if it does not exist or belongs to another user."""
     models.check_process("--pid", pid)
     files = models.of_process(pid)
     if not files:

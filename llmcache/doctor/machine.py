@@ -1,4 +1,4 @@
-"""Processor, kernel, storage and accelerator."""
+"""Checks of processor, kernel, storage and GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmcache.units import format_rate
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
-"""Bytes per second that mode steer streams on two processors, *measured*; mode inplace is bound by storage."""
+"""Bytes per second that mode steer streams on two CPUs, *measured*; storage limits mode inplace."""
 
 
 def examine(directory: str | None) -> list[Check]:
-    """Findings on kernel, processors, the storage of `directory` (None: not measured) and GPUs."""
+    """Check kernel, CPUs, GPUs and the storage of `directory` (None: not measured)."""
     return [_system(), _storage(directory), *_read_ahead(directory), _gpu()]
 
 
@@ -49,7 +49,6 @@ def _storage(directory: str | None) -> Check:
 
 
 def _read_ahead(directory: str | None) -> list[Check]:
-    """How far the plain page cache reads ahead on the storage of `directory`: what a mount is compared with."""
     path = None if directory is None else read_ahead_file(directory)
     if path is None:
         return []
@@ -87,7 +86,7 @@ def _nvidia() -> list[str]:
 
 
 def _torch_sees_it() -> bool:
-    """Asked in a process of its own: torch takes seconds and much memory, and a broken driver may end it."""
+    """Return whether torch can use the GPU. Runs a subprocess, because torch is large and a broken driver may crash it."""
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False

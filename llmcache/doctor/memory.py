@@ -1,4 +1,4 @@
-"""What a mount may hold: free memory, the right to lock it, cgroups, and pressure stall information."""
+"""Checks of the memory for a mount: free memory, the limit of locked memory, cgroups, and pressure stall information."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmcache.units import format_size
 
 
 def examine(root: Path = Path("/")) -> list[Check]:
-    """Findings on memory, RLIMIT_MEMLOCK, cgroups and PSI. `root` is there for tests on made-up trees."""
+    """Check memory, RLIMIT_MEMLOCK, cgroups and PSI. Tests set `root` to a fake tree."""
     return [_free(root), _lockable(root), _cgroup(root), _stalls(root)]
 
 

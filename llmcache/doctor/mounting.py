@@ -1,4 +1,4 @@
-"""What a mount needs of the system: FUSE, libfuse 3, and the rights of this user."""
+"""Checks of the requirements of a mount: FUSE, libfuse 3, and the rights of this user."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmcache.fs.vfs import libfuse
 
 
 def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]:
-    """Findings on FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`.
+    """Check FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`.
 
-    `root` is there for tests on made-up trees.
+    Tests set `root` to a fake tree.
     """
     return [_fuse(), _fusermount(root), _libfuse(), _allow_other(root), _root(), _in_place(directory, root)]
 

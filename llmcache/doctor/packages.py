@@ -1,4 +1,4 @@
-"""What llmcache depends on: versions against the bounds that its own package declares, and whether it can be imported."""
+"""Checks of the Python packages that llmcache requires: version bounds, and whether they can be imported."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llmcache.doctor import FAILED, LIMITED, OK, Check
 DISTRIBUTION = "llmcache-toolkit"
 _IMPORT_S = 120.0
 _modules = functools.cache(metadata.packages_distributions)
-_UNSHOWN = "dev"  # the extra for those who change llmcache: tools/test installs it
+_UNSHOWN = "dev"  # the extra for developers of llmcache, which tools/test installs
 
 
 def examine() -> list[Check]:
-    """Checks of Python, llmcache, and each dependency."""
+    """Check Python, llmcache and each dependency."""
     python = Check("python", OK, platform.python_version(), facts={"version": platform.python_version()})
     own = Check("llmcache", OK, __version__, facts={"version": __version__})
     try:
@@ -38,13 +38,13 @@ def examine() -> list[Check]:
             python,
             Check("llmcache", LIMITED, f"{__version__}, not installed: versions of packages are not checked", remedy),
         ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each starts a process
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check starts a process
         found = list(pool.map(lambda line: list(_checks(Requirement(line), extras)), declared))
     return [python, own, *(check for checks in found for check in checks)]
 
 
 def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
-    """The check of a dependency; none if it is for another Python, or of an extra that is not shown."""
+    """Return the check of a dependency; none if it is for another Python version or an extra that is not shown."""
     if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
         return [_check(wanted, None)]
     shown = (extra for extra in extras if extra != _UNSHOWN)
@@ -52,11 +52,10 @@ def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
 
 
 def _check(wanted: Requirement, extra: str | None) -> Check:
-    """`extra`: None for what is always needed."""
     bounds = {each.operator: each.version for each in wanted.specifier}
     status = FAILED if extra is None else LIMITED
     package = "." if extra is None else f"'.[{extra}]'"
-    remedy = f"pip install {package} in the source directory"  # pip keeps to both bounds
+    remedy = f"pip install {package} in the source directory"  # without a version: pip respects both bounds
     facts = {"lowest": bounds[">="], "below": bounds.get("<"), "extra": extra}
     try:
         version = metadata.version(wanted.name)
@@ -75,7 +74,7 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
 
 
 def _import_problem(distribution: str) -> str | None:
-    """Return why a distribution cannot be imported, None if it can or has no module. In a process, which it may crash."""
+    """Return why a distribution cannot be imported; None if it can or has no module. A subprocess imports it."""
     name = canonicalize_name(distribution)
     modules = [module for module, names in _modules().items() if name in map(canonicalize_name, names)]
     named = [module for module in modules if canonicalize_name(module) == name]

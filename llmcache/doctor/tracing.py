@@ -1,4 +1,4 @@
-"""What `llmcache trace` can use here: BTF, libbpf, tracepoints, and the tier that it would take."""
+"""Checks of the requirements of `llmcache trace`: BTF, libbpf, tracepoints, and the tier that it would use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 
 
 def examine() -> list[Check]:
-    """Findings on BTF, libbpf, tracepoints, and every tier until one works."""
+    """Check BTF, libbpf, tracepoints, and the tiers until one works."""
     return [_btf(), _libbpf(), _tracepoints(), _tier()]
 
 

@@ -1,1 +1,1 @@
-"""The KV spill manager: pages of keys and values in tiers, in a file, and scored near where they lie."""
+"""Keys and values of transformers: pages in memory tiers and spill files, scoring next to the data, and prompts on disk."""

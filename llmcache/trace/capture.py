@@ -1,10 +1,11 @@
-"""`llmcache trace`: one recording, from the choice of the source to the finished trace. It knows no reports.
+"""`llmcache trace`: one recording, from the choice of the source to the finished trace.
 
-A loop of drain, name, write, in one thread. Signals only set a flag, so that whatever ends the recording, the rest is
-drained and the file completed; what even that cannot save is in OUT.recording.
+One thread drains the source, looks up file names and writes rows in a loop. Signal handlers only set a flag, so at the end
+of every recording the remaining events are drained and the file is completed. If the process is killed before that, the
+rows written until then are in `OUT.recording`.
 
-Beside the trace go what is no access: `RUN.block.parquet` (schema "llmcache.block/1") has a row for each request of the
-block layer, with its latency; `RUN.sampled.parquet` is a trace by itself, of sets of pages touched within each interval.
+Records that are not accesses go to separate files. `RUN.block.parquet` (schema "llmcache.block/1") has a row for each
+request of the block layer, with its latency. `RUN.sampled.parquet` is a trace of the pages touched in each interval.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ FLUSH_S = 1.0
 _MOST_FILES = 8
 _LINES_PER_HEADING = 20
 _WIDTH = 79
-_LARGE_BYTES = 64 << 20  # from which on the last step takes a while
+_LARGE_BYTES = 64 << 20  # a larger recording takes seconds to convert: announce it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROW = ("t_ns", "first", "count", "op", "miss", "pid")
 
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """The options of `llmcache trace`. `seconds`: None until the target ends; `glob`: None for all files."""
+    """The options of `llmcache trace`. `seconds` None: until the target ends; `glob` None: all files."""
 
     output: str
     seconds: float | None = None
@@ -82,7 +83,7 @@ class CaptureSettings:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """UsageError, naming the option, for what cannot be."""
+        """Raise UsageError, with the name of the option, for an invalid value."""
         if Path(self.output).suffix.lower() != PARQUET:
             raise UsageError(f"-o: '{self.output}' must end in {PARQUET}", "llmcache convert writes other formats")
         if self.seconds is not None and self.seconds <= 0:
@@ -91,40 +92,42 @@ class CaptureSettings:
             raise UsageError("--mmap-rerefs: the interval must be more than 0", "for example: --mmap-rerefs 1s")
 
     def matches(self, path: str) -> bool:
-        """Whether a path is wanted. A glob without a slash is for the file name alone."""
+        """Return whether a path matches `glob`. A glob without a slash is compared with the file name only."""
         glob = self.glob
         return glob is None or fnmatch.fnmatchcase(path if "/" in glob else os.path.basename(path), glob)
 
     def beside(self, what: str) -> Path:
-        """Returns the name of the file with `what` beside the trace: run.parquet, "block": run.block.parquet."""
+        """Return the path of an additional file: "block" gives run.block.parquet for the trace run.parquet."""
         path = Path(self.output)
         return path.with_suffix(f".{what}{path.suffix}")
 
 
 def default_output(target: Target) -> str:
-    """Returns the name of the trace if none is given: after the program and its process."""
+    """Return the default name of the trace: program and process id."""
     program = os.path.basename(target.command.split(" ", 1)[0]) or "process"
     return f"{program}-{target.pid}{PARQUET}"
 
 
 def record(target: Target, settings: CaptureSettings, locked: AskLocked) -> Captured:
-    """Record `target` until it ends, `settings.seconds` are over or a signal comes; returns what was written.
+    """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
 
-    `locked` tells how many bytes of a file its mount keeps locked. EnvironmentProblem if nothing can record here, the
-    target is gone or the output cannot be written; UsageError if the output exists. On a full disk the rows until then
-    stay in OUT.recording, and the error names it.
+    `locked` returns how many bytes of a file its mount has locked. EnvironmentProblem if no tier works on this machine, the
+    target has ended or the output cannot be written; UsageError if the output exists. On a full disk the rows written so
+    far stay in `OUT.recording`, and the error names that file.
     """
     with ExitStack() as stack:
         stack.callback(target.end)
-        Output(settings.output, settings.force)  # refuses what exists, before anything is recorded
+        Output(settings.output, settings.force)  # raises UsageError before the recording, not after it
         with _stop_signals() as stopped, _Capture(target, settings, LockedBytes(locked)) as session:
             return session.run(stopped)
 
 
 @dataclass
 class Captured:
-    """What has been recorded, in rows and blocks, repeats too. `known_blocks`: those read or mapped of which hit or miss is
-    known, of them `missed_blocks`. `files`: path and accessed blocks, most first.
+    """The summary of a recording. Blocks are counted at each access, so repeated accesses count again.
+
+    `known_blocks` counts the blocks read or mapped for which hit or miss is known; `missed_blocks` of them were misses.
+    `files` has path and accessed blocks of each file, the most accessed first.
     """
 
     trace: str
@@ -147,7 +150,7 @@ class Captured:
     remarks: list[str] = field(default_factory=list)
 
     def note(self, accesses: Records, file: Uint32s) -> None:
-        """Count rows that go into the trace; `file`: the id of each row's file."""
+        """Count rows of the trace; `file` is the id of each row's file."""
         count = accesses["count"].astype(np.int64)
         is_write = accesses["op"] == WRITE
         is_known = ~is_write & (accesses["miss"] != UNKNOWN)
@@ -162,11 +165,11 @@ class Captured:
 
     @property
     def miss_ratio(self) -> float | None:
-        """Share (0..1) of the blocks read or mapped that came from storage; None if it is not known of any."""
+        """Return the share (0..1) of misses among the blocks read or mapped; None if no hit or miss is known."""
         return self.missed_blocks / self.known_blocks if self.known_blocks else None
 
     def document(self) -> dict[str, Any]:
-        """Returns the summary for programs, in base units."""
+        """Return the summary as JSON values, in base units."""
         shown = {
             name: value for name, value in vars(self).items() if name not in ("by_file", "known_blocks", "missed_blocks")
         }
@@ -174,7 +177,7 @@ class Captured:
         return {**shown, "miss_ratio": self.miss_ratio, "files": files, "schema": SCHEMA}
 
     def lines(self) -> list[str]:
-        """Returns the summary for people."""
+        """Return the summary as lines of text."""
         ratio = "" if self.miss_ratio is None else f", {format_percent(self.miss_ratio)} from storage"
         made = [
             f"{self.trace}: {self.rows} rows in {format_duration(self.duration_s * 1e9)}; {self.ending}",
@@ -193,7 +196,7 @@ class Captured:
         return made + [f"note: {remark}" for remark in self.remarks]
 
     def show(self, as_json: bool) -> None:
-        """Print it: for people on stderr, where it cannot mix with what a command prints; JSON on stdout."""
+        """Print the lines on stderr, apart from the output of the traced command; with `as_json` also JSON on stdout."""
         for text in self.lines():
             say(text)
         if as_json:
@@ -202,21 +205,21 @@ class Captured:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[str]]:
-    """Yields the names of the signals that have asked for the end; afterwards the handlers before come back."""
-    came: list[str] = []
+    """Yield a list to which signal handlers append the names of stop signals; restore the old handlers at exit."""
+    received: list[str] = []
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda number, _frame: came.append(signal.Signals(number).name))
+            signal.signal(number, lambda number, _frame: received.append(signal.Signals(number).name))
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class _Capture:
-    """The state of a recording, whose source has been started; the with block ends source and files."""
+    """A recording whose source has been started. The end of the with block stops the source and closes the files."""
 
     def __init__(self, target: Target, settings: CaptureSettings, locked: LockedBytes) -> None:
         self._target, self._settings, self._locked = target, settings, locked
@@ -229,7 +232,7 @@ class _Capture:
         self._shown_counts = dataclasses.replace(self._counts)
         self._waiting: list[Columns] = []
         self._files_written = 0
-        self._wanted: list[bool] = []  # by the id of a file: whether --path wants it
+        self._wanted: list[bool] = []  # by file id: whether the path matches --path
         self._changes_known = 0
         self._sidecars: dict[int, BlockRequests | SampledTouches] = {}
 
@@ -260,7 +263,7 @@ class _Capture:
             written.discard()
 
     def run(self, stopped: list[str]) -> Captured:
-        """Returns what was written when the recording has ended."""
+        """Record until the end; write the trace and return the summary."""
         self._say_begin()
         self._target.release()
         self._started_s = time.monotonic()
@@ -283,13 +286,13 @@ class _Capture:
         return counts
 
     def _loop(self, stopped: list[str]) -> str:
-        """Drains until the end; returns why it has come."""
+        """Drain the source until the recording ends; return the reason."""
         end_s = self._started_s + self._settings.seconds if self._settings.seconds else None
         flush_s = shown_s = self._started_s
         shown_lines = 0
         with _woken_by(self._target.pid) as sleep:
             while True:
-                # Asked before draining: what a process did before it ended is in the buffers now.
+                # Checked before draining: if the process has ended, all of its events are in the buffers now.
                 alive = self._source.alive()
                 self._take(self._source.drain())
                 now_s = time.monotonic()
@@ -310,7 +313,7 @@ class _Capture:
                 sleep(POLL_S if end_s is None else min(POLL_S, end_s - now_s))
 
     def _take(self, records: Records) -> None:
-        """Sort `records` by kind: accesses to the trace, others beside it or to the counters."""
+        """Add accesses to the trace, requests and samples to their files, fills and evictions to the counters."""
         if not len(records):
             return
         counts, kinds = self._counts, records["kind"]
@@ -329,7 +332,7 @@ class _Capture:
         self._waiting.append(Columns(file=file, **{name: np.ascontiguousarray(accesses[name]) for name in _ROW}))
 
     def _chosen(self, accesses: Records, file: Uint32s) -> tuple[Records, Uint32s]:
-        """Returns the rows of files that --path wants."""
+        """Return the rows of the files that match --path."""
         if self._table.changes != self._changes_known:
             self._changes_known, self._wanted = self._table.changes, []
         self._wanted += [self._settings.matches(entry.path) for entry in self._table.files[len(self._wanted) :]]
@@ -338,7 +341,7 @@ class _Capture:
         return accesses[chosen], file[chosen]
 
     def _flush(self, whole_table: bool = False) -> None:
-        """Write what waits to the recording, with the files that are new; with `whole_table` all, at their last names."""
+        """Write the waiting rows and new files to the recording; with `whole_table` all files, with their last names."""
         files = self._table.files[0 if whole_table else self._files_written :]
         if not self._waiting and not whole_table:
             return
@@ -353,7 +356,7 @@ class _Capture:
         self._files_written = len(self._table.files)
 
     def _finish(self) -> None:
-        """Make the trace of the recording, and name the files beside it."""
+        """Convert the recording to the trace, and rename the additional files to their final names."""
         provenance = self._provenance()
         if self._recording.size_bytes >= _LARGE_BYTES:
             say(f"writing {self._settings.output}")
@@ -399,7 +402,7 @@ class _Capture:
             say(f"better tiers are not available: {self._better_tiers}")
 
     def _say_line(self, span_s: float) -> None:
-        """What happened in the last `span_s` seconds, in less than 80 columns."""
+        """Print the rates of the last `span_s` seconds, in less than 80 columns."""
         now, before = self._counts, self._shown_counts
         seconds, lost = time.monotonic() - self._started_s, self._source.lost
         rows, blocks = (now.rows - before.rows) / span_s, (now.blocks - before.blocks) / span_s
@@ -411,7 +414,7 @@ class _Capture:
 
 
 def say(text: str) -> None:
-    """Print `text` on stderr, in lines under 80 columns; a terminal that is gone does not end a recording."""
+    """Print `text` on stderr, in lines under 80 columns; a closed terminal does not end the recording."""
     with suppress(OSError, ValueError):
         shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         print(shown, file=sys.stderr, flush=True)
@@ -419,15 +422,15 @@ def say(text: str) -> None:
 
 @contextmanager
 def _woken_by(pid: int) -> Iterator[Callable[[float], None]]:
-    """Yields a function that sleeps some seconds, but not beyond the end of process `pid`."""
+    """Yield a function that sleeps for some seconds, but returns at once when process `pid` ends."""
     poll = select.poll()
 
     def sleep(seconds: float) -> None:
         for ended, _ in poll.poll(max(0.0, seconds * 1000)):
-            poll.unregister(ended)  # always ready from now on, and children may go on
+            poll.unregister(ended)  # it would stay ready, and children may still run
 
     with ExitStack() as stack:
-        with suppress(OSError):  # it is gone, or the kernel is older than 5.3
+        with suppress(OSError):  # the process has ended, or the kernel is older than 5.3
             fd = os.pidfd_open(pid)
             stack.callback(os.close, fd)
             poll.register(fd, select.POLLIN)
@@ -438,9 +441,9 @@ _COLUMNS = pa.schema(
     [
         ("t_ns", pa.uint64()),  # completion, clock of the trace
         ("latency_us", pa.uint32()),
-        ("dev", pa.uint64()),  # of the disk, or of the file system where a file is known
+        ("dev", pa.uint64()),  # of the file system if the file is known, else of the disk
         ("file", pa.uint32()),  # id in the trace; NO_FILE if not known
-        ("first", pa.uint64()),  # block of the file, or of the disk
+        ("first", pa.uint64()),  # block of the file if it is known, else of the disk
         ("count", pa.uint32()),
         ("op", pa.uint8()),
         ("pid", pa.uint32()),
@@ -449,10 +452,10 @@ _COLUMNS = pa.schema(
 
 
 class BlockRequests:
-    """Writes the requests of the block layer, under a temporary name until `close`."""
+    """The writer of block-layer requests. The file has a temporary name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """UsageError if `path` exists and `force` is not set; EnvironmentProblem if it cannot be written."""
+        """Raise UsageError if `path` exists and `force` is not set, EnvironmentProblem if it cannot be written."""
         self.path = path
         self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
@@ -465,7 +468,7 @@ class BlockRequests:
             raise
 
     def append(self, records: Records, table: FileTable) -> None:
-        """Write `records`, all of kind BLOCK; those that are matched get the number of their file."""
+        """Write `records`, all of kind BLOCK; MATCHED records get the id of their file."""
         self._requests += len(records)
         self._blocks += int(records["count"].sum(dtype=np.int64))
         self._latency_us += int(records["aux"].sum(dtype=np.int64))
@@ -481,35 +484,35 @@ class BlockRequests:
 
     @property
     def summary(self) -> str:
-        """How many requests there were, their size and their latency on average."""
+        """Return number, total size and mean latency of the requests, as text."""
         if not self._requests:
             return "no block requests"
         latency = format_duration(self._latency_us / self._requests * 1e3)
         return f"{self._requests} block requests, {format_size(self._blocks * BLOCK_BYTES)}, mean latency {latency}"
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
-        """Give the file its name."""
+        """Complete the file and rename it to its final name."""
         with writing(self.path):
             self._parquet.close()
         self._output.keep()
 
     def discard(self) -> None:
-        """Remove what has been written."""
+        """Remove the file."""
         self._output.discard()
 
 
 class SampledTouches:
-    """Writes the sampled sets as a trace, under a temporary name until `close`."""
+    """The writer of the sampled pages, as a trace. The file has a temporary name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """UsageError if `path` exists and `force` is not set."""
+        """Raise UsageError if `path` exists and `force` is not set."""
         self.path = path
         self._blocks = 0
         self._writer = TraceWriter(path, force=force)
 
     @property
     def summary(self) -> str:
-        """How many blocks were found touched, all intervals together."""
+        """Return the number of touched blocks, summed over all intervals, as text."""
         return f"{self._blocks} sampled touches of blocks"
 
     def append(self, records: Records, table: FileTable) -> None:
@@ -519,7 +522,7 @@ class SampledTouches:
         self._writer.append({"file": file, **{name: records[name] for name in _ROW}})
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
-        """Give the file its name; `provenance` is that of the trace."""
+        """Complete the file and rename it to its final name; `provenance` is that of the trace."""
         for file in files:
             self._writer.add_file(file)
         note = "Sampled: pages touched within each interval, in the order of their blocks; not single accesses."
@@ -527,5 +530,5 @@ class SampledTouches:
         self._writer.close()
 
     def discard(self) -> None:
-        """Remove what has been written."""
+        """Remove the file."""
         self._writer.discard()

@@ -1,9 +1,10 @@
-"""The tier without privilege: page faults of your own processes, and their reads and writes where strace is installed.
+"""The tier without privilege: page faults of the user's own processes, and their reads and writes if strace is installed.
 
-The kernel's perf events tell the address of each fault, and every new mapping and fork: they come through a ring for each
-processor (`EventRing`), and `AddressSpaces` knows which block of which file an address was at that time. System calls are
-told by strace, the tool of the paper: slow, but it needs no privilege either; the importer of its logs follows what it
-writes into a pipe (`Strace`). `FaultSource` brings both into one order.
+The kernel's perf events report the address of each page fault, and every new mapping and fork. They arrive in one ring per
+CPU (`EventRing`). `AddressSpaces` maps an address at a given time to a file and a block.
+
+System calls are recorded by strace, the tool of the paper. It is slow, but needs no privilege either: `Strace` reads its
+log from a pipe and parses it with the importer of strace logs. `FaultSource` merges both streams by time.
 """
 
 from __future__ import annotations
@@ -43,47 +44,48 @@ _TID, _TIME, _ADDR = 1 << 1, 1 << 2, 1 << 3
 _INHERIT, _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR, _WATERMARK = 1 << 1, 1 << 5, 1 << 6, 1 << 14
 _USE_CLOCK, _INHERIT_THREADS_ONLY = 1 << 25, 1 << 35
 # mmap, task, mmap_data, sample_id_all, mmap2
-_TELL_MAPPINGS = 1 << 8 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 23
+_REPORT_MAPPINGS = 1 << 8 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 23
 _SET_OUTPUT, _DISABLE = 0x2405, 0x2401
 _HEAD, _TAIL = 128, 129  # words of the control page
 _HEADER = struct.Struct("<IHH")  # kind, -, size
-_LOST, FORK, _SAMPLE, MMAP = 2, 7, 9, 10  # kinds of records; the last is PERF_RECORD_MMAP2
-_NAME = 64  # where the name begins in the latter
+_LOST, FORK, _SAMPLE, MMAP = 2, 7, 9, 10  # kinds of records; MMAP is PERF_RECORD_MMAP2
+_NAME = 64  # offset of the file name in PERF_RECORD_MMAP2
 _FAULT = np.dtype(
     [("kind", "<u4"), ("flags_size", "<u4"), ("pid", "<u4"), ("tid", "<u4"), ("t_ns", "<u8"), ("address", "<u8")]
 )
-# What a user may lock for perf without privilege is 516 KiB by default, control pages included.
+# Without privilege, a user may lock 516 KiB for perf by default, control pages included.
 _LOCKED_BYTES = 480 << 10
 _ROOT_RING_BYTES = 1 << 20
 
-_SETTLED_NS = 50_000_000  # strace is not in a hurry
+_SETTLED_NS = 50_000_000  # strace may report a call this late
 _LOOK_S = 0.1
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-_ATTACH_S = 60.0  # of a strace that neither attaches nor says why not: only a machine that stands still
+_ATTACH_S = 60.0  # generous: strace attaches or fails within milliseconds unless the machine is stalled
 _PIPE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _opened(tid: int, cpu: int, follow: bool) -> int:
-    """Returns a descriptor of the page faults of thread `tid` on `cpu` and of all threads (`follow`: processes) it starts.
+    """Return a perf event descriptor for the page faults of thread `tid` on `cpu`. OSError.
 
-    Only those of the program, not those in the kernel's own code; new mappings and forks are told as well. OSError.
+    The event includes the threads that `tid` starts, and with `follow` the processes. It reports new mappings and forks as
+    well, but no page faults in kernel code.
     """
-    flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _TELL_MAPPINGS
+    flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _REPORT_MAPPINGS
     attributes = Attributes(
         type=_SOFTWARE,
         config=_PAGE_FAULTS,
         sample_period=1,
         sample_type=_TID | _TIME | _ADDR,
         flags=flags if follow else flags | _INHERIT_THREADS_ONLY,
-        wakeup_watermark=1 << 30,  # nobody waits for it: it is read at intervals
+        wakeup_watermark=1 << 30,  # never wake the reader: it reads at intervals
         clockid=time.CLOCK_MONOTONIC,
     )
     return open_event(attributes, tid, cpu)
 
 
 def _processors() -> list[int]:
-    """Numbers of the processors that are on: an event that processes inherit has to be opened on each of them."""
+    """Return the numbers of the online CPUs: an inherited event must be opened on each of them."""
     found: list[int] = []
     with open("/sys/devices/system/cpu/online") as file:
         for part in file.read().strip().split(","):
@@ -93,10 +95,10 @@ def _processors() -> list[int]:
 
 
 class EventRing:
-    """The buffer of the events on one processor, which any number of threads share."""
+    """The ring buffer for the events on one CPU. Any number of threads share it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """`size_bytes`: a power of two. OSError where the kernel gives no memory."""
+        """Map a ring of `size_bytes` (a power of two). OSError if the kernel refuses the memory."""
         self.lost = 0
         self._fds = [fd]
         self._size = size_bytes
@@ -105,13 +107,13 @@ class EventRing:
         self._fence = Fence()
 
     def add(self, fd: int) -> None:
-        """Send the events of descriptor `fd`, of the same processor, to this buffer as well."""
+        """Send the events of descriptor `fd`, of the same CPU, to this ring as well."""
         self._fds.append(fd)
         if _libc.ioctl(fd, ctypes.c_ulong(_SET_OUTPUT), ctypes.c_int(self._fds[0])):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def read(self) -> tuple[list[Records], list[tuple[int, bytes]]]:
-        """Returns samples, and kinds and contents of the records that are none, since the last call."""
+        """Return the samples, and the kind and content of each other record, since the last call."""
         head, tail = int(self._control[_HEAD]), int(self._control[_TAIL])
         self._fence()
         begin = PAGE_BYTES + tail % self._size
@@ -123,7 +125,7 @@ class EventRing:
         while at < len(data):
             kind, _, size = _HEADER.unpack_from(data, at)
             if kind == _SAMPLE:
-                # They have one size: a run of them is taken at once.
+                # All samples have one size, so numpy decodes a run of them in one step.
                 rows = np.frombuffer(data, _FAULT, (len(data) - at) // _FAULT.itemsize, at)
                 other = np.flatnonzero(rows["kind"] != _SAMPLE)
                 samples.append(rows[: other[0]] if len(other) else rows)
@@ -136,12 +138,12 @@ class EventRing:
         return samples, others
 
     def stop(self) -> None:
-        """Count no more; what is there can still be read."""
+        """Disable the events; those in the ring can still be read."""
         for fd in self._fds:
             _libc.ioctl(fd, ctypes.c_ulong(_DISABLE), 0)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the descriptors and unmap the ring."""
         for fd in self._fds:
             os.close(fd)
         del self._control
@@ -156,7 +158,7 @@ class AddressSpace:
         self._table: Uint64s | None = None
 
     def put(self, new: FileMapping) -> None:
-        """Take a mapping, which replaces what was there."""
+        """Add a mapping. It replaces the parts of older mappings at its addresses."""
         self._table = None
         at = bisect_right(self.mappings, new.low, key=attrgetter("high"))
         end = bisect_left(self.mappings, new.high, key=attrgetter("low"))
@@ -169,7 +171,7 @@ class AddressSpace:
         self.mappings[at:end] = [*below, new, *above]
 
     def files(self, address: Uint64s) -> tuple[Uint64s, Uint64s, Uint64s]:
-        """Returns device, inode and block of each address; inode 0 where there is no file."""
+        """Return device, inode and block of each address; inode 0 where no file is mapped."""
         if not self.mappings:
             nothing = np.zeros(len(address), np.uint64)
             return nothing, nothing, nothing
@@ -187,17 +189,17 @@ class AddressSpaces:
     """The address spaces of all recorded processes, kept up to date by the kernel's records of mappings and forks."""
 
     def __init__(self, paths: dict[Key, str]) -> None:
-        """Puts what is mapped into `paths`."""
+        """Store the path of each new mapping in `paths`."""
         self._paths = paths
         self._by_pid: dict[int, AddressSpace] = {}
         self._changes: list[tuple[int, int, FileMapping | int]] = []  # time, process, its new mapping or its parent
 
     def look(self, pid: int) -> None:
-        """Take the mappings that `pid` has now."""
+        """Read the current mappings of `pid`."""
         self._by_pid[pid] = AddressSpace(mappings(pid))
 
     def note(self, kind: int, record: bytes) -> None:
-        """Take a record of perf events, without its header, that has process and time (`sample_id_all`) at its end."""
+        """Store a MMAP or FORK record, without its header, with process and time (`sample_id_all`) at its end."""
         (t_ns,) = struct.unpack_from("<Q", record, len(record) - 8)
         if kind == FORK:
             pid, parent = struct.unpack_from("<II", record)
@@ -212,7 +214,7 @@ class AddressSpaces:
                 self._paths[mapping.dev, inode] = path
 
     def files(self, pid: Uint64s, t_ns: Uint64s, address: Uint64s) -> tuple[Uint64s, Uint64s, Uint64s]:
-        """Returns device, inode and block of faults that ascend in time; inode 0 for those in no file."""
+        """Return device, inode and block of faults in ascending order of time; inode 0 outside of files."""
         found = np.zeros((3, len(pid)), np.uint64)
         begin = 0
         for when, process, change in sorted(self._changes, key=itemgetter(0)):
@@ -239,30 +241,30 @@ class AddressSpaces:
 
 
 class Strace:
-    """Follows the targets of a scope with strace; `drain` gives what they read (and wrote, if it is wanted) by call."""
+    """The system calls of a scope's targets, traced by strace. `drain` returns the reads, and the writes if required."""
 
     def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
-        """Returns when strace has them; EnvironmentProblem if it may not, or another debugger has them.
+        """Start strace and return when it is attached. Paths of accessed files are stored in `paths`.
 
-        Puts what is accessed into `paths`.
+        EnvironmentProblem if strace may not attach, or another debugger is attached.
         """
         self.lost = 0
         self._scope, self._paths = scope, paths
-        self._keys: dict[int, Key | None] = {}  # by number of the log's file; None if it was gone
+        self._keys: dict[int, Key | None] = {}  # by file number in the log; None if the path no longer exists
         self._log, self._lines, self._rest = StraceLog(), 0, b""
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         with tempfile.TemporaryDirectory(prefix="llmcache-") as directory:
             fifo = Path(directory) / "log"
             os.mkfifo(fifo, 0o600)
             self._pipe = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            # Threads that it does not know are attributed to processes only with -f, which threads need anyway.
+            # -f is required for threads, even without scope.follow.
             attach = [word for pid in scope.targets for word in ("-p", str(pid))]
             self._process = subprocess.Popen(
                 ["strace", "-f", "-q", "-ttt", "-y", "-s", "0", "-e", "trace=desc,process", "-o", str(fifo), *attach],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the recorder, which ends strace
+                start_new_session=True,  # Ctrl-C must reach only the recorder, which ends strace
             )
             try:
                 self._wait()
@@ -276,8 +278,8 @@ class Strace:
         while any(_tracer(pid) != self._process.pid for pid in self._scope.targets):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._process.kill()
-                said = self._process.communicate()[1].decode(errors="replace").strip()
-                reason = said.splitlines()[0] if said else "it cannot attach"
+                output = self._process.communicate()[1].decode(errors="replace").strip()
+                reason = output.splitlines()[0] if output else "it cannot attach"
                 raise EnvironmentProblem(
                     f"strace: {reason}",
                     "without root, it attaches only to your own processes, and only where no debugger is attached",
@@ -286,15 +288,15 @@ class Strace:
 
     @property
     def guessed(self) -> int:
-        """Accesses whose offset was not told: of files that were open before, read where the process was."""
+        """Return the number of accesses with an unknown offset: sequential ones in files that were open before."""
         return self._log.counts["guessed_offsets"]
 
     def drain(self) -> Records:
-        """What was logged since the last call, in the order of the log."""
+        """Return the accesses logged since the last call, in the order of the log."""
         self._follow()
         found = []
         for t_ns, number, first, count, op, _, pid in self._log.rows:
-            # What was touched of a mapping is told by page faults.
+            # The page faults show which blocks of a mapping are touched.
             if op == MAP or (op == WRITE and not self._scope.writes):
                 continue
             if not self._scope.follow and pid not in self._scope.targets:
@@ -316,7 +318,7 @@ class Strace:
                     self._log.take(os.fsdecode(line), self._lines)
 
     def _key(self, number: int) -> Key | None:
-        """Device and inode of a file that strace knows by its path; None if there is none by that name any more."""
+        """Return device and inode of a file of the log; None if its path no longer exists."""
         if number not in self._keys:
             self._keys[number] = None
             path = self._log.path(number)
@@ -327,10 +329,10 @@ class Strace:
         return self._keys[number]
 
     def stop(self) -> None:
-        """End strace, which lets the processes go on; what it has logged can still be drained."""
+        """End strace; the processes continue. Logged calls can still be drained."""
         if self._process.poll() is None:
             self._process.terminate()
-            # It may wait for room in the pipe.
+            # strace may be blocked on a full pipe.
             while self._process.poll() is None:
                 self._follow()
                 time.sleep(0.002)
@@ -338,7 +340,7 @@ class Strace:
             self._process.stderr.close()
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         os.close(self._pipe)
 
 
@@ -350,7 +352,7 @@ def _tracer(pid: int) -> int:
 
 
 class _Processes:
-    """Which of some processes, and with `follow` of what they start, still run, as far as /proc shows it in time."""
+    """The recorded processes that still run. With `follow`, their children are added when /proc shows them."""
 
     def __init__(self, pids: Iterable[int], follow: bool) -> None:
         self._follow = follow
@@ -359,12 +361,12 @@ class _Processes:
         self._add(pids)
 
     def note(self, pids: Iterable[int]) -> None:
-        """Processes that were seen to belong to it."""
+        """Add processes that appeared in records."""
         if self._follow:
             self._add(pid for pid in pids if pid not in self._known)
 
     def alive(self) -> bool:
-        """Whether any of them runs; looked at ten times in a second at most."""
+        """Return whether any of them runs; /proc is read at most ten times a second."""
         now_s = time.monotonic()
         if self._known and now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
@@ -380,7 +382,7 @@ class _Processes:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it runs: its number may have been given to another since, or it only waits to be buried."""
+    """Return whether a process runs: False for a zombie, and if the kernel has reused its number."""
     try:
         return bool(process.is_running() and process.status() not in _DEAD)
     except psutil.NoSuchProcess:
@@ -409,7 +411,7 @@ class FaultSource(Source):
 
     @classmethod
     def probe(cls) -> str | None:
-        """Why not here: perf events are forbidden, or there are none."""
+        """See Source: perf events may be forbidden or not supported."""
         if not is_known_processor():
             return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
         try:
@@ -475,7 +477,7 @@ class FaultSource(Source):
         return self._order.put(records, horizon)
 
     def _in_files(self, samples: Records) -> Records:
-        """The faults in files among `samples`."""
+        """Return records of the page faults in files among `samples`."""
         samples = samples[np.argsort(samples["t_ns"], kind="stable")]
         records = no_records(len(samples))
         records["pid"], records["t_ns"] = samples["pid"], samples["t_ns"]

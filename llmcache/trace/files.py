@@ -1,13 +1,13 @@
-"""The files of a recording: their names by device and inode, which is all that the kernel tells of an access.
+"""The files of a recording: paths by device and inode. The kernel reports an access with device and inode only.
 
-A name is looked up when its inode is first seen, in what the process has open and mapped, while it most likely still
-is; else the file system is asked; else (it was closed already, on a file system that cannot be asked) each time it is
-seen again. It is the name at that time: a file that is renamed later keeps it unless the name is
-gone at the end and a process still shows the new one; one that is deleted keeps the last it had.
+A path is looked up when its inode first appears: in the open and mapped files of the process, then through the file system
+(by file handle). If both fail, because the file was closed already, the lookup is repeated each time the inode appears
+again. A file that is renamed later keeps its first path, unless that path no longer exists at the end and a process shows
+the new one. A deleted file keeps its last path.
 
-A mount (inplace, steer) locks what it keeps of a loop: after the first touch no tier sees those pages again, and a recording
-has only what the mount streams. How much that is, `LockedBytes` asks when a file is first seen and again at the end; the
-smaller number was locked all the time, and goes into the trace with its rows.
+A mount in mode inplace or steer locks the pinned part of a loop in memory. After the first touch no tier sees accesses to
+those pages, so the recording contains only the streamed part. `LockedBytes` queries the number of locked bytes when a
+file first appears and again at the end. The smaller number was locked all the time and is stored in the trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmcache.units import format_size
 
 DELETED = " (deleted)"
 AskLocked = Callable[[TraceFile], int]
-# Handles of these file systems are inode number and generation, and a generation of 0 stands for any.
+# A file handle of these file systems is an inode number and a generation; generation 0 matches any.
 _BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
 _INO32_GEN = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,14 +45,14 @@ class OpenFile:
 
 
 class FileTable:
-    """The file table of a recording: numbers given in the order of appearance."""
+    """The file table of a recording. Files are numbered in the order in which they appear."""
 
     def __init__(self, pids: Iterable[int], told: Mapping[Key, str] = {}) -> None:
-        """Looks at what `pids` have open now. `told`: the paths that the source of the records knows, ever more."""
-        self._told = told
+        """Read the files that `pids` have open now. `told` has the paths from the source of the records, and may grow."""
+        self._source_paths = told
         self.files: list[TraceFile] = []
         self.unnamed = 0
-        self.changes = 0  # how often a file that was in `files` already got its name
+        self.changes = 0  # how often an unnamed file in `files` got its path
         self._ids: dict[Key, int] = {}
         self._known: dict[Key, OpenFile] = {}
         self._nameless: set[Key] = set()
@@ -60,7 +60,7 @@ class FileTable:
         self._look(self._pids)
 
     def numbers(self, dev: Uint64s, inode: Uint64s, pid: Uint32s) -> Uint32s:
-        """Returns the id of each row's file; files without a name are looked up, new ones added to `files`."""
+        """Return the id of each row's file. Look up unnamed files, and add new ones to `files`."""
         if not len(dev):
             return np.zeros(0, np.uint32)
         rows, index = distinct_files(dev, inode)
@@ -68,12 +68,12 @@ class FileTable:
         seen = dict(zip(keys, pid[rows].tolist(), strict=True))
         new = [key for key in keys if key not in self._ids or key in self._nameless]
         if new:
-            strange = {key for key in new if key not in self._known}
+            to_find = {key for key in new if key not in self._known}
             self._pids.update(np.unique(pid).tolist())
-            if strange:
-                # Another process may have passed the file on: all are looked at, those that touched it first.
+            if to_find:
+                # Start with the processes that accessed the files; another one may have passed on the descriptor.
                 first = {seen[key] for key in new}
-                self._look([*sorted(first), *sorted(self._pids - first)], strange)
+                self._look([*sorted(first), *sorted(self._pids - first)], to_find)
             for key in new:
                 if key in self._ids:
                     self._name(key)
@@ -83,7 +83,7 @@ class FileTable:
         return found
 
     def finish(self) -> None:
-        """Look again: at sizes, at names that have changed, and for those that were not found."""
+        """Update the sizes and the paths that have changed, and look up unnamed files again."""
         self._look(self._pids)
         for number, file in enumerate(self.files):
             key = (file.dev, file.inode)
@@ -97,7 +97,7 @@ class FileTable:
 
     def _add(self, key: Key) -> None:
         named = self._known.get(key)
-        if named is None and (found := self._told.get(key) or path_of(*key)):
+        if named is None and (found := self._source_paths.get(key) or path_of(*key)):
             named = OpenFile(found, _size(found, key))
         path = named.path if named else unnamed(key)
         if named is None:
@@ -106,7 +106,7 @@ class FileTable:
         self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
 
     def _name(self, key: Key) -> None:
-        """Give a file that had none its name, if a process shows it by now."""
+        """Set the path of an unnamed file, if a process shows it now."""
         if named := self._known.get(key):
             number = self._ids[key]
             self.files[number] = dataclasses.replace(self.files[number], path=named.path, size_bytes=named.size_bytes)
@@ -114,18 +114,18 @@ class FileTable:
             self.changes += 1
 
     def _look(self, pids: Iterable[int], wanted: set[Key] | None = None) -> None:
-        """Look at `pids`, one after the other, until all that is `wanted` is known."""
+        """Read the open files of `pids` in order, until all of `wanted` are known; None: of all processes."""
         for pid in list(pids):
             if wanted is not None and wanted <= self._known.keys():
                 return
             try:
                 self._known.update(open_files(pid))
             except OSError:
-                self._pids.discard(pid)  # it is gone
+                self._pids.discard(pid)  # it has ended
 
 
 def unnamed(key: Key) -> str:
-    """Returns what stands for the path of a file that was closed and gone before it could be looked up."""
+    """Return the placeholder for the path of a file that could not be looked up."""
     dev, inode = key
     return f"[{os.major(dev)}:{os.minor(dev)} inode {inode}]"
 
@@ -139,7 +139,7 @@ def _is(path: str, key: Key) -> bool:
         stat = os.stat(path)
     except (OSError, ValueError):
         return False
-    return stat.st_ino == key[1]  # the device of a subvolume or an overlay is another
+    return stat.st_ino == key[1]  # not st_dev: it differs on subvolumes and overlays
 
 
 def _size(path: str, key: Key) -> int:
@@ -147,9 +147,9 @@ def _size(path: str, key: Key) -> int:
 
 
 def open_files(pid: int) -> Iterator[tuple[Key, OpenFile]]:
-    """Yields the files that process `pid` has open or mapped; OSError if it is gone or may not be looked at.
+    """Yield the files that process `pid` has open or mapped; OSError if it has ended or is not accessible.
 
-    Also by the device and inode of a layer, where they lie on an overlay.
+    A file on an overlay is also yielded with device and inode of its layer.
     """
     seen = mounts(pid)
     by_dev = {mount.dev: mount for mount in seen.values()}
@@ -170,7 +170,7 @@ def _of_descriptor(pid: int, number: str, seen: dict[int, Mount]) -> Iterator[tu
     with open(f"/proc/{pid}/fdinfo/{number}") as lines:
         facts = dict(line.split(":", 1) for line in lines if ":" in line)
     mount = seen.get(int(facts["mnt_id"]))
-    # The mount's device and not st_dev: btrfs shows another for each subvolume, which the page cache does not know.
+    # Not st_dev: btrfs has another one for each subvolume, but page-cache events carry the device of the mount.
     dev = mount.dev if mount else stat.st_dev
     yield from _named((dev, stat.st_ino), _without_mark(path, stat.st_nlink), stat.st_size, mount)
 
@@ -179,7 +179,7 @@ def _of_mapping(pid: int, mapping: FileMapping, mount: Mount | None) -> Iterator
     try:
         stat = os.stat(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
         size, links = stat.st_size, stat.st_nlink
-    except OSError:  # needs a privilege
+    except OSError:  # map_files requires a privilege
         size, links = 0, 0 if mapping.path.endswith(DELETED) else 1
     yield from _named((mapping.dev, mapping.inode), _without_mark(mapping.path, links), size, mount)
 
@@ -198,7 +198,7 @@ def _without_mark(path: str, links: int) -> str:
 
 
 class LockedBytes:
-    """What `ask` says of the files of a recording: bytes that are locked. `by_file` holds the result, by id."""
+    """The locked bytes of the files of a recording, queried with `ask`. `by_file` is the result, by file id."""
 
     def __init__(self, ask: AskLocked) -> None:
         self.by_file: dict[int, int] = {}
@@ -207,13 +207,13 @@ class LockedBytes:
         self._before: dict[int, int] = {}
 
     def begin(self, files: Iterable[TraceFile]) -> None:
-        """Ask about files that are new."""
+        """Query the files that are new."""
         for file in files:
             if file.id not in self._before:
                 self._before[file.id] = self._bytes(file)
 
     def finish(self, files: Iterable[TraceFile]) -> None:
-        """Ask again about those of which something was locked, and make the remarks for people."""
+        """Query the files with locked bytes again, and write the remarks."""
         for file in files:
             before = self._before.get(file.id, 0)
             if before and (size_bytes := min(before, self._bytes(file))):
@@ -241,7 +241,7 @@ class _Handle(ctypes.Structure):
 
 
 def path_of(dev: int, inode: int) -> str | None:
-    """Returns a path by which this process reaches the inode; None if there is none, or the file system does not tell."""
+    """Return a path of the inode for this process; None if it has none or the file system cannot look it up."""
     if inode >= 1 << 32:
         return None
     for mount in mounts("self").values():
@@ -255,7 +255,7 @@ def path_of(dev: int, inode: int) -> str | None:
 
 
 def _opened(point: str, inode: int) -> str:
-    """Returns the path that the kernel knows for `inode` of the file system on `point`; OSError if none."""
+    """Return the kernel's path for `inode` on the file system mounted on `point`; OSError if it has none."""
     handle = _Handle(8, _INO32_GEN, inode, 0)
     base = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""`llmcache info`: what a trace holds, as a table for people or JSON for programs. One pass, in constant memory."""
+"""`llmcache info`: the contents of a trace as a table or JSON. It reads the trace once, in constant memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from llmcache.units import BLOCK_BYTES, format_duration, format_size
 SCHEMA = "llmcache.info/1"
 _WIDTH = 79
 _MOST_FILES = 20
-_LONGEST_EXTRA = 200  # capture tiers keep whole documents there
+_LONGEST_EXTRA = 200  # values can be whole documents
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of the trace: accesses in blocks, repeats included, and the bytes touched at least once."""
+    """A file of the trace. `accesses` counts blocks, repeats included; `touched_bytes` counts each block once."""
 
     path: str
     size_bytes: int
@@ -36,7 +36,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class TraceInfo:
-    """A trace: `ops` and `misses` count accesses (blocks, repeats included) by name; files come most accessed first."""
+    """A trace. `ops` and `misses` count accessed blocks, repeats included, by name; `files` has the most accessed first."""
 
     trace: str
     rows: int
@@ -54,12 +54,12 @@ class TraceInfo:
 
     @property
     def duration_ns(self) -> int:
-        """From the first access to the last."""
+        """Return the time from the first access to the last."""
         return self.end_ns - self.start_ns
 
 
 def describe(path: str | os.PathLike[str]) -> TraceInfo:
-    """Returns what the trace in `path` (any format) holds; DataError if it is none, or has no rows."""
+    """Return the contents of the trace in `path` (any format); DataError if it is not a trace or has no rows."""
     ops, misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
     rows, accesses = Counter[int](), Counter[int]()  # by file
     pids: set[int] = set()
@@ -103,7 +103,7 @@ def describe(path: str | os.PathLike[str]) -> TraceInfo:
 
 
 def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
-    """Print what the trace in `path` holds."""
+    """Print the contents of the trace in `path`."""
     info = describe(path)
     if as_json:
         print(json.dumps({**asdict(info), "schema": SCHEMA, "duration_ns": info.duration_ns}, indent=2))

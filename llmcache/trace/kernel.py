@@ -1,8 +1,8 @@
-"""Where live traces come from: BPF programs on page-cache tracepoints, on the functions behind them, on system calls.
+"""The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls.
 
-`KernelPrograms` is the compiled object in the kernel: which of its programs run here, and what was configured in it. A
-`BpfSource` is what one tier makes of them. `SOURCES` is the table of all tiers, best first, with the one that needs no BPF
-at its end; `start_source` takes the best that works.
+`KernelPrograms` loads and configures the BPF object, with the programs that this kernel accepts. Each subclass of
+`BpfSource` is a tier that uses them. `SOURCES` lists all tiers, best first; the last one needs no BPF. `start_source`
+starts the best tier that works.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 OBJECT = OBJECTS / "iotrace.bpf.o"
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
-LEFT_NS = 5 * MAX_AGE_NS  # a run that `flush` leaves alone began at most so long ago (bpf/flush.h)
-_BUSY_TRIES, _BUSY_S = 1000, 0.001  # at the end, for programs that stand still with the processor they run on
+LEFT_NS = 5 * MAX_AGE_NS  # maximal age of a run that `flush` does not send yet (bpf/flush.h)
+_BUSY_TRIES, _BUSY_S = 1000, 0.001  # at the end: a program can be delayed with its (virtual) CPU
 MAX_BLOCKS = 1024
 LOSSES = ("ring full", "too many threads", "too many files", "too many block requests", "huge mapping of an unknown file")
 
@@ -58,16 +58,16 @@ _CALLS = {
 _ALWAYS = ("seed", "flush", "started", "ended", "replaced")
 _RUN_BY_US = ("seed", "flush")
 TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages")
-"""What tier filemap cannot do without, since Linux 6.12."""
-# An event is timed before its slot is locked: this much later it is in the slot, and later still it is sent.
+"""The tracepoints that tier filemap requires; Linux 6.12 and later have them."""
+# A program takes the time of an event before it locks a slot: allow 2 ms for that, and LEFT_NS until `flush` sends it.
 _SETTLED_NS = 2_000_000 + LEFT_NS
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something to be seen, by the first of `programs` (each a group that belongs together) that the kernel takes.
+    """Something to record. `programs` are alternative sets of BPF programs; the first that the kernel accepts is used.
 
-    Without any, `missing` is what the recording lacks; None if there is no recording without it.
+    If none is accepted, the recording lacks `missing`; with None it fails.
     """
 
     programs: Sequence[Sequence[str]]
@@ -75,7 +75,7 @@ class Feature:
 
 
 def supported() -> str | None:
-    """Why BPF programs of any tier cannot work on this machine, or None."""
+    """Return why no BPF tier can work on this machine, or None."""
     if platform.machine() not in _CALLS:
         return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
     if not Path("/sys/kernel/btf/vmlinux").exists():
@@ -88,14 +88,14 @@ class _FlushResult(ctypes.Structure):
 
 
 class RecordRing(Ring):
-    """A ring that holds only `record`s, read with numpy."""
+    """A ring whose records all have the dtype `record`, read with numpy."""
 
     def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
         super().__init__(fd, size, record.itemsize)
         self._framed = np.dtype([("length", "<u4"), ("page", "<u4"), ("record", record)])
 
     def read(self) -> Records:
-        """All records that are complete, in the order in which they were written; gives their place back."""
+        """Return all complete records in the order of writing, and free their space in the ring."""
         frames = np.frombuffer(self.stretch(), self._framed)
         busy = np.flatnonzero(frames["length"] & np.uint32(BUSY))
         if len(busy):
@@ -107,7 +107,7 @@ class RecordRing(Ring):
 
 
 class KernelPrograms:
-    """The object loaded for `features`; what could not be had is in `missing`. `attach` begins, `close` ends it."""
+    """The BPF object loaded for `features`; `missing` describes the features that the kernel does not support."""
 
     def __init__(self, features: Iterable[Feature], follow: bool, coalesce: bool) -> None:
         self.missing: list[str] = []
@@ -116,7 +116,7 @@ class KernelPrograms:
         self._ring = RecordRing(self._object.map_fd("ring"), RING_BYTES, RECORD)
 
     def _load(self, features: list[Feature]) -> tuple[BpfObject, list[str]]:
-        """Loads what the kernel takes: a program that it refuses is replaced by the next choice, or left out."""
+        """Load the object. If the kernel refuses a program, load the next alternative of its feature, or none."""
         choice = [0] * len(features)
         while True:
             chosen = [
@@ -130,9 +130,9 @@ class KernelPrograms:
                 return loaded, programs
             except LoadFailure as failure:
                 loaded.close()
-                self._give_up(failure, features, choice)
+                self._skip(failure, features, choice)
 
-    def _give_up(self, failure: LoadFailure, features: list[Feature], choice: list[int]) -> None:
+    def _skip(self, failure: LoadFailure, features: list[Feature], choice: list[int]) -> None:
         for position, feature in enumerate(features):
             untried = feature.programs[choice[position] :]
             if untried and failure.program in untried[0]:
@@ -145,12 +145,12 @@ class KernelPrograms:
         raise failure
 
     def attach(self, pids: Iterable[int]) -> int:
-        """Begins to record the processes `pids`; returns the number of their threads."""
+        """Start to record the processes `pids`; return the number of their threads."""
         for pid in pids:
             self._object.put("targets", pid.to_bytes(4, sys.byteorder), (1).to_bytes(4, sys.byteorder))
         for name in ("started", "ended", "replaced"):
             self._object.attach(name)
-        # What a thread starts before it is found itself is found in the next round.
+        # A thread that is not seeded yet can start others: the next round finds those.
         found = 0
         while added := len(self._object.iterate("seed")):
             found += added
@@ -160,8 +160,10 @@ class KernelPrograms:
         return found
 
     def flush(self, at_end: bool = False) -> tuple[int, bool]:
-        """Sends runs that stopped growing to the ring, `at_end` all; returns the number of live threads and whether none
-        was busy."""
+        """Send the runs that stopped growing to the ring, `at_end` all runs.
+
+        Return the number of live threads, and whether all runs were available (no program was updating one).
+        """
         result = _FlushResult(all=at_end)
         for _ in range(_BUSY_TRIES if at_end else 4):
             self._object.run("flush", result)
@@ -172,22 +174,22 @@ class KernelPrograms:
         return int(result.live), not result.busy
 
     def read(self) -> Records:
-        """What is in the ring."""
+        """Return the records in the ring."""
         return self._ring.read()
 
     def lost(self) -> int:
-        """Events lost so far, for one of `LOSSES` or because a program was busy."""
+        """Return the number of lost events: for a reason in `LOSSES`, or because a program was busy."""
         counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         busy = sum(self._object.misses(name) for name in attached)
         return busy + sum(int.from_bytes(count, sys.byteorder) for count in counts)
 
     def detach(self) -> None:
-        """Ends the recording; what is in the maps can still be flushed and read."""
+        """Detach the programs; runs in the maps can still be flushed and read."""
         self._object.detach()
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Unload the object."""
         self._object.close()
 
 
@@ -215,9 +217,9 @@ _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block reque
 
 
 class BpfSource(Source):
-    """What the tiers by BPF have in common: all but their programs."""
+    """The common part of all BPF tiers; a subclass names its programs."""
 
-    programs: ClassVar[Sequence[str]]  # what sees its accesses, without which there is no recording
+    programs: ClassVar[Sequence[str]]  # the programs that see accesses: required
     pages = True
     requests = True
 
@@ -230,13 +232,13 @@ class BpfSource(Source):
 
     @classmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
-        """What is to be loaded for `scope`."""
+        """Return the features to load for `scope`."""
         seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.pages else []
         return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
-        """Why not here: no privilege, no BTF, no libbpf, or the kernel refuses a program that is needed. Leaves nothing."""
+        """See Source: no privilege, BTF or libbpf, or the kernel refuses a required program."""
         if reason := supported():
             return reason
         if os.geteuid() != 0 and not _has_capabilities():
@@ -250,7 +252,7 @@ class BpfSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """Loads and attaches. EnvironmentProblem if the kernel refuses, or none of the targets is there."""
+        """See Source: load and attach the programs."""
         try:
             self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
@@ -287,7 +289,7 @@ class BpfSource(Source):
         return self._residency.mark(records) if self.pages else unknown(records)
 
     def alive(self) -> bool:
-        """As of the last drain()."""
+        """See Source; the state is that of the last `drain`."""
         return self._live > 0
 
     @property
@@ -305,7 +307,7 @@ class BpfSource(Source):
 
 
 class FilemapSource(BpfSource):
-    """Page-cache tracepoints of Linux 6.12 and later: every access to cached files, and what the cache did."""
+    """The tier on page-cache tracepoints (Linux 6.12 and later): all accesses to cached files, fills and evictions."""
 
     name = "filemap"
     programs = ("read_pages", "fault_page", "mapped", "map_around")
@@ -321,7 +323,7 @@ class FilemapSource(BpfSource):
 
     @classmethod
     def probe(cls) -> str | None:
-        """As for all; without the tracepoints nothing else need be asked."""
+        """See Source; the check for the tracepoints comes first because it is the cheapest."""
         reason = supported()
         if reason is None and not _described():
             return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"
@@ -329,7 +331,7 @@ class FilemapSource(BpfSource):
 
 
 class FexitSource(BpfSource):
-    """The functions behind the page cache, for kernels without its tracepoints."""
+    """The tier on the page-cache functions, for kernels without the tracepoints."""
 
     name = "fexit"
     programs = ("read_returned", "fault_returned", "mapped", "map_returned")
@@ -341,7 +343,7 @@ class FexitSource(BpfSource):
 
 
 class SyscallSource(BpfSource):
-    """The results of read and write calls: no page faults, no hits and misses."""
+    """The tier on read and write calls: no page faults, no hits and misses."""
 
     name = "syscalls"
     programs = ("read_call_returned",)
@@ -354,11 +356,11 @@ def _described() -> bool:
     try:
         return all(map(has_tracepoint, TRACEPOINTS))
     except EnvironmentProblem:
-        return True  # no libbpf: the general probe says so
+        return True  # no libbpf: BpfSource.probe reports it
 
 
 def _has_capabilities() -> bool:
-    """Whether CAP_BPF (39) and CAP_PERFMON (38) are effective."""
+    """Return whether CAP_BPF (39) and CAP_PERFMON (38) are effective."""
     effective = int(status_of()["CapEff"], 16)
     return bool(effective >> 39 & effective >> 38 & 1)
 
@@ -368,10 +370,10 @@ SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, 
 
 
 def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
-    """Returns the source called `tier`, for "auto" the best, recording `scope`, and why each better one was passed over.
+    """Start the source `tier` ("auto": the best that works) on `scope`; return it, and why each better one does not work.
 
-    UsageError for an unknown name; EnvironmentProblem, saying why and what would work, if it cannot record here, or if
-    the processes cannot be recorded by any.
+    UsageError for an unknown name; EnvironmentProblem, with the reason and a tier that works, if the tier cannot record
+    here.
     """
     if tier not in (AUTO, *SOURCES):
         raise UsageError(f"--tier: '{tier}' is unknown", f"use one of: {', '.join([AUTO, *SOURCES])}")
@@ -391,9 +393,10 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
 
 
 def _started(kind: type[Source], scope: Scope) -> Source | str:
-    """Returns a source that records, or why this kind cannot do so here; EnvironmentProblem if that is not the reason.
+    """Return a started source, or the reason why this tier cannot record here.
 
-    It is tried by starting it; only one that fails is asked why, which takes as long as starting does.
+    Probing takes as long as starting, so the source is started first and probed only if that fails. The original
+    EnvironmentProblem is raised if the probe succeeds.
     """
     if reason := _unseen(kind, scope):
         return reason
@@ -408,7 +411,7 @@ def _started(kind: type[Source], scope: Scope) -> Source | str:
 
 
 def _unseen(kind: type[Source], scope: Scope) -> str | None:
-    """What must be granted of `scope` and is never seen by this kind; other parts are granted where they can be."""
+    """Return the required part of `scope` that this tier can never record, or None."""
     if scope.block and not kind.requests:
         return "it cannot see block requests (--block)"
     if scope.rerefs_s and not kind.pages:

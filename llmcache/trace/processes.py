@@ -1,4 +1,4 @@
-"""The processes that are recorded: found by number or name, or started and waiting; and what /proc shows of them."""
+"""The process to record: found by number or name, or started as a command that waits until it is released."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 _LIST = "list processes with: ps -e"
 _MOST_LISTED, _LONGEST_LISTED = 8, 60
 _GATE = 9
-# Waits for a line at the gate, then becomes the command. If the recorder dies first, the gate ends, and so does this.
+# The shell waits for a line on the gate, a pipe, then executes the command. If the recorder dies, the pipe is closed and the
+# shell exits.
 _WAITER = f'read -r _ <&{_GATE} || exit 1; exec {_GATE}<&-; exec "$@"'
 
 
 class Target:
-    """A process to record; with `gate` it is a command of ours, which waits there until it is released."""
+    """A process to record. With `gate` (a pipe) it is a command that llmcache started; it waits there for `release`."""
 
     def __init__(self, pid: int, command: str, gate: int | None = None) -> None:
         self.pid = pid
@@ -30,13 +31,13 @@ class Target:
         self._status: int | None = None
 
     def release(self) -> None:
-        """Let a command run."""
+        """Let the command run, if llmcache started it."""
         if self._gate is not None:
             os.write(self._gate, b"\n")
             os.close(self._gate)
 
     def end(self) -> None:
-        """End a command, if it still runs, and take its status; a process that is not ours goes on."""
+        """Terminate the command if llmcache started it and it still runs; other processes are left alone."""
         if self._gate is not None and self.ending is None:
             os.kill(self.pid, signal.SIGTERM)
             os.kill(self.pid, signal.SIGCONT)
@@ -44,7 +45,7 @@ class Target:
 
     @property
     def ending(self) -> str | None:
-        """How a command ended, in words; None while it runs, and of a process that is not ours."""
+        """Return how the command ended, in words; None while it runs, and for a process that llmcache did not start."""
         if self._gate is None:
             return None
         if self._status is None:
@@ -57,9 +58,9 @@ class Target:
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """Returns the process whose number or name is the only word, or the command that stands after `--`, waiting.
+    """Return the process whose number or name is the only word, or start the command after `--` and let it wait.
 
-    UsageError: no process, or several; EnvironmentProblem: there is none.
+    UsageError if no process or several are named, EnvironmentProblem if the process does not exist.
     """
     if not words or words == ("--",):
         raise UsageError("PID: no process or command is given", "llmcache trace PID, or llmcache trace -- CMD…")
@@ -76,7 +77,7 @@ def target_of(words: Sequence[str]) -> Target:
 
 
 def _spawned(command: Sequence[str]) -> Target:
-    """The command, started but waiting; its process number does not change when it is released."""
+    """Start a shell that waits, then becomes `command` with the same process number."""
     if shutil.which(command[0]) is None:
         problem = "cannot be executed" if os.path.exists(command[0]) else "not found"
         raise UsageError(f"CMD: '{command[0]}' {problem}", "give a command by its name or path")
@@ -95,7 +96,7 @@ def _spawned(command: Sequence[str]) -> Target:
 
 
 def _named(name: str) -> int:
-    """Number of the one process that is called `name`, by the kernel or by its command line."""
+    """Return the number of the only process with this name, in `comm` or at the beginning of its command line."""
     found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
     if not found:
         hint = f"{_LIST}; to start a command: llmcache trace -- {name}"
@@ -109,7 +110,7 @@ def _named(name: str) -> int:
 
 
 def _names(pid: int) -> set[str]:
-    """What a process is called: none for one that has no command line, as threads of the kernel and dead ones."""
+    """Return the names of a process; none for kernel threads and zombies, which have no command line."""
     try:
         command, own = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_bytes()
     except OSError:  # it has ended

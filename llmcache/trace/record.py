@@ -1,9 +1,9 @@
-"""The trace format: one row for each run of 4 KiB blocks of a file, in Parquet; everything else reads and writes this.
+"""The trace format: a Parquet file with one row for each accessed run of 4 KiB blocks of a file.
 
-`Trace` is rows in memory, `TraceReader` and `TraceWriter` stream files larger than memory, in batches and in row groups that
-can be read in constant memory; every row is checked, read or written. The files, and where the rows come from, are JSON in
-the metadata of the Parquet schema. `BlockSpace` numbers the blocks of all files: a policy is arrays and not dictionaries.
-`llmcache.trace.formats` reads and writes other formats.
+`Trace` holds rows in memory. `TraceReader` and `TraceWriter` process traces larger than memory, in batches and row groups
+of bounded size. Every row is checked when it is read and when it is written. The file table and the provenance of the rows
+are JSON in the metadata of the Parquet schema. `BlockSpace` numbers the blocks of all files, so that policies can use arrays
+instead of dictionaries. `llmcache.trace.formats` reads and writes other formats.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LIMITS = {"id": 1 << 32, "dev": 1 << 64, "inode": 1 << 64, "generation": 1 << 6
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A file of a trace. `size_bytes` is the largest size known while it was traced, 0 if unknown.
+    """A file of a trace. `size_bytes` is the largest size seen during the recording, 0 if unknown.
 
-    `dev`, `inode` and `generation` are 0 where the source of the trace does not tell them.
+    `dev`, `inode` and `generation` are 0 if the source of the trace does not have them.
     """
 
     id: int
@@ -52,7 +52,7 @@ class TraceFile:
     size_bytes: int
 
     def __post_init__(self) -> None:
-        """DataError, naming the field, for a number or a path that no file has."""
+        """Raise DataError, with the name of the field, for an invalid number or path."""
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not 0 <= value < limit:
@@ -65,9 +65,9 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a trace comes from: `tier` is the source (a capture tier, an importer, "synthetic"), `clock` that of `t_ns`.
+    """The origin of a trace: `tier` is the source (a capture tier, an importer, "synthetic"), `clock` the clock of `t_ns`.
 
-    `lost_events` counts accesses known to be missing; `note` says what a reader of results must know.
+    `lost_events` counts accesses known to be missing; `note` describes the limits of the data.
     """
 
     tier: str
@@ -79,18 +79,21 @@ class Provenance:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """DataError for a negative number of lost events."""
+        """Raise DataError for a negative number of lost events."""
         if self.lost_events < 0:
             raise DataError(f"provenance: lost_events is {self.lost_events}, must be at least 0", _CHANGED)
 
 
 def locked_extra(locked: Mapping[int, int]) -> str:
-    """Returns how `Provenance.extra` says, under LOCKED, how many bytes of which file (id) were locked all the time."""
+    """Return the locked bytes by file id as text for `Provenance.extra[LOCKED]`; empty if there are none."""
     return json.dumps({str(file): size_bytes for file, size_bytes in locked.items()}) if locked else ""
 
 
 def locked_bytes(provenance: Provenance) -> dict[int, int]:
-    """Returns the bytes by file id that a mount kept locked, so that no fault showed them; DataError if it is not that."""
+    """Return the bytes by file id that a mount had locked during the recording, so that the trace lacks accesses to them.
+
+    DataError if the value is invalid.
+    """
     text = provenance.extra.get(LOCKED)
     if text is None:
         return {}
@@ -101,7 +104,7 @@ def locked_bytes(provenance: Provenance) -> dict[int, int]:
 
 
 def file_table(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
-    """Returns `files` in the order of their ids; DataError if two have the same."""
+    """Return `files` sorted by id; DataError for a duplicate id."""
     table = tuple(sorted(files, key=lambda file: file.id))
     for before, after in itertools.pairwise(table):
         if before.id == after.id:
@@ -110,14 +113,14 @@ def file_table(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
 
 
 def encode(files: Iterable[TraceFile], provenance: Provenance) -> bytes:
-    """Returns the JSON that `decode` reads."""
+    """Return file table and provenance as JSON for `decode`."""
     described = asdict(provenance) | {"extra": dict(provenance.extra)}
     document = {"schema": FORMAT, "provenance": described, "files": [asdict(file) for file in files]}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
-    """Returns the file table and the provenance in `text`; DataError, naming the field, if it holds something else."""
+    """Return file table and provenance from `text`; DataError, with the name of the field, if it is invalid."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -132,7 +135,7 @@ def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
 
 
 def files_of(entries: object) -> list[TraceFile]:
-    """Returns the files that a JSON list tells of; DataError, naming the field, if it is none."""
+    """Return the files in a JSON list; DataError, with the name of the field, if it is invalid."""
     if not isinstance(entries, list):
         raise DataError("files: the metadata has no file table", _CHANGED)
     return [_entry(TraceFile, entry, "files") for entry in entries]
@@ -182,15 +185,15 @@ SCHEMA = pa.schema([pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) f
 
 LAST_BLOCK = (1 << 63) // BLOCK_BYTES  # one past the last block of the largest file: offsets are signed 64-bit bytes
 
-# What a file may have grown, by somebody who was not traced, since its size was noted. Growth by traced writes is known
-# exactly. Generous: to refuse a good trace is worse than to take a damaged one whose damage looks plausible.
+# An untraced process may have enlarged a file by this much after its size was read; growth by traced writes is known.
+# Generous, because rejecting a valid trace is worse than accepting a damaged one.
 GROWTH_BLOCKS = (64 << 30) // BLOCK_BYTES
 _HINT = "the trace is damaged, or the program that wrote it has a bug"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of some rows: arrays of one length with the dtypes of `COLUMNS`."""
+    """The columns of some rows: arrays of equal length with the dtypes of `COLUMNS`."""
 
     t_ns: Uint64s
     file: Uint32s
@@ -207,14 +210,14 @@ class Columns:
         return (getattr(self, name) for name in COLUMNS)
 
     def rows(self, start: int, end: int) -> Columns:
-        """Returns views of rows start .. end - 1."""
+        """Return views of rows start .. end - 1."""
         return Columns(*(column[start:end] for column in self))
 
 
 def columns_from(arrays: Mapping[str, ArrayLike]) -> Columns:
-    """Returns `arrays` (numbers or arrays, integers of any width) as columns; DataError names one that does not fit.
+    """Return `arrays` (numbers or arrays, integers of any width) as columns; DataError names an invalid one.
 
-    Numbers are repeated; `op`, `miss` and `pid` may be left out: READ, UNKNOWN and 0.
+    Numbers are repeated. `op`, `miss` and `pid` are optional; the defaults are READ, UNKNOWN and 0.
     """
     given = {"op": READ, "miss": UNKNOWN, "pid": 0, **arrays}
     if unlike := given.keys() ^ COLUMNS.keys():
@@ -240,14 +243,14 @@ def _fitted(name: str, values: ArrayLike) -> NDArray[Any]:
 
 
 def concatenated(parts: Sequence[Columns]) -> Columns:
-    """Returns the rows of all `parts`, one after the other."""
+    """Return the rows of all `parts` in sequence."""
     if len(parts) == 1:
         return parts[0]
     return Columns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
-    """DataError, naming column and row, unless every row is possible by itself and times ascend (from `after_ns`).
+    """Raise DataError, with column and row, unless every row is valid and times ascend from `after_ns` on.
 
     `row` is the number of the first row, for the message.
     """
@@ -256,7 +259,7 @@ def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
     _no(columns.count == 0, "count", columns.count, "a run has at least one block", row)
     _no(columns.op > MAP, "op", columns.op, "must be 0 (read), 1 (write) or 2 (map)", row)
     _no(columns.miss > UNKNOWN, "miss", columns.miss, "must be 0 (hit), 1 (miss) or 2 (unknown)", row)
-    # Written so that a first near 2**64 cannot wrap round.
+    # In this form, a `first` near 2**64 cannot overflow.
     beyond = columns.first > LAST_BLOCK - columns.count.astype(np.uint64)
     _no(beyond, "first", columns.first, "the run ends beyond the largest file", row)
     if int(columns.t_ns[0]) < after_ns:
@@ -264,21 +267,21 @@ def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
     _no(np.concatenate(([False], columns.t_ns[1:] < columns.t_ns[:-1])), "t_ns", columns.t_ns, "times must ascend", row)
 
 
-def _no(wrong: Flags, name: str, column: NDArray[Any], what: str, row: int) -> None:
+def _no(wrong: Flags, name: str, column: NDArray[Any], rule: str, row: int) -> None:
     if wrong.any():
         at = int(wrong.argmax())
-        raise DataError(f"{name}: row {row + at} has {column[at]}: {what}", _HINT)
+        raise DataError(f"{name}: row {row + at} has {column[at]}: {rule}", _HINT)
 
 
 class Reach:
-    """How far the rows of each file went, block past the last: what tells whether they fit the file table."""
+    """The end of the accesses to each file (the block after the last), to compare the rows with the file table."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
         self._written: dict[int, int] = {}
 
     def note(self, columns: Columns) -> set[int]:
-        """Take the rows into account; returns the ids of their files."""
+        """Add the rows; return the ids of their files."""
         ends = columns.first + columns.count
         is_write = columns.op == WRITE
         seen: set[int] = set()
@@ -290,15 +293,15 @@ class Reach:
 
     @property
     def ids(self) -> set[int]:
-        """Ids of all files seen."""
+        """Return the ids of all files seen."""
         return self._read.keys() | self._written.keys()
 
     def written_bytes(self, file: int) -> int:
-        """The offset up to which a file was written, rounded up to blocks; 0 if it was not."""
+        """Return the offset up to which a file was written, rounded up to blocks; 0 if it was not written."""
         return min(self._written.get(file, 0) * BLOCK_BYTES, (1 << 63) - 1)
 
     def check(self, ids: set[int], files: Mapping[int, TraceFile]) -> None:
-        """DataError unless the files `ids` are all in the table, and none was read far beyond its end."""
+        """Raise DataError unless all of `ids` are in `files` and no file was read far beyond its end."""
         for file in sorted(ids):
             if file not in files:
                 raise DataError(f"file: {file} is not in the file table", _HINT)
@@ -310,13 +313,13 @@ class Reach:
 
 
 def check_files(columns: Columns, files: Sequence[TraceFile]) -> None:
-    """DataError unless the rows, which are all there are, fit the file table."""
+    """Raise DataError unless all rows of a trace fit the file table."""
     reach = Reach()
     reach.check(reach.note(columns), {file.id: file for file in files})
 
 
 def largest(ids: NDArray[Any], values: Uint64s) -> tuple[NDArray[Any], Uint64s]:
-    """Returns each of `ids` once, ascending, and the largest of its `values`."""
+    """Return the distinct `ids`, ascending, and the largest of the `values` of each."""
     if len(ids) and (ids == ids[0]).all():
         return ids[:1], values.max(keepdims=True)
     distinct, index = np.unique(ids, return_inverse=True)
@@ -326,19 +329,19 @@ def largest(ids: NDArray[Any], values: Uint64s) -> tuple[NDArray[Any], Uint64s]:
 
 
 BATCH_ROWS = 1 << 16
-GROUP_ROWS = 1 << 17  # what a reader holds in memory at once: 4 MiB of columns
+GROUP_ROWS = 1 << 17  # a reader has one row group in memory: 4 MiB of columns
 _FOREIGN = "this is not a trace of llmcache; llmcache convert --help lists the formats"
 
 
 class Trace:
-    """Accesses to runs of blocks, in the order of time, with the files they are in. Not changed once made.
+    """Accesses to runs of blocks, in the order of time, with the file table. Immutable.
 
     Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of
     4 KiB), `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32. `files` is sorted by id.
     """
 
     def __init__(self, columns: Columns, files: Sequence[TraceFile], provenance: Provenance) -> None:
-        """Takes columns that have been checked; `Trace.build` checks."""
+        """Take valid columns; `Trace.build` checks them."""
         self.columns = columns
         self.t_ns, self.file, self.first, self.count = columns.t_ns, columns.file, columns.first, columns.count
         self.op, self.miss, self.pid = columns.op, columns.miss, columns.pid
@@ -359,7 +362,7 @@ class Trace:
         files: Sequence[TraceFile],
         provenance: Provenance,
     ) -> Trace:
-        """Returns a trace of these columns (integers of any width; a number is repeated); DataError names a wrong one."""
+        """Return a trace of these columns (integers of any width; a number is repeated); DataError names an invalid one."""
         given = {"t_ns": t_ns, "file": file, "first": first, "count": count, "op": op, "miss": miss, "pid": pid}
         columns, table = columns_from(given), file_table(files)
         check_rows(columns)
@@ -368,7 +371,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Returns the whole trace in the Parquet file `path`; DataError if it is not one."""
+        """Return the whole trace in the Parquet file `path`; DataError if it is not one."""
         with TraceReader(path) as reader:
             return reader.read()
 
@@ -385,34 +388,34 @@ class Trace:
 
     @property
     def accesses(self) -> int:
-        """Blocks accessed, repeats included."""
+        """Return the number of accessed blocks, repeats included."""
         return int(self.count.sum(dtype=np.uint64))
 
     @property
     def end(self) -> Uint64s:
-        """The block past the last of each run (u64)."""
+        """Return the block after the last of each run (u64)."""
         return self.first + self.count
 
     def slice(self, start_row: int, end_row: int) -> Trace:
-        """Returns rows start_row .. end_row - 1 (a view), with all files."""
+        """Return rows start_row .. end_row - 1 (a view), with all files."""
         return Trace(self.columns.rows(start_row, end_row), self.files, self.provenance)
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
-        """Yields the trace in parts of at most `rows` rows, as `TraceReader.batches` does."""
+        """Yield the trace in parts of at most `rows` rows."""
         for start in range(0, len(self), rows):
             yield self.slice(start, start + rows)
 
     def equals(self, other: Trace) -> bool:
-        """Whether rows, files and provenance are the same."""
+        """Return whether rows, files and provenance are the same."""
         same = all(np.array_equal(a, b) for a, b in zip(self.columns, other.columns, strict=True))
         return same and self.files == other.files and self.provenance == other.provenance
 
 
 class TraceReader:
-    """A Parquet trace on disk: `files`, `provenance`, `rows`, and `batches`, which need the memory of one batch only."""
+    """A Parquet trace on disk; `batches` reads it in constant memory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """DataError, naming what is wrong, if the file is no trace; UsageError if there is no such file."""
+        """Open `path`. DataError if it is not a trace, UsageError if it does not exist."""
         self.path = Path(path)
         with readable(self.path), _decoding(self.path):
             self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
@@ -429,7 +432,7 @@ class TraceReader:
         self.rows: int = self._parquet.metadata.num_rows
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
-        """Yields the rows in order, at most `rows` at a time, in constant memory; DataError at the first wrong row."""
+        """Yield the rows in order, at most `rows` at a time, in constant memory; DataError at the first invalid row."""
         row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
         source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
         while True:
@@ -444,7 +447,7 @@ class TraceReader:
             yield Trace(columns, self.files, self.provenance)
 
     def read(self) -> Trace:
-        """Returns the whole trace."""
+        """Return the whole trace."""
         with _decoding(self.path):
             table = self._parquet.read(columns=list(COLUMNS))
         columns = columns_of(table)
@@ -464,9 +467,9 @@ class TraceReader:
 
 
 class TraceWriter:
-    """Writes a trace under a temporary name; `close` (or the end of a with block) gives it its own.
+    """Writes a trace to a temporary file; `close` (or the end of a with block) renames it to `path`.
 
-    Files may be added, and `provenance` be replaced, until it is closed; a size that is known grows with the writes.
+    Until then, files can be added and `provenance` can be replaced. A known file size grows with the writes.
     """
 
     def __init__(
@@ -476,7 +479,7 @@ class TraceWriter:
         provenance: Provenance | None = None,
         force: bool = False,
     ) -> None:
-        """UsageError if `path` exists and `force` is not set."""
+        """Open the temporary file. UsageError if `path` exists and `force` is not set."""
         self.provenance = provenance or Provenance(tier="unknown")
         self.rows = 0
         self._files = {file.id: file for file in file_table(files)}
@@ -486,7 +489,7 @@ class TraceWriter:
         self._after_ns = 0
         self._waiting: list[Columns] = []
         self._waiting_rows = 0
-        # Times and blocks mostly ascend: deltas are shorter than dictionaries. Checksums find a damaged page.
+        # Times and blocks mostly ascend: delta encoding is more compact than dictionaries. Checksums detect damage.
         deltas = ("t_ns", "first")
         others = [name for name in SCHEMA.names if name not in deltas]
         try:
@@ -504,11 +507,11 @@ class TraceWriter:
             raise
 
     def add_file(self, file: TraceFile) -> None:
-        """Take a file into the table; one with the same id is replaced."""
+        """Add a file to the table, or replace the one with the same id."""
         self._files[file.id] = file
 
     def append(self, rows: Trace | Columns | Mapping[str, ArrayLike]) -> None:
-        """Write rows, which may not be earlier than those before; DataError names a wrong column.
+        """Write rows, which must not be earlier than the previous ones; DataError names an invalid column.
 
         The files of a `Trace` are added to the table.
         """
@@ -531,7 +534,7 @@ class TraceWriter:
             self._write_groups()
 
     def close(self) -> None:
-        """Write what waits and the file table, and give the file its name; DataError if a file is not in the table."""
+        """Write the remaining rows and the file table, and rename the file; DataError if a file is not in the table."""
         try:
             table = file_table(self._grown(file) for file in self._files.values())
             self._reach.check(self._reach.ids, {file.id: file for file in table})
@@ -545,8 +548,8 @@ class TraceWriter:
         self._output.keep()
 
     def discard(self) -> None:
-        """Give up: nothing is left of the file."""
-        self._parquet.is_open = False  # a footer would only be thrown away
+        """Remove the file."""
+        self._parquet.is_open = False  # so that pyarrow does not write a footer
         if self._parquet.file_handle is not None:
             self._parquet.file_handle.close()
         self._output.discard()
@@ -562,7 +565,8 @@ class TraceWriter:
 
     def _grown(self, file: TraceFile) -> TraceFile:
         written = self._reach.written_bytes(file.id)
-        # A size that is unknown stays so: what was written is only a part. Writes are known to the block.
+        # An unknown size stays unknown, because the file may be larger than its writes. The end of a write is rounded up
+        # to a block, so a smaller difference is no growth.
         if not file.size_bytes or written - file.size_bytes < BLOCK_BYTES:
             return file
         return dataclasses.replace(file, size_bytes=written)
@@ -583,7 +587,7 @@ class TraceWriter:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A with block that reads `path`: its OSErrors become UsageError (no such file) or EnvironmentProblem."""
+    """Convert OSErrors of a with block that reads `path` to UsageError (no such file) or EnvironmentProblem."""
     if os.path.isdir(path):
         raise UsageError(f"'{path}' is a directory", "give the name of a file")
     try:
@@ -597,11 +601,11 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """A with block in which pyarrow's complaints mean that the file is damaged."""
+    """Convert pyarrow's errors in a with block to DataError: the file is damaged."""
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
-        # An OSError with an errno comes from the system; pyarrow raises those without for what it cannot decode.
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: invalid names of columns
+        # The system's OSErrors have an errno; pyarrow also raises OSErrors without one, for data it cannot decode.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).splitlines()[0]
@@ -623,7 +627,7 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def columns_of(data: Any) -> Columns:
-    """Returns the columns of a pyarrow table or batch as arrays; DataError where a row has no value."""
+    """Return the columns of a pyarrow table or batch as arrays; DataError for a null value."""
     arrays = []
     for name in COLUMNS:
         column = data.column(name)
@@ -633,28 +637,28 @@ def columns_of(data: Any) -> Columns:
     return Columns(*arrays)
 
 
-# One flat space of block ids for all files of a trace. The blocks that a trace touches, file by file, are a union of
-# intervals. Laid one after the other they give every block a small id; a run lies in one interval, so its blocks have
-# consecutive ids. Distances up to `GAP` blocks within a file stay true (policies look that far around a block), longer ones
-# shrink to it, and two files are `GAP` apart.
+# One space of block ids for all files of a trace. The touched blocks of each file are a union of intervals; the intervals of
+# all files in sequence give every block a small id. A run lies in one interval, so its blocks have consecutive ids. Between
+# two intervals of a file, gaps of up to `GAP` blocks keep their size, because policies look that far around a block; longer
+# gaps shrink to `GAP`. The gap between two files is `GAP`.
 
 GAP = 16
-MERGE_ROWS = 1 << 20  # intervals that wait for being merged: bounds the memory of `of`
+MERGE_ROWS = 1 << 20  # intervals that `of` collects before it merges them; bounds its memory
 FILE_BITS = 24
 BLOCK_BITS = 63 - FILE_BITS
 
 
 class BlockSpace:
-    """Maps (file, block) to ids 0 .. `blocks` - 1; `footprint` is the number of distinct blocks."""
+    """A mapping from (file, block) to ids 0 .. `blocks` - 1; `footprint` is the number of distinct blocks."""
 
     def __init__(self, starts: Int64s, ends: Int64s) -> None:
-        """Takes the union of intervals, one at least: sorted keys `file << BLOCK_BITS | block`, disjoint, not adjacent."""
+        """Take at least one interval of keys `file << BLOCK_BITS | block`: sorted, disjoint and not adjacent."""
         self._starts = starts
         self._ends = ends
         lengths = ends - starts
         gaps = np.minimum(starts[1:] - ends[:-1], GAP)
         self._ids = np.concatenate(([0], np.cumsum(lengths[:-1] + gaps))).astype(np.int64)
-        # Intervals no further apart than GAP are moved alike, so a run is looked up among fewer, joined ones.
+        # Intervals less than GAP apart have the same offset between key and id, so `place` searches in joined intervals.
         apart = np.concatenate(([True], gaps == GAP))
         self._joined = starts[apart]
         self._joined_ends = ends[np.concatenate((apart[1:], [True]))]
@@ -664,7 +668,7 @@ class BlockSpace:
 
     @classmethod
     def of(cls, batches: Iterable[Trace]) -> BlockSpace:
-        """Returns the space of everything that `batches` touch; DataError for an empty trace."""
+        """Return the space of all blocks that `batches` touch; DataError for an empty trace."""
         starts = ends = np.empty(0, np.int64)
         waiting: list[tuple[Int64s, Int64s]] = []
         rows = 0
@@ -681,7 +685,7 @@ class BlockSpace:
         return cls(starts, ends)
 
     def within(self, file: int, first: int, end: int) -> Int64s:
-        """Returns the ids of the touched blocks among first .. end - 1 of `file`, ascending."""
+        """Return the ids of the touched blocks among first .. end - 1 of `file`, ascending."""
         low, high = (file << BLOCK_BITS) + first, (file << BLOCK_BITS) + end
         begin = np.searchsorted(self._ends, low, side="right")
         until = np.searchsorted(self._starts, high, side="left")
@@ -692,14 +696,14 @@ class BlockSpace:
         return np.concatenate(parts)
 
     def end_of(self, file: int) -> int:
-        """Returns the block past the last touched one of `file`; 0 if there is none."""
+        """Return the block after the last touched block of `file`; 0 if none was touched."""
         index = int(np.searchsorted(self._starts, (file << BLOCK_BITS) + (1 << BLOCK_BITS) - 1, side="right")) - 1
         if index < 0 or int(self._starts[index]) >> BLOCK_BITS != file:
             return 0
         return int(self._ends[index]) - (file << BLOCK_BITS)
 
     def place(self, batch: Trace) -> Int64s:
-        """Returns the id of the first block of each run (int64, one per row). Every run must have been seen by `of`."""
+        """Return the id of the first block of each run (int64, one per row); ValueError for a run outside of the space."""
         keys = _keys(batch)
         found = np.searchsorted(self._joined, keys, side="right") - 1
         if len(keys) and (found.min() < 0 or np.any(keys + batch.count.astype(np.int64) > self._joined_ends[found])):
@@ -707,13 +711,13 @@ class BlockSpace:
         return keys + self._moves[found]
 
     def footprint_by_file(self) -> dict[int, int]:
-        """Returns the number of distinct blocks of each file that was touched."""
+        """Return the number of distinct blocks of each file that was touched."""
         file, index = np.unique(self._starts >> BLOCK_BITS, return_inverse=True)
         blocks = np.bincount(index, self._ends - self._starts).astype(np.int64)
         return dict(zip(file.tolist(), blocks.tolist(), strict=True))
 
     def locate(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Returns (file, block) of each id; the ids must be those of touched blocks."""
+        """Return (file, block) of each id; the ids must be those of touched blocks."""
         interval = np.searchsorted(self._ids, ids, side="right") - 1
         keys = self._starts[interval] + ids - self._ids[interval]
         return keys >> BLOCK_BITS, keys & ((1 << BLOCK_BITS) - 1)
@@ -730,10 +734,10 @@ def _keys(batch: Trace) -> Int64s:
 
 
 def _union(starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns the union of half-open intervals as sorted, disjoint, not adjacent ones.
+    """Return the union of half-open intervals as sorted, disjoint, non-adjacent intervals.
 
-    Starts and ends are sorted apart: where i intervals have begun and the i-th end lies before the next start, all i
-    have ended. Two plain sorts take a quarter of the time of one that keeps the pairs together.
+    Starts and ends are sorted independently, which takes a quarter of the time of sorting pairs. If the i-th end lies
+    before the next start, all i intervals that have begun have also ended.
     """
     if len(starts) == 0:
         return starts, ends

@@ -1,9 +1,9 @@
-"""Records of block accesses: who brings them (`Source`), their layout, their order, and hit or miss.
+"""Records of block accesses: their layout, their source (`Source`), their order, and hit or miss.
 
-Hit or miss is told by the fills and evictions between accesses. A block that was read from storage since its last access,
-by readahead or for the access itself, is a MISS at its next access; every other block is a HIT. So misses are comparable
-with those of a simulated cache, which has no readahead, and every block that was read and used counts once, whichever
-thread, io_uring worker or fault brought it in.
+The fills and evictions between accesses determine hit or miss. If a block was read from storage since its last access, by
+readahead or for the access itself, its next access is a MISS; otherwise it is a HIT. So every block that is read and then
+used counts once, whichever thread, io_uring worker or page fault read it, and misses are comparable with those of a
+simulated cache, which has no readahead.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from llmcache.arrays import Int64s, Records, Uint64s
 from llmcache.errors import EnvironmentProblem
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
 
-POLL_S = 0.02  # how often a source is drained: often enough for the buffers, seldom enough to cost nothing
+POLL_S = 0.02  # interval at which a source is drained: short enough for the buffers, at negligible cost
 Key = tuple[int, int]  # device and inode
 
-# The kinds of record. FILL and EVICT tell what the page cache did, whoever caused it, for files that were accessed.
+# The kinds of record. FILL and EVICT are page-cache events on accessed files, whichever process caused them.
 ACCESS, FILL, EVICT, BLOCK, SAMPLED = range(5)
 
 # Bits of `flags`.
-DIRECT = 1  # O_DIRECT: past the page cache, always from or to storage
-AROUND = 2  # mapped together with the page that faulted: the process may not have touched every block
-STORED = 4  # a write through a mapping: seen when a clean page becomes dirty, whole folios
-MATCHED = 8  # of a BLOCK record: dev, inode and first are those of the file, not of the disk
+DIRECT = 1  # O_DIRECT: bypasses the page cache
+AROUND = 2  # mapped together with a faulting page: the process may not have touched every block
+STORED = 4  # a write through a mapping: recorded when a clean folio becomes dirty, for the whole folio
+MATCHED = 8  # in BLOCK records: dev, inode and first are those of the file, not of the disk
 
 RECORD = np.dtype(
     [
-        ("t_ns", "<u8"),  # CLOCK_MONOTONIC, when the first block of the run was touched; of a BLOCK record, its completion
-        ("first", "<u8"),  # first block (4096 bytes) in the file; in the device, of a BLOCK record that is not MATCHED
-        ("inode", "<u8"),  # inode number; 0 of a BLOCK record that is not MATCHED
-        ("dev", "<u8"),  # the file system's device, as os.stat tells it in st_dev; the disk's, of an unmatched BLOCK
+        ("t_ns", "<u8"),  # CLOCK_MONOTONIC: access to the first block of the run; in BLOCK records, completion
+        ("first", "<u8"),  # first block (4096 bytes) in the file; in BLOCK records without MATCHED, on the disk
+        ("inode", "<u8"),  # 0 in BLOCK records without MATCHED
+        ("dev", "<u8"),  # st_dev of the file system; in BLOCK records without MATCHED, of the disk
         ("count", "<u4"),  # blocks in the run, at least 1
-        ("pid", "<u4"),  # process (not thread), as its number is in the recorder's pid namespace; 0 if unknown
+        ("pid", "<u4"),  # process (not thread) in the recorder's pid namespace; 0 if unknown
         ("aux", "<u4"),  # ACCESS: requests merged into the run; BLOCK: latency in microseconds; else 0
         ("op", "u1"),  # READ, WRITE or MAP of llmcache.trace.record; FILL: READ; EVICT: READ; BLOCK: READ or WRITE
         ("miss", "u1"),  # HIT, MISS or UNKNOWN of llmcache.trace.record; only for ACCESS, else UNKNOWN
@@ -49,12 +49,15 @@ RECORD = np.dtype(
 
 
 def no_records(rows: int = 0) -> Records:
-    """Zeroed records, by default none."""
+    """Return `rows` zeroed records."""
     return np.zeros(rows, RECORD)
 
 
 def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
-    """Returns a row of each distinct (dev, inode), and for all rows, at least one, which of those it is."""
+    """Return the index of a row of each distinct (dev, inode), and for each row the position of its pair among them.
+
+    There must be at least one row.
+    """
     if (inode == inode[0]).all() and (dev == dev[0]).all():
         return np.zeros(1, np.int64), np.zeros(len(dev), np.int64)
     order = np.lexsort((inode, dev))
@@ -65,17 +68,17 @@ def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
 
 
 class TimeOrder:
-    """Brings records of several buffers into the order of time: holds them back until nothing older can come."""
+    """Merges records of several buffers in the order of time. Records wait until no older ones can arrive."""
 
     def __init__(self) -> None:
         self._waiting = no_records()
         self._horizon = np.uint64(0)
 
     def put(self, records: Records, horizon_ns: int | None) -> Records:
-        """Returns, in order of time, what was put so far up to `horizon_ns`; all of it for None.
+        """Add `records`; return those up to `horizon_ns` (None: all), sorted by time.
 
-        At the same time fills come first: they preceded the access. A record older than the horizon before, which a
-        machine that stood still can cause, gets the time of that horizon.
+        Of records with equal times, fills come first, because they preceded the access. A record older than the previous
+        horizon, which a stalled machine can cause, gets the time of that horizon.
         """
         rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
         if not len(rows):
@@ -93,9 +96,9 @@ class TimeOrder:
 
 @dataclass(frozen=True)
 class Scope:
-    """What to record: `targets` are process ids; all their threads, and with `follow` all children to come as well.
+    """What to record: the processes `targets` with all threads, and with `follow` the children they start.
 
-    `rerefs_s` > 0 asks for SAMPLED records at that interval; `coalesce` merges adjacent blocks into runs.
+    If `rerefs_s` is above 0, SAMPLED records are made at that interval; `coalesce` merges adjacent blocks into runs.
     """
 
     targets: Sequence[int]
@@ -106,15 +109,15 @@ class Scope:
     coalesce: bool = True
 
     def nobody(self) -> EnvironmentProblem:
-        """Returns the error that none of the targets runs."""
+        """Return the error for targets that do not run."""
         said = f"process {', '.join(map(str, self.targets))} does not exist"
         return EnvironmentProblem(said, "list processes with: ps -e")
 
 
 class Source(ABC):
-    """A tier. Its user calls start(), drain() about every POLL_S seconds, stop(), and drain() once more: in one thread.
+    """A tier. The caller calls `start`, `drain` every POLL_S seconds, `stop`, and `drain` once more, all in one thread.
 
-    `sees` and `cannot_see` are sentences for the terminal and for the trace's note.
+    `sees` and `cannot_see` are text for the terminal and for the note of the trace.
     """
 
     name: ClassVar[str]  # its key in SOURCES of llmcache.trace.kernel
@@ -124,8 +127,8 @@ class Source(ABC):
     requests: ClassVar[bool]  # sees requests of the block layer
 
     def __init__(self) -> None:
-        self.remarks: list[str] = []  # what a reader must know beyond `cannot_see`: parts of the scope that were refused
-        self.paths: dict[Key, str] = {}  # of files that it was told the names of; others are looked up by its user
+        self.remarks: list[str] = []  # further limits of this recording: parts of the scope that do not work here
+        self.paths: dict[Key, str] = {}  # the paths that the source knows; the caller looks up the others
         self._order = TimeOrder()
         self._lost = 0
         self._stopped = False
@@ -133,38 +136,38 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> str | None:
-        """Why it cannot work here and now ("needs root", …), or None if it can. Leaves nothing."""
+        """Return why the tier cannot work now on this machine ("needs root"), or None if it can. No side effects."""
 
     @abstractmethod
     def start(self, scope: Scope) -> None:
-        """Accesses are seen from now on. EnvironmentProblem if the kernel refuses, or none of the targets is there."""
+        """Start to record. EnvironmentProblem if the kernel refuses, or no target runs."""
 
     @abstractmethod
     def drain(self) -> Records:
-        """All finished records since the last call, ascending in t_ns within and across calls; after stop() the rest."""
+        """Return the finished records since the last call, after `stop` all of them; `t_ns` ascends across calls too."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether any process that is recorded still runs."""
+        """Return whether any recorded process still runs."""
 
     @property
     @abstractmethod
     def lost(self) -> int:
-        """Events known to have been lost since start()."""
+        """Return the number of events known to be lost since `start`."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Detaches; what was recorded stays until the next drain(). May be called again, and without start()."""
+        """Stop recording; the recorded events remain for one more `drain`. May be called twice, or before `start`."""
 
 
 class Residency:
-    """Remembers, by file, the blocks that were filled and not accessed since."""
+    """The blocks, by file, that were filled and not accessed since; `mark` uses them to set hit or miss."""
 
     def __init__(self) -> None:
         self._fresh: dict[Key, Int64s] = {}
 
     def mark(self, records: Records) -> Records:
-        """Sets `miss` of the accesses among `records`, which are in order; splits those that are partly a miss."""
+        """Set `miss` of the accesses among `records`, which ascend in time; split runs that are partly a miss."""
         relevant = (records["kind"] <= EVICT) & (records["flags"] & DIRECT == 0)
         access = records["kind"] == ACCESS
         records["miss"][access] = HIT
@@ -181,12 +184,12 @@ class Residency:
         return _spliced(records, split) if split else records
 
     def _mark_file(self, key: Key, records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
-        """Indices of the rows of one file that have misses, ascending and repeated, and the records that stand for them."""
+        """Return the parts that replace the rows of one file with misses, and the row index of each part (ascending)."""
         fresh = self._fresh.pop(key, np.empty(0, np.int64))
         mine = records[rows]
         if not len(fresh) and not (mine["kind"] == FILL).any():
             return None
-        # Block by block, sorted by block and within it by time; what was fresh before is a fill that precedes all rows.
+        # Expand rows to blocks, sorted by block, then by time. Blocks in `fresh` are fills that precede all rows.
         counts = mine["count"].astype(np.int64)
         row = np.repeat(np.arange(len(rows)), counts)
         block = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - mine["first"].astype(np.int64), counts)
@@ -217,7 +220,7 @@ class Residency:
 
 
 def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
-    """`records` with some rows replaced by parts, in the same order."""
+    """Return `records` with some rows replaced by their parts, in the same order."""
     replaced = np.concatenate([rows for rows, _ in split])
     keep = np.ones(len(records), bool)
     keep[replaced] = False
@@ -227,7 +230,7 @@ def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
 
 
 def unknown(records: Records) -> Records:
-    """`records` with every access UNKNOWN, for sources that see no fills; O_DIRECT is a MISS all the same."""
+    """Set `miss` to UNKNOWN for sources that see no fills; O_DIRECT is still a MISS. Return `records`."""
     access = records["kind"] == ACCESS
     records["miss"][access] = UNKNOWN
     records["miss"][access & (records["flags"] & DIRECT != 0)] = MISS

@@ -1,9 +1,9 @@
-"""Which mapped file blocks were touched again: accessed bits of page tables, sampled (x86-64).
+"""Samples of the page tables' accessed bits: which mapped file blocks were touched again (x86-64).
 
-Page faults tell only the first touch of a page. Here the processor's own mark is read: at each sample the bits set since
-the one before become SAMPLED records, and the bits are cleared (clear_refs), which costs the process a TLB flush and the
-kernel its knowledge of what was used lately. A sample says that a block was touched in the interval, not when or how
-often; huge pages have one bit for all their blocks.
+Page faults show only the first access to a page. The CPU sets an accessed bit at every access. Each sample converts the bits
+set since the previous one to SAMPLED records and clears them (clear_refs). Clearing costs the process a TLB flush, and
+page reclaim in the kernel can no longer use the cleared bits. A sample shows that a block was touched in the interval, not
+when or how often; a huge page has one bit for all its blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLEAR_MAPPED = "3"  # the accessed bits of file mappings
 
 
 class Sampler:
-    """Samples the processes `pids` every `interval_s`, with `follow` their children too; Unreadable where impossible."""
+    """Samples the processes `pids`, with `follow` also their children, every `interval_s`; Unreadable if impossible."""
 
     def __init__(self, pids: Sequence[int], interval_s: float, follow: bool = False) -> None:
         self._pids, self._interval_s, self._follow = list(pids), interval_s, follow
@@ -36,7 +36,7 @@ class Sampler:
         self._next_s = time.monotonic() + interval_s
 
     def sample(self) -> Records:
-        """SAMPLED records of the interval that ended, if one did."""
+        """Return SAMPLED records if an interval has ended, else none."""
         if time.monotonic() < self._next_s:
             return no_records()
         found = [self._touched(pid, mapping) for pid in self._pids for mapping in mappings(pid) if mapping.inode]
@@ -45,7 +45,7 @@ class Sampler:
         return np.concatenate(found) if found else no_records()
 
     def close(self) -> None:
-        """Give the programs back."""
+        """Unload the BPF programs."""
         self._pages.close()
 
     def _clear(self) -> None:

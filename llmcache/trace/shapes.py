@@ -1,8 +1,8 @@
-"""Generated traces: the paper's eight applications and shapes that are hard to cache. Everything in them is synthetic.
+"""Generated traces: the paper's eight applications and shapes that are hard to cache. All of them are synthetic.
 
-`SHAPES` maps names to functions of a seed (each has its own by default); `GROUPS` tells which belong together. A shape is
-a function of an `Application`, to which it tells what is touched, in the block numbers of the paper's figures: these show
-all files of an application in one space, which is cut into files.
+`SHAPES` maps a name to a function that returns a trace for a seed (each shape has a default seed). `GROUPS` lists the names
+by group. A shape is written as a function that calls the methods of an `Application`. Its block numbers are those of the
+paper's figures, which show all files of an application in one space; `Application` divides this space into files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from llmcache.arrays import Bytes, Doubles, Int64s
 from llmcache.trace.record import MAP, READ, WRITE, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-# Times are invented: each request costs a set-up of 50 us and 4.096 us per block (1 GB/s), as phones' UFS would.
+# Times are invented: each request takes 50 us plus 4.096 us per block (1 GB/s), like the UFS storage of phones.
 SETUP_NS = 50_000
 BLOCK_NS = 4_096
-REQUEST_BLOCKS = 256  # what one row holds at most (1 MiB), so that a scan is seen to progress
+REQUEST_BLOCKS = 256  # blocks per row at most (1 MiB), so that the progress of a scan is visible
 PID = 1000
 # Hot references are skewed: block `len * u ** SKEW` for u uniform in 0..1.
 SKEW = 2
 LONGEST_BURST = 4
-# What notes say, after what the shape is.
+# The second part of a note; the first describes the shape.
 _LIKE_THE_PAPER = (
     "Synthetic: the ranges of blocks and the kinds of access follow the paper's figure and text; the times, the number "
     "of passes, how often hot blocks are touched, and the sizes of single prompts and responses are invented."
@@ -33,17 +33,17 @@ _LIKE_THE_PAPER = (
 _INVENTED = "Synthetic: everything in it is invented."
 
 Files = Mapping[str, tuple[int, int]]
-"""Path: the first block of the file in the common space, and the one past its last; ascending."""
+"""The first block of each file in the common space, and the block after its last, by path; ascending."""
 
 
 class Application:
-    """Collects what an application does, in order; `trace` turns it into a trace.
+    """The accesses of an application, in order; `trace` converts them to a trace.
 
-    Blocks are drawn from `random`, times from a generator of their own: the blocks do not depend on how times are made.
+    Blocks come from the generator `random`. Times have their own generator, so the blocks do not depend on the times.
     """
 
     def __init__(self, name: str, seed: int, files: Files) -> None:
-        """Takes files that cover every block which will be touched."""
+        """Take files that contain every block to be touched."""
         self.random = np.random.default_rng(seed)
         self._name, self._seed, self._files = name, seed, files
         self._clock = np.random.default_rng([seed, 1])
@@ -53,7 +53,7 @@ class Application:
         self._touched = 0
 
     def touch(self, blocks: ArrayLike, op: int = READ) -> None:
-        """Touch `blocks` one after the other."""
+        """Touch `blocks` in order."""
         touched = np.asarray(blocks, np.int64)
         self._blocks.append(touched)
         self._ops.append(np.full(len(touched), op, np.uint8))
@@ -76,23 +76,23 @@ class Application:
         self.touch(stream[done:], op)
 
     def picked(self, hot: Int64s, number: int) -> Int64s:
-        """Returns `number` of the blocks `hot`, the first of them more often."""
+        """Return `number` random blocks from `hot`, the first ones more often."""
         at = (len(hot) * self.random.random(number) ** SKEW).astype(np.int64)
         return hot[np.minimum(at, len(hot) - 1)]
 
     def shuffled(self, start: int, end: int) -> Int64s:
-        """Returns blocks start .. end - 1 in random order."""
+        """Return blocks start .. end - 1 in random order."""
         blocks = np.arange(start, end)
         self.random.shuffle(blocks)
         return blocks
 
     def pause(self, seconds: float) -> None:
-        """Let `seconds`, give or take a fifth, pass before what comes next: computing, typing, waiting for a server."""
+        """Wait for `seconds` (plus or minus 20 %) before the next access: computing, typing, waiting for a server."""
         length_ns = int(seconds * 1e9 * self._clock.uniform(0.8, 1.2))
         self._pauses[self._touched] = self._pauses.get(self._touched, 0) + length_ns
 
     def trace(self, note: str) -> Trace:
-        """Returns everything touched as a trace; `note` tells what it is and what of it is invented."""
+        """Return all accesses as a trace; `note` describes the shape and says which parts are invented."""
         blocks, ops = np.concatenate(self._blocks), np.concatenate(self._ops)
         starts = np.array([start for start, _ in self._files.values()])
         file = np.searchsorted(starts, blocks, side="right") - 1
@@ -110,7 +110,7 @@ class Application:
         )
 
     def _row_starts(self, blocks: Int64s, ops: Bytes, file: Int64s) -> Int64s:
-        """Returns where rows begin: adjacent blocks, touched alike and without a pause, are one row."""
+        """Return the positions at which rows begin: adjacent blocks with the same operation and no pause form one row."""
         begins = np.ones(len(blocks), bool)
         begins[1:] = (np.diff(blocks) != 1) | (np.diff(ops) != 0) | (np.diff(file) != 0)
         begins[[at for at in self._pauses if at < len(blocks)]] = True
@@ -120,7 +120,7 @@ class Application:
         return np.flatnonzero(within % REQUEST_BLOCKS == 0)
 
     def _times(self, rows: Int64s, count: Int64s) -> Int64s:
-        """Returns when each row begins, in nanoseconds from the start."""
+        """Return the start time of each row, in nanoseconds since the start of the trace."""
         busy = np.concatenate(([0], np.cumsum(SETUP_NS + BLOCK_NS * count)[:-1]))
         waits = np.zeros(len(rows), np.int64)
         for at, length_ns in self._pauses.items():
@@ -133,7 +133,7 @@ SHAPES: dict[str, Callable[..., Trace]] = {}
 
 
 def _shape(seed: int, note: str, files: Files) -> Callable[[Callable[[Application], None]], None]:
-    """Puts what a function tells an application into SHAPES, as a function of the seed."""
+    """Return a decorator that adds a shape to SHAPES as a function of the seed."""
 
     def named(acts: Callable[[Application], None]) -> None:
         def trace(seed: int = seed) -> Trace:
@@ -146,8 +146,8 @@ def _shape(seed: int, note: str, files: Files) -> Callable[[Callable[[Applicatio
     return named
 
 
-# The paper's applications that infer on the device: a start-up scan, a hot set, and loops over model files. Block ranges are
-# those of the text; the paper prints no other numbers. Source: io_caching, section 3.1, figure 1.
+# The paper's applications with inference on the device: a start-up scan, a hot set, and loops over model files. The block
+# ranges are from the text; the paper has no other numbers. Source: io_caching, section 3.1, figure 1.
 
 
 def _on_device(title: str, figure: str) -> str:
@@ -245,9 +245,10 @@ def text_classification(app: Application) -> None:
         app.touch(app.picked(hot, 30))
 
 
-# Those that infer on a server: bursts of write, read, write, and small hot sets; no loops. Source: section 3.2, figure 2.
+# Applications with inference on a server: bursts of write, read, write, and small hot sets; no loops. Source: section 3.2,
+# figure 2.
 
-_FIRST_PROMPT, _PROMPTS_END = 5000, 200_000  # of the file of prompts; no seed reaches its end
+_FIRST_PROMPT, _PROMPTS_END = 5000, 200_000  # blocks of the file of prompts; no seed reaches its end
 _SETUP_BLOCKS = 600
 _MOST_PADDING = 5
 _RETRY_S = 160.0  # "references around 0 s reappeared near 160 s": a failed prompt is sent again
@@ -264,7 +265,10 @@ def _remote(
     retried: Collection[int] = (),
     reads_response: bool = True,
 ) -> None:
-    """Adds a client with so many prompts, of `sizes` blocks; it saves one, reads it to send it, and saves the response."""
+    """Add the shape of a client that saves each prompt, reads it to send it, and saves the response.
+
+    `sizes` is the range of prompt sizes, in blocks; the prompts numbered in `retried` are sent twice.
+    """
     name, first = title.lower(), hot_ranges[0][1]
     files = {f"/{name}/state.db": (0, first), f"/{name}/setup.bin": (first, _SETUP_BLOCKS)}
     files |= {f"/{name}/index.db": span for span in hot_ranges[1:]}
@@ -298,7 +302,7 @@ def _remote(
 
 # Hot blocks near 0 and in a higher range.
 _remote(5, "Copilot", "a", 60, ((0, 40), (4000, 4080)), 0.05, (100, 900))
-# Many small prompts and so many hot reads at low blocks that they look like loops.
+# Many small prompts. Hot reads at low blocks are so frequent that they look like loops.
 _remote(6, "Perplexity", "b", 120, ((0, 300),), 0.25, (20, 300), reads_response=False)
 # Hot sets near blocks 0 and 4000; two prompts fail and are read once more.
 _remote(7, "Claude", "c", 40, ((0, 60), (4000, 4060)), 0.10, (100, 1200), retried=(1, 20))
@@ -306,8 +310,8 @@ _remote(7, "Claude", "c", 40, ((0, 60), (4000, 4060)), 0.10, (100, 1200), retrie
 _remote(8, "Gemini", "d", 80, ((0, 80),), 0.02, (50, 500))
 
 
-# Shapes that are hard to cache, or that a detector of loops gets wrong easily: several readers, noise, repeats, disorder, no
-# order at all; several models, parts of them, mixtures of experts.
+# Shapes that are hard to cache, or that a loop detector easily misclassifies: several readers, noise, repeats, disorder,
+# random access, several models, partial reads, MoE models.
 
 _NOISE = (10**6, 10**7)
 
@@ -318,7 +322,7 @@ _NOISE = (10**6, 10**7)
     {"/app/setup.bin": (0, 2000), "/app/model-a.gguf": (10_000, 16_000), "/app/model-b.gguf": (30_000, 36_000)},
 )
 def interleave(app: Application) -> None:
-    """Two threads that read a model each, in lock step: no two accesses in a row are adjacent."""
+    """Two threads, each reading its own model, in lock step: consecutive accesses are never adjacent."""
     hot = np.arange(100)
     app.scan(0, 2000)
     for _ in range(15):
@@ -338,7 +342,7 @@ def interleave(app: Application) -> None:
     },
 )
 def noisy(app: Application) -> None:
-    """A loop in which every other access is a hot block or one that never comes back."""
+    """A loop in which one access in three is a hot block or a random block that rarely repeats."""
     hot = app.shuffled(0, 300)
     app.scan(0, 3000)
     loop = np.arange(10_000, 20_000)
@@ -350,7 +354,7 @@ def noisy(app: Application) -> None:
 
 
 def kilobytes(seed: int = 13) -> Trace:
-    """Returns AI Notes read and written in requests of 1 KiB: every block is touched four times in a row."""
+    """Return AI Notes with requests of 1 KiB: every block is touched four times in a row."""
     notes = SHAPES["ai_notes"](seed)
     count = notes.count.astype(np.int64)
     within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
@@ -379,7 +383,7 @@ SHAPES["kilobytes"] = kilobytes
     },
 )
 def model_switch(app: Application) -> None:
-    """Model A read in a loop, then B, then A again, then C: old loops must be forgotten, and found again."""
+    """Model A read in a loop, then B, then A again, then C: a detector must drop old loops and detect them again."""
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
     for start, blocks, passes in ((10_000, 4000, 12), (30_000, 9000, 12), (10_000, 4000, 8), (50_000, 6000, 12)):
@@ -401,7 +405,7 @@ def model_switch(app: Application) -> None:
     },
 )
 def prefill_decode(app: Application) -> None:
-    """Six requests: prefill reads the model whole, each token then 70 % of every layer and two embeddings."""
+    """Six requests: prefill reads the whole model; each token then reads 70 % of every layer and two embeddings."""
     layers, embeddings = np.arange(10_000, 19_600).reshape(24, 400), np.arange(5000, 7000)
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
@@ -418,7 +422,7 @@ def prefill_decode(app: Application) -> None:
                 app.mixed(layer[:280], hot, 0.02)
 
 
-_MOE_LAYERS, _MOE_EXPERTS, _MOE_BLOCKS = 8, 16, 60  # the last: of an expert, and of what all tokens use of a layer
+_MOE_LAYERS, _MOE_EXPERTS, _MOE_BLOCKS = 8, 16, 60  # _MOE_BLOCKS: size of an expert, and of the shared part of a layer
 _MOE_LAYER_BLOCKS = _MOE_BLOCKS * (1 + _MOE_EXPERTS)
 
 
@@ -432,7 +436,7 @@ _MOE_LAYER_BLOCKS = _MOE_BLOCKS * (1 + _MOE_EXPERTS)
     },
 )
 def moe_routing(app: Application) -> None:
-    """A mapped mixture of experts: per token and layer the shared part and 2 of 16 experts, skewed and sticky."""
+    """A mapped MoE model: per token and layer the shared part and 2 of 16 experts, skewed and sticky."""
     hot = app.shuffled(0, 200)
     app.scan(0, 2000)
     weights: Doubles = 1 / np.arange(1, _MOE_EXPERTS + 1) ** 0.8
@@ -460,7 +464,7 @@ def moe_routing(app: Application) -> None:
     {"/app/engine.idx": (0, 200), "/app/setup.bin": (200, 2000), "/app/model.gguf": (10_000, 19_600)},
 )
 def page_order(app: Application) -> None:
-    """A loop whose layers are read by four threads at once: blocks arrive out of order, within a window of 32."""
+    """A loop in which four threads read each layer together: blocks arrive out of order, within a window of 32."""
     hot = np.arange(200)
     app.scan(0, 2000)
     for _ in range(15):
@@ -473,7 +477,7 @@ def page_order(app: Application) -> None:
 
 @_shape(18, f"Blocks drawn at random, low ones more often. {_INVENTED}", {"/app/store.db": (0, 20_000)})
 def random(app: Application) -> None:
-    """Single blocks drawn from a skewed distribution: no structure to find."""
+    """Single blocks from a skewed random distribution: there is no structure to detect."""
     app.touch((20_000 * app.random.random(200_000) ** 3).astype(np.int64))
 
 
@@ -511,7 +515,7 @@ def multi_loop(app: Application) -> None:
     },
 )
 def write_loops(app: Application) -> None:
-    """A model copied out of its package again and again, read back whole only every third time."""
+    """A model copied from its package repeatedly; only every third copy is read back."""
     hot = app.shuffled(0, 150)
     app.scan(0, 150)
     for turn in range(18):

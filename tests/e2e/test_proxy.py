@@ -156,7 +156,7 @@ def test_prompts_survive_a_restart_of_everything(start: Start, tiny: Path) -> No
     assert first.complete(tokens) == cold, "the warm slot's answer"
     said = first.chat()
     assert first.metrics()["hits"] == 0
-    first.wait(stored_blocks=2, early_blocks=2)
+    assert first.wait(stored_blocks=2)["early_blocks"] >= 1
     ending = [*tokens[:-9], *prompt(9, seed=1)]
     expected = first.complete(ending)
     assert first.end() == -signal.SIGTERM, "as the server without the proxy"
@@ -221,7 +221,7 @@ def event(line: bytes) -> Any:
 
 
 def test_several_clients_and_one_that_disconnects(start: Start) -> None:
-    proxied = start()
+    proxied = start("--metrics")
     prompts = [prompt(400, seed) for seed in range(4)]
     expected = [proxied.complete(tokens) for tokens in prompts]
     assert len(set(expected)) == 4
@@ -238,24 +238,33 @@ def test_several_clients_and_one_that_disconnects(start: Start) -> None:
     assert [answers[number] for number in range(4)] == expected
     assert proxied.metrics()["hits"] >= 2, "two slots cannot hold four prompts"
 
-    connection = http.client.HTTPConnection("127.0.0.1", proxied.port, timeout=TIMEOUT_S)
-    body = {"prompt": prompt(300, seed=9), "n_predict": 1500, "stream": True, **GREEDY}
-    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-    assert connection.getresponse().readline().startswith(b"data: ")
-    assert any(slot["is_processing"] for slot in json.loads(proxied.request("GET", "/slots")[1]))
-    connection.sock.shutdown(socket.SHUT_RDWR)  # the response has another reference to it
-    connection.close()
-    stopped = [slot for slot in wait_idle(proxied) if slot.get("next_token", [{}])[0].get("n_decoded", 0) > 16]
-    assert all(slot["next_token"][0]["n_decoded"] < 1490 for slot in stopped), "the server has stopped as well"
+    disconnect(proxied, {"prompt": prompt(300, seed=9), "n_predict": 1500, "stream": True, **GREEDY})
     assert proxied.complete(prompts[0]) == expected[0]
 
 
-def wait_idle(proxied: Proxied) -> list[dict[str, Any]]:
+def disconnect(proxied: Proxied, body: dict[str, Any]) -> None:
+    """Disconnect while a stream is sent, and check that the server stops as well: without a stream it goes on by itself."""
+    before = predicted(proxied)
+    connection = http.client.HTTPConnection("127.0.0.1", proxied.port, timeout=TIMEOUT_S)
+    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().readline().startswith(b"data: ")
+    wait_busy(proxied, True)
+    connection.sock.shutdown(socket.SHUT_RDWR)  # the response has another reference to it
+    connection.close()
+    wait_busy(proxied, False)
+    assert predicted(proxied) < before + body["n_predict"] - 10
+
+
+def predicted(proxied: Proxied) -> int:
+    """Return how many tokens of answers the server has generated."""
+    text = proxied.request("GET", "/metrics")[1].decode()
+    return int(text.split("\nllamacpp:tokens_predicted_total ")[1].split()[0])
+
+
+def wait_busy(proxied: Proxied, is_busy: bool) -> None:
+    """Wait until a slot of the server is busy, or none is."""
     deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        slots = json.loads(proxied.request("GET", "/slots")[1])
-        if not any(slot["is_processing"] for slot in slots):
-            return list(slots)
+    while is_busy != any(slot["is_processing"] for slot in json.loads(proxied.request("GET", "/slots")[1])):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -358,7 +367,6 @@ def test_slots_that_the_server_clears_are_restored(start: Start, monkeypatch: py
                 proxied.wait(stored_blocks=1 + prompts.index(tokens))
         found = proxied.metrics()
         assert found["hits"] == 2, "both were cleared" if value == "1" else "both were stored before"
-        assert found["early_blocks"] == (2 if value == "1" else 0)
         proxied.end()
 
 
@@ -374,6 +382,7 @@ def test_slots_that_share_memory_make_room(start: Start) -> None:
     assert first.metrics()["hits"] >= 1 and len(first.states()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.gemma
 def test_a_sliding_window_is_restored_to_its_end(start: Start) -> None:
     first = start(model=GEMMA, context=4096)
@@ -389,6 +398,7 @@ def test_a_sliding_window_is_restored_to_its_end(start: Start) -> None:
     assert second.metrics()["reused_tokens"] >= len(tokens) - 8, "llama.cpp evaluates the last tokens again"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there")
 def test_a_conversation_is_restored_with_its_answer(start: Start) -> None:
     first = start(model=SMOLLM2, context=4096)

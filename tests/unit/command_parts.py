@@ -1,4 +1,4 @@
-"""A command in this process, without the second that a process takes to begin: what it prints, or only its words."""
+"""Helpers that run a command in the test's process, which avoids starting an interpreter, or only parse its arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmcache import cli
 from llmcache.cli.mount import command as mount_command
 
 HEAVY = {"numpy", "numba", "pyarrow", "matplotlib", "rich", "torch", "transformers", "mfusepy", "psutil"}
-"""What no command may load before it uses it."""
+"""Packages that no command may import before it uses them."""
 
 
 def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
-    """What a program whose `main` exits with its code has printed, as subprocess.run tells it."""
+    """Return the exit code and output of `main`, which must raise SystemExit, in the form of `subprocess.run`."""
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -28,16 +28,16 @@ def ended(main: Callable[[], object]) -> subprocess.CompletedProcess[str]:
         except SystemExit as end:
             assert isinstance(end.code, int)
             return subprocess.CompletedProcess([], end.code, out.getvalue(), error.getvalue())
-    raise AssertionError("it went on")
+    raise AssertionError("main() returned without SystemExit")
 
 
 def called(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """What `llmcache` with these words prints."""
+    """Run `llmcache` with these arguments."""
     return ended(lambda: cli.run(cli.app, "llmcache", [*map(str, words)]))
 
 
 def loaded(code: str, *args: str) -> set[str]:
-    """Modules that a program in Python has loaded at its end."""
+    """Return the modules that a Python program has imported when it ends."""
     code = f"import atexit, sys\natexit.register(lambda: print(*sys.modules))\n{code}"
     root = Path(cli.__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, cwd=root)
@@ -45,7 +45,7 @@ def loaded(code: str, *args: str) -> set[str]:
 
 
 def parsed(program: str, *args: str) -> click.Context:
-    """The context of a call; a usage error for words that the command line does not know. Nothing is run."""
+    """Return the click context of a call without running the command; raises a usage error for bad arguments."""
     command: click.Command = mount_command if program == "llmcachefs" else cli.app
     context, name, left = click.Context(command, info_name=program), program, list(args)
     while isinstance(command, click.Group) and left and not left[0].startswith("-"):
@@ -56,7 +56,7 @@ def parsed(program: str, *args: str) -> click.Context:
 
 
 def keys(document: Any) -> Iterator[str]:
-    """Every key of a document, at any depth."""
+    """Yield every key of a JSON document, at any depth."""
     if isinstance(document, dict):
         for key, value in document.items():
             yield key

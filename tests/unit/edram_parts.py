@@ -1,4 +1,4 @@
-"""What tests of eDRAM share: streams that a model would hand to a layer, a decoder, the accelerator model."""
+"""Helpers of the eDRAM tests: the inputs of an attention layer and configurations of the accelerator model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem
 
 @dataclass
 class Stream:
-    """What a model would hand to a layer: x of every token, its queries, and its projections."""
+    """The inputs of an attention layer: x of every token, its queries, and the key and value projections."""
 
     shape: LayerShape
     x: Floats
@@ -33,13 +33,13 @@ class Stream:
         return cls(shape, x, queries * (not flat), Projections(weights[0], weights[1], shape.kv_heads, Rope()))
 
     def kv(self) -> tuple[Floats, Floats]:
-        # A token at a time, as decoding does: a product of many rows rounds differently.
+        # One token at a time, as in decoding: a product of many rows rounds differently.
         rows = [self.project(self.x[t : t + 1], np.array([t])) for t in range(len(self.x))]
         return np.concatenate([keys for keys, _ in rows]), np.concatenate([values for _, values in rows])
 
 
 def column_sums(queries: Floats, keys: Floats) -> Doubles:
-    """What each token of a prompt gathers from all queries of its group of heads, itself included [kv_heads, n]."""
+    """Return the attention that each prompt token receives from the queries of its head group [kv_heads, n]."""
     return attend_prompt(queries, keys, keys[:, :, :0])[1]
 
 

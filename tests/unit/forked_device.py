@@ -1,4 +1,4 @@
-"""Emulated devices that are forks of the test's process: they start at once, while a new process first imports numba."""
+"""Emulated devices that are forks of the test's process, because a new process would first import numba."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fork:
                 for number in (signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 last = 2
-                for descriptor in sorted(pass_fds):  # close others: with the host's end open, it would not notice its death
+                for descriptor in sorted(pass_fds):  # close the rest: an open copy of the host's end would hide its death
                     os.closerange(last + 1, descriptor)
                     last = descriptor
                 os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
@@ -58,7 +58,7 @@ class Fork:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the devices of a test forks; other tests check the start and the end of the program."""
+    """Make the devices of a test forks; other tests check how the device program starts and ends."""
     monkeypatch.setattr(hosts, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Fork}))
     yield
 

@@ -1,4 +1,4 @@
-"""Groups and states as small as tests need them: no threads, no files."""
+"""Minimal groups and cache states for tests: no threads, no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class NoHolder:
-    """A Holder that notes what is given up and pins at once what is wanted."""
+    """A holder that records released extents and reports all wanted extents as pinned."""
 
     mode = "steer"
 
@@ -24,26 +24,26 @@ class NoHolder:
         self.released: list[int] = []
 
     def release(self, _group: Group, extents: list[int]) -> None:
-        """Note what is given up."""
+        """Record the released extents."""
         self.released += extents
 
     def pinned(self, group: Group) -> list[int]:
-        """What is wanted."""
+        """Return the wanted extents."""
         return [extent for extent in range(group.count) if group.wanted[extent]]
 
     def pin_ready(self, group: Group) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def new_state(budget_bytes: int) -> CacheState:
-    """A state without buffers, and without what a window may hold beside the budget."""
+    """Return a state without buffers, whose limits equal the budget."""
     state = CacheState(budget_bytes, BufferPool(0, 0))
     state.limit_bytes = state.pin_limit_bytes = budget_bytes
     return state
 
 
 def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> Group:
-    """A group of one attached file with `extents` extents of 1 MiB, in `state`."""
+    """Add a group of one file with `extents` extents of 1 MiB to `state`."""
     member = Member(f"/{name}", extents * MIB, 0, extents, node=len(state.groups) + 1)
     group = Group(name, [member], MIB)
     if looping:
@@ -53,7 +53,7 @@ def new_group(state: CacheState, name: str, extents: int, looping: bool = False)
 
 
 def open_it(state: CacheState, group: Group) -> None:
-    """An application opens the file."""
+    """Open the file as a client would."""
     (member,) = group.members
     member.backing = backing = Mock()  # only its identity matters
     state.opens[backing] = 1
@@ -61,7 +61,7 @@ def open_it(state: CacheState, group: Group) -> None:
 
 
 def bring(state: CacheState, group: Group, extents: list[int], kind: int, now_ns: int) -> None:
-    """Charge whole extents, which are then ready, touched, or still loading."""
+    """Account whole extents of `group` and put them into the state `kind`."""
     for extent in extents:
         state.charge(group, extent, group.extent_bytes)
         group.set_state(extent, kind)
@@ -74,7 +74,7 @@ def bring(state: CacheState, group: Group, extents: list[int], kind: int, now_ns
 
 
 def stray(state: CacheState, group: Group, extents: list[int], length: int = 4096) -> None:
-    """Single pages of `extents`, the last the most recent."""
+    """Account single pages of `extents`; the last is the most recently used."""
     for extent in extents:
         state.charge(group, extent, length)
         group.strays.pop(extent, None)
@@ -84,7 +84,7 @@ def stray(state: CacheState, group: Group, extents: list[int], length: int = 409
 def mixture_of(
     state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
 ) -> Mixture:
-    """A file of `layers` tensors whose experts have `mib` MiB each, behind `first_byte` other bytes; a token uses `used`."""
+    """Add an MoE model: `layers` tensors of `experts` experts of `mib` MiB each, after `first_byte` other bytes."""
     group = new_group(state, "mixture", mib * layers * experts - (-first_byte // MIB))
     group.status = bytearray([SINGLE]) * group.count
     member = group.members[0]

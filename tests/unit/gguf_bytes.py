@@ -1,4 +1,4 @@
-"""Builds small GGUF headers, right and wrong, byte by byte: independent of the writer in tools/make_model.py."""
+"""Builds small valid and invalid GGUF headers, independently of the writer in tools/make_model.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMATS = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", 
 
 @dataclass
 class Gguf:
-    """A GGUF file to be; `tensors` are (name, shape, type, offset in the data)."""
+    """A GGUF file under construction; `tensors` are (name, shape, type, offset in the data)."""
 
     keys: list[bytes] = field(default_factory=list)
     tensors: list[tuple[str, list[int], int, int]] = field(default_factory=list)
@@ -24,11 +24,11 @@ class Gguf:
     counts: tuple[int, int] | None = None
 
     def number(self, kind: int, value: float) -> bytes:
-        """`value` as a number of the format's type `kind`."""
+        """Encode `value` as the format's number type `kind`."""
         return struct.pack(self.order + _FORMATS[kind], value)
 
     def text(self, text: str) -> bytes:
-        """`text` with its length before it."""
+        """Encode `text`, preceded by its length."""
         raw = text.encode()
         return self.number(U64, len(raw)) + raw
 
@@ -38,12 +38,12 @@ class Gguf:
         return self.raw_key(name, kind, raw)
 
     def raw_key(self, name: str, kind: int, raw: bytes) -> Gguf:
-        """Add a key whose value is `raw`, right or wrong."""
+        """Add a key with the encoded value `raw`, which may be invalid."""
         self.keys.append(self.text(name) + self.number(U32, kind) + raw)
         return self
 
     def array(self, name: str, kind: int, raw_items: list[bytes], count: int | None = None) -> Gguf:
-        """Add an array; `count` may lie about the number of items."""
+        """Add an array; `count` may differ from the number of items."""
         count = len(raw_items) if count is None else count
         return self.raw_key(name, ARRAY, self.number(U32, kind) + self.number(U64, count) + b"".join(raw_items))
 
@@ -53,7 +53,7 @@ class Gguf:
         return self
 
     def header(self) -> bytes:
-        """The header without padding."""
+        """Return the header without padding."""
         tensors, keys = self.counts or (len(self.tensors), len(self.keys))
         out = b"GGUF" + self.number(U32, self.version) + self.number(U64, tensors) + self.number(U64, keys)
         out += b"".join(self.keys)
@@ -63,13 +63,13 @@ class Gguf:
         return out
 
     def file(self) -> bytes:
-        """Header, padding and `data_bytes` bytes of data."""
+        """Return the file: header, padding and `data_bytes` zero bytes."""
         header = self.header()
         return header + bytes(-len(header) % self.alignment) + bytes(self.data_bytes)
 
 
 class Reads:
-    """`read(offset, size)` over bytes in memory; counts what is read."""
+    """A `read(offset, size)` function over bytes in memory that counts its calls and bytes."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -86,5 +86,5 @@ class Reads:
 
 
 def reading(content: bytes) -> tuple[ReadAt, int]:
-    """Arguments for `read_layout`: a reader of `content`, and its size."""
+    """Return the arguments for `read_layout`: a reader of `content`, and its size."""
     return Reads(content), len(content)

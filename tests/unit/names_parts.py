@@ -1,4 +1,4 @@
-"""Hub caches and Ollama stores as their programs make them, with files of a test's own."""
+"""Builds Hugging Face hub caches and Ollama stores from the files of a test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMIT = hashlib.sha1(b"a revision").hexdigest()
 
 
 def hub_snapshot(cache: Path, repository: str, files: Mapping[str, bytes | Path], revision: str = COMMIT) -> Path:
-    """Put a revision of a repository into a Hugging Face hub cache; returns the snapshot's directory.
+    """Add a revision of a repository to a hub cache and return the snapshot directory.
 
-    Files that are given by a path are moved there.
+    Files given as paths are moved into the cache.
     """
     directory = cache / f"models--{repository.replace('/', '--')}"
     snapshot = directory / "snapshots" / revision
@@ -35,7 +35,7 @@ def hub_snapshot(cache: Path, repository: str, files: Mapping[str, bytes | Path]
 def ollama_model(
     store: Path, name: str, layers: Mapping[str, bytes | Path], *, place: str = "registry.ollama.ai/library"
 ) -> Path:
-    """Put a model (`llama3.2:3b`) into an Ollama store, with a file for each kind of layer; returns its manifest."""
+    """Add a model (`llama3.2:3b`) with one file per kind of layer to an Ollama store and return its manifest."""
     (store / "blobs").mkdir(parents=True, exist_ok=True)
     model, _, tag = name.partition(":")
     manifest = store / "manifests" / place / model / tag
@@ -49,7 +49,7 @@ def ollama_model(
 
 
 def _placed(content: bytes | Path, blobs: Path, prefix: str = "") -> str:
-    """Put a file among blobs, unless it is there; returns its name."""
+    """Add a file to a blob directory and return its name."""
     if isinstance(content, bytes):
         name = prefix + hashlib.sha256(content).hexdigest()
         (blobs / name).write_bytes(content)
@@ -60,7 +60,7 @@ def _placed(content: bytes | Path, blobs: Path, prefix: str = "") -> str:
 
 
 def safetensors_bytes(**tensors: int) -> bytes:
-    """Return a safetensors file with `tensors` of so many bytes each."""
+    """Return a safetensors file; `tensors` maps names to sizes in bytes."""
     header, offset = {}, 0
     for name, size_bytes in tensors.items():
         header[name] = {"dtype": "U8", "shape": [size_bytes], "data_offsets": [offset, offset + size_bytes]}
@@ -70,5 +70,5 @@ def safetensors_bytes(**tensors: int) -> bytes:
 
 
 def blob_of(link: Path) -> str:
-    """Return the name of the blob that a link leads to."""
+    """Return the name of the blob that a symbolic link points to."""
     return os.path.basename(os.path.realpath(link))

@@ -1,4 +1,4 @@
-"""Helpers for the tests of pages and figures: an HTML parser, and a trace of a model, a tokenizer and a write loop."""
+"""Helpers of the report tests: an HTML parser, and a trace of a model, a tokenizer and a write loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL, TOKENIZER, COPY = "/models/m.gguf", "/models/tok <1> & $x^{$.json", "/cac
 
 @pytest.fixture(scope="module")
 def unlaid() -> Iterator[None]:
-    """Draw figures without layout, which takes most of the time: `test_names_do_not_overlap` covers it."""
+    """Draw figures without the slow layout step, which `test_names_do_not_overlap` covers."""
     save = Figure.savefig
 
     def as_it_is(figure: Figure, *args: Any, **options: Any) -> None:
@@ -31,7 +31,7 @@ def unlaid() -> Iterator[None]:
 
 
 class Page(HTMLParser):
-    """Parse a page; AssertionError for tags that are not closed in order."""
+    """Parses a page; raises AssertionError if tags are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Page(HTMLParser):
             self.text += data
 
     def resources(self) -> list[str]:
-        """Return everything that a browser would load or link to."""
+        """Return every URL that a browser would load or link to."""
         names = {"src", "href", "srcset", "data", "action", "poster"}
         return [value for _, name, value in self.attributes if name in names]
 
 
 def check_alone(page: Page, source: str) -> None:
-    """Assert that the page loads no external resources and runs no scripts."""
+    """Assert that the page loads no external resource and runs no script."""
     assert all(found.startswith(("data:image/", "#")) for found in page.resources())
     assert not page.tags["script"] and not page.tags["link"] and not page.tags["iframe"]
     assert not any(name.startswith("on") for _, name, _ in page.attributes)
@@ -75,9 +75,7 @@ def check_alone(page: Page, source: str) -> None:
 
 
 def recorded(lost: int = 0) -> Trace:
-    """Return a trace of a model of 1000 blocks mapped five times in order, a hot tokenizer, and a copy written three
-    times.
-    """
+    """Return a trace: a model of 1000 blocks mapped five times, a tokenizer read often, a copy written three times."""
     rows: list[tuple[int, int, int, int]] = []
     for token in range(5):
         rows += [(0, first, 50, MAP) for first in range(0, 1000, 50)]

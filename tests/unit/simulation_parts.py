@@ -1,4 +1,4 @@
-"""Small traces for the simulator's tests, and plain implementations of LRU and Belady's rule."""
+"""Small traces for the simulator's tests, and reference implementations of LRU and Belady's rule."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def trace_of(rows: list[Row], step_ns: int = 1_000_000, provenance: Provenance |
 
 
 def loop(blocks: int, passes: int, run: int, op: int = READ) -> list[Row]:
-    """Return rows that read blocks 0 .. `blocks` - 1 `passes` times, `run` at a time."""
+    """Return rows that read blocks 0 .. `blocks` - 1 `passes` times, `run` blocks per row."""
     return [(0, first, min(run, blocks - first), op) for _ in range(passes) for first in range(0, blocks, run)]
 
 
 def saved(trace: Trace, directory: Path, name: str = "trace.parquet") -> str:
-    """Return the path of `trace` as a file."""
+    """Save `trace` and return its path."""
     path = directory / name
     trace.save(path)
     return str(path)
 
 
 def rows(blocks: int = 60, longest: int = 40, most: int = 60) -> st.SearchStrategy[list[Row]]:
-    """Generate rows in two files, close and distant, with runs that overlap in all ways."""
+    """Generate rows in two files, whose runs overlap in all ways and also lie far apart."""
     row = st.tuples(
         st.sampled_from([0, 3]),
         st.integers(0, blocks).flatmap(lambda first: st.sampled_from([first, first + 1000])),
@@ -47,9 +47,9 @@ def rows(blocks: int = 60, longest: int = 40, most: int = 60) -> st.SearchStrate
 
 
 def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
-    """Return (hits, evictions so far) of each row, block by block."""
+    """Replay rows block by block; return the hits of each row and the total evictions after it."""
     held: OrderedDict[tuple[int, int], None] = OrderedDict()
-    told, evictions = [], 0
+    counts, evictions = [], 0
     for file, first, count, _ in rows:
         hits = 0
         for block in range(first, first + count):
@@ -61,20 +61,20 @@ def plain_lru(rows: list[Row], capacity: int) -> list[tuple[int, int]]:
                 held.popitem(last=False)
                 evictions += 1
             held[file, block] = None
-        told.append((hits, evictions))
-    return told
+        counts.append((hits, evictions))
+    return counts
 
 
 def plain_belady(ids: Sequence[int], capacity: int) -> int:
-    """Return the hits if the block used last, or never again, is evicted, and every missed block is inserted."""
-    again, later = [0] * len(ids), dict[int, int]()
+    """Return the hits of Belady's rule, which evicts the block whose next use is furthest away; every miss is inserted."""
+    next_use, later = [0] * len(ids), dict[int, int]()
     for now in reversed(range(len(ids))):
-        again[now] = later.get(ids[now], len(ids))
+        next_use[now] = later.get(ids[now], len(ids))
         later[ids[now]] = now
     kept, hits = dict[int, int](), 0
     for now, block in enumerate(ids):
         hits += block in kept
         if block not in kept and len(kept) == capacity:
             del kept[max(kept, key=kept.__getitem__)]
-        kept[block] = again[now]
+        kept[block] = next_use[now]
     return hits

@@ -1,4 +1,4 @@
-"""Made-up results of tasks, for tests of output, figures and verdicts."""
+"""Invented task results for the tests of tables, plots and verdicts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def row(policy: str, budget: int | None, right: Sequence[int], context: int = 10
 
 
 def bench(shares: Mapping[tuple[str, int | None], Sequence[int]], contexts: Sequence[int] = (1024,)) -> TaskBench:
-    """Return results in which each (policy, budget) answered `shares` of 10 questions right in each of its contexts."""
+    """Return results in which each (policy, budget) answered `shares` of 10 questions in each context."""
     rows = [row(*name, right, context) for context in contexts for name, right in shares.items()]
     return TaskBench("passkey", {"model": "made up", "budgets": [64, 256]}, tuple(rows))
 
 
 def of_policies(own: int = 10, rival: int = 5, names: Sequence[str] = ("icecache",)) -> TaskBench:
-    """Return results of all budgets: `names` answer `own` of 10 right, their rivals `rival`, the full cache all."""
+    """Return results at all budgets: `names` answer `own` of 10, their rivals `rival`, the full cache all."""
     everyone = {**dict.fromkeys(names, own), "quest": rival, "h2o": rival, "window": rival}
     shares: dict[tuple[str, int | None], Sequence[int]] = {(STOCK, None): [10] * 4}
     shares |= {(policy, budget): [right] * 4 for policy, right in everyone.items() for budget in (64, 128, 256)}

@@ -18,7 +18,7 @@ LEAST = 128 << 10
 
 
 def row(found: TraceClasses, ending: str, kind: str, op: str = READ_OP) -> Classification:
-    """Return the only class of its kind of the file whose path has this ending."""
+    """Return the only class of this kind in the file whose path ends with `ending`."""
     (only,) = (each for each in found.rows if each.path.endswith(ending) and (each.kind, each.op) == (kind, op))
     return only
 
@@ -28,12 +28,12 @@ def blocks(of: Classification) -> tuple[int | None, int | None, float]:
 
 
 def large(found: TraceClasses) -> set[tuple[str, str, str]]:
-    """Return path, op and class of all rows but small ones."""
+    """Return path, op and class of all rows of at least `LEAST` bytes."""
     return {(each.path.rpartition("/")[2], each.op, each.kind) for each in found.rows if each.size_bytes >= LEAST}
 
 
 def one_file(accesses: list[tuple[int, int]], op: int = 0, size_bytes: int = 0) -> Trace:
-    """Return a trace of (first, count) in one file, a millisecond apart."""
+    """Return a trace of (first, count) accesses in one file, 1 ms apart."""
     first, count = zip(*accesses, strict=True)
     files = [TraceFile(0, "/models/m.gguf", 1, 2, 0, size_bytes)]
     times = [number * 10**6 for number in range(len(accesses))]
@@ -47,7 +47,7 @@ def ai_notes(found: TraceClasses) -> None:
     write, read = row(found, "handwriting.db", LOOP, WRITE_OP), row(found, "weights.bin", LOOP)
     assert (*blocks(write), write.passes, write.order, write.active) == (0, 4999, 5000, 6, "ascending", True)
     assert (*blocks(read), read.passes, read.order, read.active) == (0, 9999, 10_000, 12, "ascending", True)
-    assert read.period_ns is not None and 8e9 < read.period_ns < 10e9  # pauses of 8 s, and 2 s more for every other one
+    assert read.period_ns is not None and 8e9 < read.period_ns < 10e9  # pauses of 8 s, every second one 2 s longer
     assert write.period_ns is not None and 16e9 < write.period_ns < 20e9
     assert large(found) == {
         ("setup.bin", "read", SEQ),
@@ -69,7 +69,7 @@ def ai_translate(found: TraceClasses) -> None:
 
 
 def copied(written: int, passes: int) -> Callable[[TraceClasses], None]:
-    """Figures 1c and 1d: a periodic write loop, a scan and a hot set; nothing is read in a loop."""
+    """Figures 1c and 1d: a periodic write loop, a scan and a hot set; no read loop."""
 
     def check(found: TraceClasses) -> None:
         loop = row(found, "model.tflite", LOOP, WRITE_OP)
@@ -81,14 +81,14 @@ def copied(written: int, passes: int) -> Callable[[TraceClasses], None]:
 
 
 def remote(found: TraceClasses) -> None:
-    """Section 3.2: sequential accesses and hot sets; retried prompts and probabilistic re-references are no loops."""
+    """Section 3.2: sequential accesses and hot sets; retried prompts and probabilistic rereads are not loops."""
     assert {each.kind for each in found.rows if each.size_bytes >= LEAST} == {SEQ, HOT}
     assert found.totals.loop_share < 0.001
     assert found.totals.once_share > 0.6
 
 
 def whole(file: str, size: int) -> Callable[[TraceClasses], None]:
-    """Check that a hard loop is found completely."""
+    """The loop is reported as one piece that covers the file."""
 
     def check(found: TraceClasses) -> None:
         loop = row(found, file, LOOP)
@@ -99,13 +99,13 @@ def whole(file: str, size: int) -> Callable[[TraceClasses], None]:
 
 
 def page_order(found: TraceClasses) -> None:
-    """Threads that interleave their blocks make one loop."""
+    """Threads that interleave their blocks form one loop."""
     loop = next(each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP)
     assert loop.passes == 7 and blocks(loop)[2] == pytest.approx(9600, rel=0.01)
 
 
 def multi_loop(found: TraceClasses) -> None:
-    """Loops of several periods."""
+    """Loops of different periods are separate."""
     passes = {name: row(found, f"{name}.gguf", LOOP).passes for name in ("draft", "encoder", "decoder", "vision")}
     assert passes == {"draft": 44, "encoder": 22, "decoder": 8, "vision": 4}
     periods = [row(found, f"{name}.gguf", LOOP).period_blocks or 0 for name in passes]
@@ -113,7 +113,7 @@ def multi_loop(found: TraceClasses) -> None:
 
 
 def prefill_decode(found: TraceClasses) -> None:
-    """Blocks that decoding reads are distinguished from those that only prefill reads."""
+    """Blocks that decoding reads are separated from those that only prefill reads."""
     decode, prefill = sorted(
         (each for each in found.rows if each.path.endswith("model.gguf") and each.kind == LOOP),
         key=lambda each: -each.passes,
@@ -124,7 +124,7 @@ def prefill_decode(found: TraceClasses) -> None:
 
 
 def moe_routing(found: TraceClasses) -> None:
-    """Experts are distinguished from blocks that all tokens read."""
+    """Expert slices are separated from the weights that all tokens read."""
     loops = [each for each in found.rows if each.path.endswith("experts.gguf") and each.kind == LOOP]
     (shared,) = (each for each in loops if each.passes == 120)
     assert (shared.size_bytes, len(shared.pieces), shared.regularity) == (8 * 60 * BLOCK_BYTES, 8, 1)
@@ -134,14 +134,14 @@ def moe_routing(found: TraceClasses) -> None:
 
 
 def model_switch(found: TraceClasses) -> None:
-    """The last of three models is active."""
+    """Only the last of three models is active."""
     active = {name: row(found, f"model-{name}.gguf", LOOP).active for name in "abc"}
     assert active == {"a": False, "b": False, "c": True}
     assert row(found, "model-a.gguf", LOOP).passes == 20
 
 
 def random(found: TraceClasses) -> None:
-    """Random accesses are no loop."""
+    """Random accesses form no loop."""
     assert found.totals.loop_bytes == 0
     assert found.totals.hot_share > 0.7
 
@@ -154,13 +154,13 @@ CHECKS: dict[str, Callable[[TraceClasses], None]] = {
     "interleave": whole("model-a.gguf", 6000),
     "noisy": whole("model.gguf", 10_000),
 }
-"""Checks of a shape besides that every access has one class; all at once, because its classification takes a second."""
+"""Checks per trace shape. Each shape is classified once for all its checks, because that takes about 1 s."""
 FIRST_ROWS = {"random": 30_000, "noisy": 30_000, "interleave": 40_000, "page_order": 60_000}
-"""Bytes to classify of the longest shapes, which continue in the same way."""
+"""Rows used of the longest shapes, which continue in the same way."""
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_shapes_have_the_classes_they_are_made_of(name: str) -> None:
+def test_classes_match_the_generated_shapes(name: str) -> None:
     trace = SHAPES[name]()
     trace = trace.slice(0, FIRST_ROWS.get(name, len(trace)))
     found = classify(trace.batches())
@@ -187,23 +187,23 @@ TURNED = (6000, 0, 4000, 2000)
         ([(start + at, 100) for start in TURNED for at in FORWARD], "other", tuple((at, at + 1999) for at in TURNED)),
     ],
 )
-def test_the_order_of_a_loop(one_pass: list[tuple[int, int]], order: str, pieces: tuple[tuple[int, int], ...]) -> None:
+def test_order_of_a_loop(one_pass: list[tuple[int, int]], order: str, pieces: tuple[tuple[int, int], ...]) -> None:
     (loop,) = classify(one_file(one_pass * 6).batches()).rows
     assert (loop.kind, loop.order, loop.pieces) == (LOOP, order, pieces)
 
 
-def test_a_repeated_block_counts_once() -> None:
-    """A buffered reader looks at the end of a file and continues with the block in which it stopped."""
+def test_blocks_read_twice_count_once_in_sizes() -> None:
+    """A buffered reader reads the end of a file first, then continues with the block in which it stopped."""
     (seq,) = classify(one_file([(0, 49), (9000, 1), (48, 2100), (9001, 1)]).batches()).rows
     assert (seq.kind, seq.size_bytes) == (SEQ, 2150 * BLOCK_BYTES)
     within = classify(one_file([(0, 1000), *[(300, 2), (5000, 1), (310, 3)] * 100]).batches())
     assert row(within, "m.gguf", HOT).size_bytes == 6 * BLOCK_BYTES
     assert row(within, "m.gguf", SEQ).size_bytes == 995 * BLOCK_BYTES
     (loop,) = classify(one_file([(0, 100)] * 5, size_bytes=99 * BLOCK_BYTES + 7).batches()).rows
-    assert loop.size_bytes == 99 * BLOCK_BYTES + 7, "the last block of a file is not full"
+    assert loop.size_bytes == 99 * BLOCK_BYTES + 7, "the last block of a file is partial"
 
 
-def test_loops_that_do_not_overlap_in_time_share_their_cache() -> None:
+def test_consecutive_loops_need_only_the_cache_of_the_largest() -> None:
     found = classify(one_file([(0, 500)] * 6 + [(10_000, 800)] * 6).batches())
     assert found.totals.loop_bytes == 1300 * BLOCK_BYTES
     assert found.totals.loop_at_once_bytes == 800 * BLOCK_BYTES
@@ -211,10 +211,10 @@ def test_loops_that_do_not_overlap_in_time_share_their_cache() -> None:
     assert both.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES
     made = one_file([(0, 500), (10_000, 800)] * 6)
     timeless = classify(Trace.build(0, 0, made.first, made.count, files=made.files, provenance=made.provenance).batches())
-    assert timeless.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES, "all rows have one time"
+    assert timeless.totals.loop_at_once_bytes == 1300 * BLOCK_BYTES, "all rows have the same time"
 
 
-def test_rows_name_the_tensors_in_them() -> None:
+def test_rows_name_the_tensors_they_overlap() -> None:
     size = 100 * BLOCK_BYTES
     places = {"header": (0, 100), "blk.0.attn.weight": (4096, size - 4096), "blk.1.attn.weight": (size, size)}
     places["token_embd.weight"] = (2 * size, size)
@@ -225,7 +225,7 @@ def test_rows_name_the_tensors_in_them() -> None:
     assert row(found, "m.gguf", SEQ).tensors == ("token_embd.weight",)
 
 
-def test_the_document_sums_up_small_rows() -> None:
+def test_small_rows_are_summed_up_in_the_document() -> None:
     found = classify(one_file([*[(0, 500), (9000, 2)] * 6, (20_000, 400)]).batches())
     document = found.document("t.parquet", min_bytes=64_000)
     assert (document["schema"], document["tier"], document["lost_events"]) == ("llmcache.classify/1", "test", 3)
@@ -240,7 +240,7 @@ SLICE = 70 * BLOCK_BYTES + 1000
 
 
 def mixture(layers: int, experts: int) -> Experts:
-    """Return layers of an up tensor, its bias and a down tensor, whose slices begin and end within blocks."""
+    """Return layers of an up tensor, its bias and a down tensor, whose slices start and end inside blocks."""
     tensors, at = [], 100 * BLOCK_BYTES
     for layer in range(layers):
         for part, size in (("up_exps.weight", SLICE), ("up_exps.bias", 11_520), ("down_exps.weight", SLICE)):
@@ -251,8 +251,8 @@ def mixture(layers: int, experts: int) -> Experts:
 
 
 @pytest.mark.parametrize(("layers", "batch_rows"), [(1, 1 << 16), (5, 7)])
-def test_fault_around_is_no_use_of_an_expert(layers: int, batch_rows: int) -> None:
-    """Faults map 16 blocks, which may extend into neighboring slices of unused experts, also of the next layer."""
+def test_pages_mapped_around_a_fault_are_not_uses_of_experts(layers: int, batch_rows: int) -> None:
+    """A fault maps 16 blocks, which may include slices of unused neighboring experts and of the next layer."""
     experts = mixture(layers, 6)
     tokens = [[{(token + layer) % 6, (token * layer + 5) % 6} for layer in range(layers)] for token in range(40)]
     accesses: list[tuple[int, int]] = []
@@ -272,7 +272,7 @@ def test_fault_around_is_no_use_of_an_expert(layers: int, batch_rows: int) -> No
     assert found.incomplete is not None and "mmap" in found.incomplete
 
 
-def test_lost_events_make_expert_uses_incomplete() -> None:
+def test_lost_events_make_expert_counts_incomplete() -> None:
     experts = mixture(2, 6)
     start, size = experts.ranges(0)[0]
     read = one_file([(start // BLOCK_BYTES, size // BLOCK_BYTES)])

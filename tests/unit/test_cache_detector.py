@@ -1,4 +1,4 @@
-"""The detector on small traces, including those for which the printed Algorithm 1 fails."""
+"""The loop detector on small traces, including some on which the printed Algorithm 1 fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Access = tuple[int, int]
 
 
 def runs_of(blocks: Iterable[int]) -> list[Access]:
-    """Return `blocks` as runs of adjacent ones."""
+    """Return `blocks` as runs of adjacent blocks."""
     listed = list(blocks)
     starts = [0, *(at + 1 for at, (one, two) in enumerate(pairwise(listed)) if two != one + 1), len(listed)]
     return [(listed[start], end - start) for start, end in pairwise(starts)]
 
 
 def detect(accesses: Iterable[Access], file: int = 0, write: bool = False, detector: Detector | None = None) -> Detector:
-    """Return the detector after `accesses`, a millisecond apart, with its streams ended."""
+    """Return the detector after `accesses`, 1 ms apart, with its streams ended."""
     found = detector or Detector()
     begin = found.now.ns
     for number, (first, count) in enumerate(accesses):
@@ -50,7 +50,7 @@ def places(detector: Detector, file: int = 0, write: bool = False) -> list[Place
 
 
 def loops(detector: Detector, file: int = 0, write: bool = False) -> list[Place]:
-    """Return all loops, expired ones too."""
+    """Return all loops, including expired ones."""
     return [place for place in places(detector, file, write) if place.kind == LOOP]
 
 
@@ -59,21 +59,21 @@ def live_loops(detector: Detector, file: int) -> list[Place]:
     return [place for place in loops(detector, file) if not place.expired(detector.now)]
 
 
-def test_a_retried_prompt_is_no_loop() -> None:
+def test_a_retried_prompt_is_not_a_loop() -> None:
     """io_caching section 3.2, figure 2c: two consecutive accesses to the same file."""
     (place,) = places(detect([(block, 1) for block in range(1000)] * 2))
     assert (place.kind, place.passes) == (SEQ, 2)
     for passes in range(1, 6):
         assert len(loops(detect([(0, 500)] * passes))) == (1 if passes >= LOOP_PASSES else 0)
-    assert loops(detect([(0, WINDOW // 2), (10_000, 1)] * 50)) == [], "what is shorter than a window is no sequence"
+    assert loops(detect([(0, WINDOW // 2), (10_000, 1)] * 50)) == [], "runs shorter than a window are not sequences"
     assert len(loops(detect([(0, 2 * WINDOW), (10_000, 1)] * 50))) == 1
     detector = detect([(5, 1)] * 4096)  # one block, byte by byte
     assert [place.kind for place in places(detector)] == [SEQ] and detector.now.blocks == 1
 
 
 @pytest.mark.parametrize(("row", "write"), [(1, False), (7, True), (1000, False), (-1, False)])
-def test_the_period_of_a_loop_does_not_depend_on_its_requests(row: int, write: bool) -> None:
-    """Reads and writes are separate; rows of -1 make a descending loop."""
+def test_row_size_and_direction_do_not_change_the_period_of_a_loop(row: int, write: bool) -> None:
+    """Writes are separate from reads; rows of -1 descend."""
     one_pass = [(first, min(abs(row), 1000 - first)) for first in range(0, 1000, abs(row))][:: row // abs(row)]
     detector = detect(one_pass * 9, write=write)
     (place,) = loops(detector, write=write)
@@ -85,13 +85,13 @@ def test_the_period_of_a_loop_does_not_depend_on_its_requests(row: int, write: b
 
 
 @pytest.mark.parametrize("stride", [2, 33, 100_000])
-def test_a_stride_is_a_sequence(stride: int) -> None:
+def test_strided_reads_are_one_sequence(stride: int) -> None:
     (place,) = loops(detect(runs_of(list(range(7, 7 + 500 * stride, stride)) * 10)))
     assert (place.stride, place.blocks, place.passes) == (stride, 500, 10)
     assert (place.first, place.end) == (7, 7 + 499 * stride + 1)
 
 
-def test_an_old_loop_expires_and_is_found_again() -> None:
+def test_an_expired_loop_is_live_again_after_one_pass() -> None:
     first, second = [(0, 100), (100, 100), (200, 200)], [(5000, 500), (5500, 500)]
     detector = detect(first * 10)
     assert len(live_loops(detector, 0)) == 1
@@ -99,12 +99,12 @@ def test_an_old_loop_expires_and_is_found_again() -> None:
     assert live_loops(detector, 0) == []
     assert len(live_loops(detector, 1)) == 1
     note(detector, 10**12, 0, 0, 400)
-    assert len(live_loops(detector, 0)) == 1, "its period is still known"
+    assert len(live_loops(detector, 0)) == 1, "the period of the expired loop is remembered"
 
 
 @pytest.mark.parametrize(("wait_ns", "blocks", "left"), [(1.9e9, 1900, 1), (2.1e9, 2100, 0), (1e15, 1, 1)])
-def test_a_loop_is_over_after_two_missed_periods(wait_ns: float, blocks: int, left: int) -> None:
-    """Only accesses of others count: a pause of the user does not end the loop."""
+def test_a_loop_expires_after_two_missed_periods(wait_ns: float, blocks: int, left: int) -> None:
+    """A period passes only while other files are read: an idle pause does not expire a loop."""
     detector = Detector()
     for turn in range(10):
         note(detector, turn * 10**9, 0, 0, 1000)
@@ -112,8 +112,8 @@ def test_a_loop_is_over_after_two_missed_periods(wait_ns: float, blocks: int, le
     assert len(live_loops(detector, 0)) == left
 
 
-def test_readers_that_follow_each_other_make_one_pass() -> None:
-    """Four processes load one file, each 100 blocks behind the next: this is a single sequential read."""
+def test_staggered_readers_of_a_file_make_one_pass() -> None:
+    """Four processes load one file, each 100 blocks behind the next."""
     blocks = [step - 100 * reader for step in range(2300) for reader in range(4) if 0 <= step - 100 * reader < 2000]
     detector = detect(runs_of(blocks))
     assert loops(detector) == []
@@ -131,7 +131,7 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
 
 
 def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
-    """Return the Python lines executed for each of the next `accesses`, which measures O(1) on any machine."""
+    """Return the Python lines executed per access: a measure of O(1) that does not depend on the machine."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> TraceFunction:
@@ -150,7 +150,7 @@ def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["loop", "jumps", "huge"])
-def test_the_work_for_a_run_does_not_grow(kind: str) -> None:
+def test_work_per_access_does_not_grow_with_the_trace(kind: str) -> None:
     source = random.Random(5)
     made: dict[str, Callable[[int], list[tuple[int, int]]]] = {
         "loop": lambda rows: [(row % 700, 1) for row in range(rows)],

@@ -1,4 +1,4 @@
-"""LRFU: between the least recently and the least frequently used key, whichever misses least."""
+"""LRFU (between least recently and least frequently used) and the expert routings of the benchmark."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ USES = st.lists(st.integers(0, 12), min_size=1, max_size=200)
 
 
 @given(USES, st.integers(1, 8))
-def test_the_key_with_the_lowest_value_is_evicted_first(uses: list[int], room: int) -> None:
-    """Compared with the definition, computed from scratch for every victim."""
+def test_the_victim_has_the_lowest_value(uses: list[int], room: int) -> None:
+    """Compare with the definition, evaluated from scratch for every victim."""
     hot, clock, past = Lrfu(1.0), 0.0, []
     for key in uses:
         clock += 1 / max(8.0, len(hot))
@@ -32,7 +32,7 @@ def test_the_key_with_the_lowest_value_is_evicted_first(uses: list[int], room: i
 
 
 @given(USES, st.integers(1, 8), st.integers(1, 12))
-def test_recently_used_keys_are_evicted_last(uses: list[int], room: int, window: int) -> None:
+def test_keys_used_within_the_window_are_evicted_last(uses: list[int], room: int, window: int) -> None:
     hot = Lrfu(1.0, window)
     for number, key in enumerate(uses, 1):
         hot.use(key)
@@ -50,35 +50,34 @@ def test_recently_used_keys_are_evicted_last(uses: list[int], room: int, window:
 @pytest.mark.parametrize(
     ("habits", "share", "most"),
     [
-        (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # constant popularity: long memory
-        # and experts of the last token are reused by the next: 0.92 without a window
-        (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.85),
-        (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.02),  # popularity changes all the time: like LRU
+        (routing.Habits(1.0, 0.15, 0.0), 0.1, 0.88),  # stable popularity: a long memory helps
+        (routing.Habits(1.0, 0.15, 0.01), 0.2, 0.85),  # protects the last token's experts: 0.92 without a window
+        (routing.Habits(0.3, 0.4, 0.1), 0.2, 1.02),  # popularity changes constantly: no better than LRU
     ],
 )
-def test_the_rule_with_the_fewest_misses_is_chosen(habits: routing.Habits, share: float, most: float) -> None:
-    """On a generated routing: more misses than with Belady or known popularities, but at most `most` times those of LRU."""
+def test_lrfu_misses_less_than_lru_and_more_than_oracles(habits: routing.Habits, share: float, most: float) -> None:
+    """Misses of a generated expert routing; `known` knows the popularities, `belady` all future uses."""
     routed, ranks = routing.ranked(200, 6, 64, 4, habits)
     missed = routing.misses(routed, ranks, habits, int(share * 6 * 64), warmup=50)
     assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]
 
 
-def test_a_loaded_cache_misses_only_experts_that_did_not_fit() -> None:
-    """Three experts of one layer alternate in a cache of two, which contains the first two at the start."""
+def test_a_preloaded_cache_misses_only_what_did_not_fit() -> None:
+    """Three experts of one layer in turn with room for two: the first two are in memory already."""
     routed = np.array([0, 1, 2, 0, 1, 2]).reshape(-1, 1, 1)
     assert routing.replay(routed, 2)["belady"].tolist() == [1, 1, 1, 0, 1, 0]
     assert routing.replay(routed, 2, is_loaded=True)["belady"].tolist() == [0, 0, 1, 0, 1, 0]
     assert routing.replay(routed, 3, is_loaded=True)["lru"].sum() == 0
 
 
-def test_locality_of_a_routing() -> None:
-    """One layer of four experts; a token uses two, one of which is always expert 0."""
+def test_locality_of_a_routing_is_measured() -> None:
+    """One layer of four experts; each token uses expert 0 and one other."""
     routed = np.array([[[0, 1 + token % 2]] for token in range(20)])
     found = routing.locality(routed, 4)
     assert found.reused == {1: 0.5, 4: 1.0, 16: 1.0} and found.top == 0.5 and found.ninety == 0.75
 
 
-def test_forgotten_keys_leave_no_history() -> None:
+def test_forgotten_keys_have_no_value() -> None:
     hot = HotSet()
     for key in range(20):
         hot.use(key)

@@ -1,4 +1,4 @@
-"""The fetch model of section 4.1, its figure 5 in numbers, and the meter of stalls."""
+"""The fetch model of section 4.1, the numbers of figure 5, and the stall meter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.unit.simulation_parts import trace_of
 MB = 10**6
 
 
-def test_a_block_has_the_cost_of_the_paper() -> None:
-    """Four requests of 1 KiB to the GPU; 50 us and 4096 bytes at the bandwidth from storage."""
+def test_fetch_times_match_the_paper() -> None:
+    """A block takes four requests of 1 KiB to the GPU, and from storage 50 us plus 4096 bytes at the bandwidth."""
     model = FetchModel()
     assert model.gpu_s(1) == pytest.approx(4 * (2e-6 + 1024 / 20e9))
     for bandwidth, expected in ((100, 90.96e-6), (200, 70.48e-6), (500, 58.192e-6), (1000, 54.096e-6)):
@@ -30,7 +30,7 @@ def test_a_block_has_the_cost_of_the_paper() -> None:
     assert gains[0] > 0.2 and gains[2] < 0.07, "figure 5: gains beyond 500 MB/s are negligible"
 
 
-def test_only_reads_fetch() -> None:
+def test_writes_cost_no_fetch_time() -> None:
     reads = simulate(trace_of([(0, 0, 8, 0)]), ["lru"], [8 * 4096])[0]
     writes = simulate(trace_of([(0, 0, 8, 1)]), ["lru"], [8 * 4096])[0]
     both = simulate(trace_of([(0, 0, 8, 1), (0, 0, 8, 2)]), ["lru"], [8 * 4096])[0]
@@ -43,8 +43,8 @@ def test_only_reads_fetch() -> None:
 
 
 @pytest.mark.parametrize(("missed", "stalls"), [(250, 0), (251, 20)])
-def test_stalls_begin_at_the_size_of_formula_1(missed: int, stalls: int) -> None:
-    """A pass of N blocks in every T: with S cached blocks, N - S are read, which must fit in BW x T, 250 blocks."""
+def test_stalls_begin_at_the_bound_of_formula_1(missed: int, stalls: int) -> None:
+    """Formula 1: each period T may read at most BW x T from storage, here 250 blocks."""
     bandwidth, period_ns = 4096 * 2500, 100_000_000
     meter = StallMeter(period_ns, (bandwidth,))
     for number in range(20):
@@ -52,7 +52,7 @@ def test_stalls_begin_at_the_size_of_formula_1(missed: int, stalls: int) -> None
     (found,) = meter.stalls()
     assert (found.slices, found.stalled_slices, found.worst_bytes) == (20, stalls, missed * 4096)
     assert found.stall_s == pytest.approx(stalls * (missed * 4096 / bandwidth - 0.1))
-    trace = trace_of([(0, 0, 8, 0)] * 5, step_ns=1000)  # eight blocks in every T, all from storage at first
+    trace = trace_of([(0, 0, 8, 0)] * 5, step_ns=1000)  # eight blocks per T, all from storage in the first
     model = FetchModel(storage_bandwidths=(4096 * 10**9 // 500,))  # two blocks in T
     large, small = simulate_all([trace], Plan(("lru",), (8 * 4096, 4096), model, period_ns=1000)).results
     assert (large.stalls[0].stalled_slices, small.stalls[0].stalled_slices) == (1, 5)
@@ -63,7 +63,7 @@ def test_stalls_begin_at_the_size_of_formula_1(missed: int, stalls: int) -> None
     st.integers(1, 30),
     st.integers(1, 10),
 )
-def test_slices_do_not_depend_on_the_batches_of_rows(steps: list[tuple[int, int]], period_ns: int, rows: int) -> None:
+def test_batch_size_does_not_change_the_time_slices(steps: list[tuple[int, int]], period_ns: int, rows: int) -> None:
     t_ns = np.cumsum([step for step, _ in steps]).astype(np.uint64) + np.uint64(7)
     missed = np.array([blocks for _, blocks in steps], np.int64)
     bandwidth = 4096 * 10**9 // 4  # a quarter of a block per ns

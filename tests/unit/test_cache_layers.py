@@ -1,4 +1,4 @@
-"""Blocks read and missed by layer, and the order in which passes visit the layers."""
+"""Accesses and misses per layer, and the order in which passes visit the layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = tuple[int, int, int, int]  # first, count, op, miss
 
 
 def model(order: Sequence[int] = range(LAYERS)) -> list[Tensor]:
-    """Return tensors in file order; `order` is the file order of the layers."""
+    """Return tensors in file order; `order` lists the layers in that order."""
     places = [(FIRST + 100 * place + 50 * part, layer, part) for place, layer in enumerate(order) for part in range(2)]
     names = ("attn_q", "ffn_up")
     layers = [Tensor(f"blk.{n}.{names[part]}.weight", at * BLOCK_BYTES, 50 * BLOCK_BYTES, "F32") for at, n, part in places]
@@ -51,7 +51,7 @@ def read_layer(place: int, step: int = 16, miss: int = MISS) -> list[Row]:
 
 @pytest.mark.parametrize("batch_rows", [7, 1 << 16])
 def test_every_block_counts_for_its_layer(batch_rows: int) -> None:
-    """Compared with a count block by block, for random runs over several layers."""
+    """Compare with a count block by block for random runs over several layers."""
     rng = random.Random(5)
     end = FIRST + 100 * LAYERS
     rows: list[Row] = []
@@ -73,29 +73,29 @@ def test_every_block_counts_for_its_layer(batch_rows: int) -> None:
     assert got == expected
 
 
-# Alphabetical, like the names in safetensors files.
+# Layers in the alphabetical order of safetensors files.
 SCATTERED = [0, 1, 4, 5, 2, 7, 3, 6]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_order_of_a_pass(threads: int) -> None:
-    """The layers are stored in another order than they are used; the file is first read once from front to end."""
+def test_places_follow_the_order_of_use(threads: int) -> None:
+    """File order differs from the order of use, and the first read of the file is sequential."""
     rng = random.Random(3)
     rows: list[Row] = [(first, 10, READ, MISS) for first in range(0, FIRST + 100 * LAYERS, 10)]
-    for turn in range(12):  # in every other pass some layers stay cached
+    for turn in range(12):  # in every second pass some layers stay cached
         kept = [layer for layer in range(LAYERS) if turn % 2 and (turn + layer) % 3 == 0]
         one_pass = [row for layer in range(LAYERS) if layer not in kept for row in read_layer(SCATTERED.index(layer))]
-        if threads == 2:  # one is up to ten rows ahead
+        if threads == 2:  # one thread is up to ten rows ahead
             one_pass = [one_pass[at] for at in sorted(range(len(one_pass)), key=lambda at: at + rng.uniform(0, 10))]
         rows += [(10 + 3, 1, MAP, MISS), *one_pass]
     layers = found(rows, model(SCATTERED))
     assert [layers[f"blk.{number}"].place for number in range(LAYERS)] == list(range(LAYERS))
     assert list(layers)[:LAYERS] == [f"blk.{number}" for number in range(LAYERS)]
-    assert layers["token_embd.weight"].place == LAYERS, "the last before the first layer comes again"
+    assert layers["token_embd.weight"].place == LAYERS, "used last, before the first layer of the next pass"
     assert layers["header"].place is None
 
 
-def test_document_and_table_contain_the_layers() -> None:
+def test_layers_are_in_the_document_and_the_table() -> None:
     rows = [row for _ in range(5) for place in range(LAYERS) for row in read_layer(place)]
     classes = classify(trace(rows).batches(), KnownModels(model()))
     layers = {layer["layer"]: layer for layer in classes.document("t.parquet")["layers"]}

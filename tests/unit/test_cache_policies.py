@@ -1,4 +1,4 @@
-"""Single policies: Algorithm 1 as printed, LeCaR as its authors publish it, traces on which Belady would not be exact."""
+"""Single policies: Algorithm 1 as printed, LeCaR against its authors' program, and the limits of Belady's exactness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEQ, LOOP, HOT = "SEQ", "LOOP", "HOT"
 
 @dataclass(eq=False)
 class Sequence:
-    """A block sequence: its class, the times of its creation and of its class, the period of a LOOP."""
+    """A block sequence: its class, its creation and classification times, and the period of a LOOP."""
 
     kind: str
     made: int
@@ -36,23 +36,23 @@ class Sequence:
 
 
 class PlainAlgorithm1:
-    """Access and Evict as printed, with the same choices where the paper is silent (G1-G7)."""
+    """Access and Evict as printed, with our answers to the open questions G1-G7."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.hot_limit = max(1, capacity // 10)  # G1
-        self.sequence_of: dict[int, Sequence] = {}  # G3: never forgotten; G4: one sequence per block
+        self.sequence_of: dict[int, Sequence] = {}  # G3: never deleted; G4: one sequence per block
         self.last: dict[int, int] = {}
         self.resident: set[int] = set()
         self.previous: int | None = None
         self.time = 0
 
     def hits(self, ids: Iterable[int]) -> int:
-        """Return the number of references that hit."""
+        """Return how many of the references are hits."""
         return sum(self.get(block) for block in ids)
 
     def get(self, block: int) -> bool:
-        """Return True if `block` was resident."""
+        """Return whether `block` was resident."""
         self.time += 1
         self._classify(block)
         self.last[block] = self.time
@@ -102,7 +102,7 @@ def loop(first: int, blocks: int, passes: int = 1) -> Int64s:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(RUNS, st.integers(1, 45))
-def test_runs_have_the_hits_of_a_plain_implementation(runs: list[tuple[int, int]], capacity: int) -> None:
+def test_runs_have_the_hits_of_the_reference_implementation(runs: list[tuple[int, int]], capacity: int) -> None:
     first, count = np.array(runs, np.int64).T
     cache, plain = Algorithm1(capacity, 50), PlainAlgorithm1(capacity)
     expected = [plain.hits(range(start, start + length)) for start, length in runs]
@@ -115,28 +115,28 @@ LONG_AND_SHORT = [np.concatenate([loop(0, 100, 5), loop(2000, 1000)]) for _ in r
 HOT_AMONG_LOOP = [
     np.insert(loop(0, 1000), np.sort(below(1000, turn, 100)), 9000 + below(50, 20 + turn, 100)) for turn in range(20)
 ]
-# The trace, the capacity, and the hit ratios of Algorithm 1, LRU and Belady.
+# Block ids, the capacity, and the hit ratios of Algorithm 1, LRU and Belady.
 RATIOS: dict[str, tuple[Int64s, int, tuple[float, float, float]]] = {
-    "a clean loop is held as well as it can be": (loop(0, 1000, 20), 500, (0.474, 0, 0.475)),
-    "a scan before the loop leaves at once": (np.append(loop(5000, 2000), loop(0, 1000, 20)), 500, (0.431, 0, 0.432)),
-    # A0 B0 A1 B1: no access follows its own block, so nothing is ever SEQ or LOOP.
+    "a clean loop has nearly the optimal hit ratio": (loop(0, 1000, 20), 500, (0.474, 0, 0.475)),
+    "a scan before the loop is evicted at once": (np.append(loop(5000, 2000), loop(0, 1000, 20)), 500, (0.431, 0, 0.432)),
+    # A0 B0 A1 B1: no access follows its predecessor block, so nothing ever becomes SEQ or LOOP.
     "two loops read in lock step": (
         np.tile(np.stack([loop(0, 1000), loop(5000, 1000)], 1).ravel(), 20),
         1000,
         (0, 0, 0.475),
     ),
-    # Adjacency is one block upwards only.
+    # Adjacency means one block upwards.
     "a descending loop": (np.tile(np.arange(999, -1, -1), 20), 500, (0, 0, 0.475)),
     "a strided loop": (np.tile(np.arange(0, 2000, 2), 20), 500, (0, 0, 0.475)),
-    # Model A in a loop of 400, then model B in one of 1000: A's shorter period keeps its dead blocks in the cache.
-    "an old loop never ages": (np.append(loop(0, 400, 20), loop(5000, 1000, 40)), 450, (0.198, 0.158, 0.524)),
-    # Prompts are written and read back once: the first three fill the cache permanently as loops of period 100. Later
-    # blocks are SEQ at their first touch, and evict each other.
-    "one further reference makes a loop for good": (np.concatenate(PROMPTS), 320, (0.0085, 0.745, 0.745)),
-    "short periods go before long ones": (np.concatenate(LONG_AND_SHORT), 400, (0.524, 0.267, 0.524)),
-    # Hot references split the loop, and each piece is measured, ranked and evicted separately.
+    # Model A loops over 400 blocks, then model B over 1000: A's shorter period keeps its dead blocks in the cache.
+    "an old loop never expires": (np.append(loop(0, 400, 20), loop(5000, 1000, 40)), 450, (0.198, 0.158, 0.524)),
+    # Prompts are written and read back once. The first three fill the cache as loops of period 100 and are never evicted.
+    # Later blocks are SEQ when first touched, and evict each other.
+    "one reread makes a permanent loop": (np.concatenate(PROMPTS), 320, (0.0085, 0.745, 0.745)),
+    "short periods are evicted before long ones": (np.concatenate(LONG_AND_SHORT), 400, (0.524, 0.267, 0.524)),
+    # Hot references split the loop, and each piece gets its own period, rank and eviction.
     "fragments of a loop get periods of their own": (np.concatenate(HOT_AMONG_LOOP), 500, (0.315, 0.054, 0.483)),
-    # Blocks accessed four times in a row (1 KiB requests) become loops of period 1, which nothing displaces.
+    # Blocks requested four times in a row (1 KiB requests) become loops of period 1, which are never evicted.
     "a repeated block turns a scan into a loop": (
         np.concatenate([np.repeat(np.arange(10000, 12000), 4), loop(0, 1000, 20)]),
         500,
@@ -146,22 +146,22 @@ RATIOS: dict[str, tuple[Int64s, int, tuple[float, float, float]]] = {
 
 
 @pytest.mark.parametrize("case", RATIOS)
-def test_algorithm_1_as_printed_has_these_hit_ratios(case: str) -> None:
+def test_hit_ratios_of_the_printed_algorithm(case: str) -> None:
     ids, capacity, expected = RATIOS[case]
     ratios = [hits(policy, ids, capacity) / len(ids) for policy in ("algorithm1", "lru", "belady")]
     assert ratios == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(("passes", "expected"), [(20, 0.85035), (50, 0.8788), (100, 0.88834)])
-def test_a_loop_has_the_hit_ratio_of_the_authors_program(passes: int, expected: float) -> None:
-    """N = 1000, S = 900: 0.879 is that of 50 passes; it approaches the 0.9 of a cache that keeps S blocks permanently."""
+def test_lecar_has_the_hit_ratio_of_its_authors_program(passes: int, expected: float) -> None:
+    """N = 1000, S = 900: 0.879 after 50 passes, rising towards the 0.9 of a cache that keeps S fixed blocks."""
     cache, ids = LeCaR(900, 1000), np.tile(np.arange(1000), passes)
     assert cache.replay(ids, np.ones_like(ids)).mean() == pytest.approx(expected, abs=1e-9)
-    assert cache.weights.sum() == pytest.approx(1, abs=1e-6) and cache.weights[1] > 0.9, "it trusts LFU"
+    assert cache.weights.sum() == pytest.approx(1, abs=1e-6) and cache.weights[1] > 0.9, "the weight of LFU dominates"
 
 
-def test_lecar_prefers_lru_for_a_moving_working_set() -> None:
-    """Old blocks with high frequencies never return: LFU evicts blocks that are still needed."""
+def test_lecar_favors_lru_for_a_moving_working_set() -> None:
+    """Old blocks with high frequencies are never used again, so LFU evicts blocks that are still in use."""
     source = np.random.default_rng(1)
     ids = np.concatenate([source.integers(start, start + 150, 3000) for start in range(0, 3000, 150)])
     cache = LeCaR(100, 3150)
@@ -169,7 +169,7 @@ def test_lecar_prefers_lru_for_a_moving_working_set() -> None:
     assert cache.weights[0] > cache.weights[1]
 
 
-def test_incomplete_traces_make_belady_inexact() -> None:
+def test_belady_is_not_exact_on_incomplete_traces() -> None:
     assert why_not_exact(Provenance("synthetic")) is None
     assert why_not_exact(Provenance("mount", lost_events=3)) == "lost_events is 3: accesses are missing from the trace"
     unseen = Provenance("filemap", extra={"unseen": "touches of mapped pages"})
@@ -179,27 +179,27 @@ def test_incomplete_traces_make_belady_inexact() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_memory_is_limited_by_the_trace_if_the_cache_is_larger(name: str) -> None:
+def test_memory_of_a_policy_does_not_grow_with_the_capacity(name: str) -> None:
     policy = policy_class(name)(1 << 45, 8)
     assert policy.replay(np.zeros(3, np.int64), np.full(3, 8, np.int64)).tolist() == [0, 8, 8]
 
 
-# Compilation of policies
+# Compiled kernels
 
 
-def test_compilation_is_reported_at_its_beginning_and_end() -> None:
+def test_compilation_is_reported_at_start_and_end() -> None:
     part: Callable[[float], float] = numba.njit(lambda value: value + 1)
     whole: Callable[[int], int] = numba.njit(lambda value: 2 * part(value))
-    told: list[bool] = []
-    with told_compiling(told.append):
+    reports: list[bool] = []
+    with told_compiling(reports.append):
         assert whole(1) == whole(2) - 2 == 4
     part(1.0)
-    assert told == [True, False]
+    assert reports == [True, False]
 
 
-def test_an_unwritable_compilation_cache_gives_a_hint() -> None:
+def test_a_kernel_without_a_cache_directory_hints_at_numba_cache_dir() -> None:
     known: dict[str, Callable[[], None]] = {}
-    exec("def loop():\n    return", known)  # has no file, so that numba finds no directory for its cache
+    exec("def loop():\n    return", known)  # numba cannot cache a function that has no source file
     with pytest.raises(EnvironmentProblem) as raised:
         kernel(known["loop"])
     assert "NUMBA_CACHE_DIR" in str(raised.value.hint)

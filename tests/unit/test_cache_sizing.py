@@ -1,4 +1,4 @@
-"""Input of `llmcache size` from its options, and the results of the formula."""
+"""Defaults of `llmcache size`, and the sizing formula."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tools.bench.routing import Habits, misses, ranked
 MB = 10**6
 
 
-def test_a_device_class_supplies_missing_options() -> None:
-    """The values of section 4.2; a model's own hot set and a measurement take precedence."""
+def test_options_override_the_defaults_of_a_device_class() -> None:
+    """The device classes of section 4.2; a model's own hot set and a measurement also override them."""
     plain = ask(bw=100 * MB, loop=70 * MB)
     assert (plain.storage, plain.loop_bytes, plain.caches) == (Storage(100 * MB, "given"), 70 * MB, ())
     assert (plain.period_ns, plain.hot_bytes, plain.device) == (10**8, None, None)
@@ -62,11 +62,11 @@ mixtures = st.builds(
 )
 
 
-def test_the_smartwatch_of_section_4_2() -> None:
+def test_the_smartwatch_example_of_section_4_2() -> None:
     found = need(70 * MB, WATCH_SETTING)
     assert (found.loop_cache_bytes, found.cache_bytes) == (60 * MB, 64 * MB)
     assert found.loop_cache_blocks == 14649  # ceil(17090 - 2441.4)
-    assert blocks_needed(10, 2.5) == 8  # the printed floor gives 7, with three more blocks due when 2.5 have arrived
+    assert blocks_needed(10, 2.5) == 8  # the paper's floor gives 7, and then three blocks are due where 2.5 fit
     assert largest_loop(64 * MB, WATCH_SETTING) == 70 * MB
 
 
@@ -79,7 +79,7 @@ def test_a_pass_takes_the_maximum_of_computing_and_fetching() -> None:
 
 
 @given(loops, settings)
-def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int, setting: SizingParameters) -> None:
+def test_the_computed_cache_is_the_smallest_without_stalls(loop_bytes: int, setting: SizingParameters) -> None:
     found = need(loop_bytes, setting)
     assert passes(loop_bytes, found.cache_bytes, setting).stall_free
     if found.loop_cache_bytes:
@@ -91,8 +91,8 @@ def test_the_smallest_cache_is_stall_free_and_a_byte_less_is_not(loop_bytes: int
 
 
 @pytest.mark.parametrize(("experts", "used", "share"), [(64, 4, 0.12), (128, 8, 0.3), (64, 4, 0.8)])
-def test_the_modelled_misses_of_experts_are_those_of_an_exact_lru(experts: int, used: int, share: float) -> None:
-    """On a generated routing with drifting popularities, within 10 %."""
+def test_estimated_expert_misses_match_a_replay_with_lru(experts: int, used: int, share: float) -> None:
+    """A generated routing with drifting popularities; within 10 %."""
     layers, size = 4, MB
     room = int(share * experts * layers)
     missed = misses(*ranked(500, layers, experts, used), Habits(), room, warmup=200)["lru"]
@@ -100,25 +100,25 @@ def test_the_modelled_misses_of_experts_are_those_of_an_exact_lru(experts: int, 
     assert mixture.missed_expert_bytes(room * size) == pytest.approx(missed * size, rel=0.1)
 
 
-def test_dense_tensors_are_kept_before_experts() -> None:
+def test_dense_tensors_are_cached_before_experts() -> None:
     mixture = MixtureBytes(300 * MB, 1600 * MB, 64, 4)
     assert (mixture.used_bytes, mixture.token_bytes) == (100 * MB, 400 * MB)
     assert mixture.missing_bytes(0) == 400 * MB
     assert mixture.missing_bytes(200 * MB) == 200 * MB
-    assert mixture.missing_bytes(399 * MB) == 100 * MB  # an LRU cache smaller than a token's experts never hits
+    assert mixture.missing_bytes(399 * MB) == 100 * MB  # LRU with less than one token's experts never hits
     assert mixture.missing_bytes(401 * MB) < 75 * MB and mixture.expert_hit_ratio(401 * MB) > 0.25
     assert mixture.missing_bytes(1900 * MB) == 0 and mixture.expert_hit_ratio(1900 * MB) == 1
     kept = [mixture.page_cache_kept_bytes(size * MB) for size in (399, 400, 1000, 5000)]
-    assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB], "the page cache: as good if a token fits, and else nothing"
+    assert kept == [0, 400 * MB, 1000 * MB, 1900 * MB], "the page cache keeps all that fits if a token fits, else nothing"
     curve = expert_curve(8, 8)
-    assert (curve.missed(0.999), curve.missed(1)) == (1, 0), "all experts used are a loop that LRU loses"
+    assert (curve.missed(0.999), curve.missed(1)) == (1, 0), "LRU never hits a loop over all experts of a layer"
 
 
 @given(mixtures, settings)
-def test_the_smallest_cache_of_an_moe_model_is_stall_free_and_less_is_not(
+def test_the_computed_cache_of_an_moe_model_is_the_smallest_without_stalls(
     mixture: MixtureBytes, setting: SizingParameters
 ) -> None:
     kept = need(mixture, setting).loop_cache_bytes
     assert passes(mixture, kept + setting.hot_bytes, setting).stall_free
-    less = kept - 2 - kept // 10**9  # floating-point rounding
+    less = kept - 2 - kept // 10**9  # tolerance for floating point
     assert less < 0 or mixture.missing_bytes(less) > setting.staged_bytes

@@ -1,4 +1,4 @@
-"""Cgroups and disks of benchmarks against made-up /proc and /sys trees; the real thing where we are root."""
+"""Cgroups and disks of benchmarks on simulated /proc and /sys trees, and on real ones when run as root."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tools.bench.runner import forget
 
 @pytest.fixture
 def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with /proc and /sys."""
+    """Return a directory that stands in for /proc and /sys."""
     monkeypatch.setattr(storage, "PROC", tmp_path / "proc")
     monkeypatch.setattr(storage, "SYSFS", tmp_path / "sys")
     return tmp_path
 
 
 def fake_mounts(tmp_path: Path, mounts: list[tuple[str, str, str]], positions: str) -> None:
-    """Make /proc/self/{mountinfo,cgroup} below tmp_path; mounts are (directory, kind, super options)."""
+    """Write /proc/self/{mountinfo,cgroup} below tmp_path; mounts are (directory, kind, super options)."""
     own = tmp_path / "proc" / "self"
     own.mkdir(parents=True)
     rows = []
@@ -46,7 +46,7 @@ def fake_mounts(tmp_path: Path, mounts: list[tuple[str, str, str]], positions: s
     ],
     ids=["v1", "v2", "hybrid", "outside of the namespace"],
 )  # fmt: skip
-def test_the_hierarchy_is_the_one_that_has_the_controller(
+def test_find_returns_the_hierarchy_that_has_the_controller(
     faked: Path, mounts: list[tuple[str, str, str]], positions: str, memory: tuple[int, str, str], io: tuple[int, str, str]
 ) -> None:
     fake_mounts(faked, mounts, positions)
@@ -76,8 +76,7 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize(("version", "files"), [(1, V1), (2, V2)])
-def test_limits_and_counters(tmp_path: Path, version: int, files: dict[str, str]) -> None:
-    """Limits of 1000 bytes and 5 bytes/s, and none; and what is read from counters."""
+def test_limits_are_written_and_counters_are_read(tmp_path: Path, version: int, files: dict[str, str]) -> None:
     group, limits = cgroup.Controllers(version, tmp_path), UNLIMITED[version]
     for memory, bps, expected in ((1000, 5, {name: files[name] for name in limits}), (None, None, limits)):
         group.set_memory(memory)
@@ -90,13 +89,13 @@ def test_limits_and_counters(tmp_path: Path, version: int, files: dict[str, str]
 
 
 def left_of(path: Path) -> int:
-    """Drop what may be dropped of a file; returns the bytes that are still in memory."""
+    """Drop the clean pages of a file and return the bytes that are still in memory."""
     forget(path)
     return resident_bytes(path)
 
 
 @pytest.mark.cgroup
-def test_a_real_group_caps_counts_and_is_removed(tmp_path: Path) -> None:
+def test_a_real_cgroup_limits_memory_counts_reads_and_is_removed(tmp_path: Path) -> None:
     data = Path("/var/tmp") / f"llmcache-cgroup-{os.getpid()}"  # /tmp may be a tmpfs
     data.write_bytes(os.urandom(1 << 20) * 32)
     try:
@@ -122,7 +121,7 @@ def test_a_real_group_caps_counts_and_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.cgroup
-def test_a_process_inside_execve_is_killed_with_its_group(tmp_path: Path) -> None:
+def test_a_process_inside_execve_is_killed_with_its_cgroup(tmp_path: Path) -> None:
     script = tmp_path / "again"
     script.write_text('#!/bin/sh\nexec "$0"\n')
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`llmcache classify` as a user calls it: table, JSON, tensor names from disk and from a copy, experts, bad input."""
+"""The `llmcache classify` command: table, JSON, tensor names from disk and from a copy, experts, bad input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def document(*args: str | Path) -> dict[str, Any]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A GGUF file of four layers of 100 blocks, behind a header."""
+    """Write a GGUF file of a header and four layers of 100 blocks."""
     content = Gguf()
     for layer in range(LAYERS):
         content.tensor(f"blk.{layer}.attn_q.weight", [LAYER_BYTES // 4], 0, layer * LAYER_BYTES)
@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def recorded(path: Path, tmp_path: Path, seen_as: str | None = None, inode: int | None = None) -> Path:
-    """A trace in which the file at `path` is read six times, and a small one by the way."""
+    """Save a trace that reads the file at `path` six times, and a small file once."""
     status = path.stat()
     blocks = -(-status.st_size // BLOCK)
     files = [
@@ -75,21 +75,21 @@ def names(found: dict[str, Any]) -> list[list[str]]:
     return [row["tensors"] for row in found["rows"]]
 
 
-def test_tensors_and_the_suggested_command(model: Path, tmp_path: Path) -> None:
+def test_tensors_are_named_and_the_suggested_size_command_runs(model: Path, tmp_path: Path) -> None:
     found = document(recorded(model, tmp_path))
     assert names(found) == [["header", *(f"blk.{layer}.attn_q.weight" for layer in range(LAYERS))]]
     done = called(*found["size_command"].split()[1:], "--bw", "100")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_name_of_a_file_does_not_steer_the_terminal(model: Path, tmp_path: Path) -> None:
-    """Nor does one that is no UTF-8 end the command."""
+def test_file_names_are_escaped_in_the_table(model: Path, tmp_path: Path) -> None:
+    """Names that are not UTF-8 are escaped too."""
     done = classify(recorded(model, tmp_path, seen_as="/models/\x1b[31mred\n\udcff.gguf"))
     assert r"/models/\x1b[31mred\n\xff.gguf" in done.stdout and done.stdout.isascii() and "\x1b" not in done.stdout
 
 
 def classes() -> list[Classification]:
-    """A loop in a model far down, with layers of long names; a part of a small file, read downwards."""
+    """Return a loop in a model with a long path and long layer names, and parts of a small file read downwards."""
     path = "/home/somebody/.cache/huggingface/hub/models--org--model-8b/snapshots/0123456789abcdef/model.Q8_0.gguf"
     tensors = (
         "token_embd.weight",
@@ -114,7 +114,7 @@ def drawn(made: Table, width: int) -> list[str]:
 @pytest.mark.parametrize(
     ("width", "columns"), [(60, "class size period share file"), (80, "class op size times period share file")]
 )
-def test_a_row_stays_in_its_lines_on_a_narrow_terminal(width: int, columns: str) -> None:
+def test_rows_are_shortened_on_a_narrow_terminal(width: int, columns: str) -> None:
     head, loop, names, *parts = drawn(table(classes(), width), width)
     assert " ".join(head.split()) == columns and max(map(len, (head, loop, names, *parts))) <= width
     assert loop.startswith("LOOP") and "8.00 GB" in loop and "100 ms" in loop and "90.0%" in loop
@@ -123,7 +123,7 @@ def test_a_row_stays_in_its_lines_on_a_narrow_terminal(width: int, columns: str)
     assert len(parts) <= 2
 
 
-def test_a_file_that_has_changed_gives_no_names(model: Path, tmp_path: Path) -> None:
+def test_a_changed_file_gives_no_tensor_names(model: Path, tmp_path: Path) -> None:
     trace = recorded(model, tmp_path, inode=model.stat().st_ino + 1)
     assert names(document(trace)) == [[]]
     trace = recorded(model, tmp_path)
@@ -134,15 +134,15 @@ def test_a_file_that_has_changed_gives_no_names(model: Path, tmp_path: Path) -> 
     assert names(document(trace)) == [[]]
 
 
-def test_a_copy_given_with_model(model: Path, tmp_path: Path) -> None:
-    """By its name, wherever it is; by its size if it was renamed."""
+def test_the_model_option_names_tensors_from_a_copy(model: Path, tmp_path: Path) -> None:
+    """The copy is matched by name anywhere, or by size if it was renamed."""
     for seen_as in ("/mnt/models/model.gguf", "/mnt/models/renamed.bin"):
         trace = recorded(model, tmp_path, seen_as=seen_as, inode=1)
         assert names(document(trace)) == [[]]
         assert "blk.3.attn_q.weight" in names(document(trace, "--model", model))[0]
 
 
-def test_a_damaged_model_is_told_and_names_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_model_gives_no_tensor_names(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = recorded(model, tmp_path)
     content = bytearray(model.read_bytes())
     content[8:16] = b"\xff" * 8  # number of tensors
@@ -156,7 +156,7 @@ def test_a_damaged_model_is_told_and_names_nothing(model: Path, tmp_path: Path, 
     assert "--model" in given.stderr
 
 
-def test_bad_input(model: Path, tmp_path: Path) -> None:
+def test_bad_input_has_its_exit_code_and_names_the_field(model: Path, tmp_path: Path) -> None:
     trace = recorded(model, tmp_path)
     text = tmp_path / "text.gguf"
     text.write_text("no model")
@@ -184,7 +184,7 @@ ROUTED, _ = routing.ranked(TOKENS, 3, EXPERTS, USED, routing.Habits(zipf=1.2, st
 
 
 def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp_path: Path) -> Path:
-    """A trace of reads (which of `paths`, first byte, bytes), a millisecond apart."""
+    """Save a trace of reads (index in `paths`, first byte, bytes), 1 ms apart."""
     file, offset, size = np.array(accesses).T
     first, end = offset // BLOCK, -(-(offset + size) // BLOCK)
     files = [
@@ -197,13 +197,13 @@ def read_as(accesses: Sequence[tuple[int, int, int]], paths: Sequence[Path], tmp
 
 
 def planned(path: Path) -> list[tuple[int, int, int]]:
-    """What a decoder reads of the model at `path` with the routing: dense tensors and slices."""
+    """Return the reads of a decoder that runs the model at `path` with the routing: dense tensors and expert slices."""
     tokens = routing.ranges(routing.layout_of(path), ROUTED.tolist())
     return [(0, offset, size) for ranges in tokens for offset, size in ranges]
 
 
 def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int) -> None:
-    """Asserts that `found` is what the routing says, counted anew."""
+    """Assert that `found` matches the routing, by an independent count."""
     assert [layer["layer"] for layer in found["layers"]] == list(names)
     for number, layer in enumerate(found["layers"]):
         tokens = [set(token) for token in ROUTED[:, number].tolist()]
@@ -229,7 +229,7 @@ def check_routing(found: dict[str, Any], names: Sequence[str], expert_bytes: int
 
 
 @pytest.mark.parametrize("args", [(), ("--format", "safetensors", "--fused")])
-def test_a_mixture_is_shown_as_it_was_routed(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_expert_statistics_match_the_routing(args: tuple[str, ...], tmp_path: Path) -> None:
     (path,) = made(tmp_path / f"m.{'safetensors' if args else 'gguf'}", *MIXTURE, *args)
     trace = read_as(planned(path), [path], tmp_path)
     shown = document(trace)
@@ -239,11 +239,11 @@ def test_a_mixture_is_shown_as_it_was_routed(args: tuple[str, ...], tmp_path: Pa
     check_routing(found, [name for name, _, _ in experts.layers], experts.bytes_of(0))
     in_rows = {(name, number) for row in shown["rows"] for name, numbers in row["experts"].items() for number in numbers}
     used = {(layer["layer"], number) for layer in found["layers"] for number in np.flatnonzero(layer["popularity"]).tolist()}
-    assert in_rows <= used and 2 * len(in_rows) > len(used)  # of what is read once or twice the places are forgotten
+    assert in_rows <= used and 2 * len(in_rows) > len(used)  # positions of blocks read once or twice are not kept
 
 
-def test_a_mixture_in_shards_is_one(tmp_path: Path) -> None:
-    """Each expert in tensors of its own, and one that begins in a shard and ends in the next."""
+def test_the_shards_of_an_moe_model_are_one_model(tmp_path: Path) -> None:
+    """Each expert has tensors of its own, and one expert spans two shards."""
     args = (*MIXTURE, "--format", "safetensors", "--split", "3")
     shards = [path for path in made(tmp_path / "m.safetensors", *args) if path.suffix == ".safetensors"]
     parts = [Experts(routing.layout_of(shard)) for shard in shards]

@@ -1,4 +1,4 @@
-"""The command group: help, version, the end of a process; errors become messages and exit codes, the same for all."""
+"""The top-level command: help, version, exit codes, error messages and the end of the process."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from tests.unit.command_parts import called, ended
 
 
 def program(callback: str) -> list[str]:
-    """A process whose command only calls `callback`, a Python expression."""
+    """Return the command line of a process whose only command evaluates `callback`, a Python expression."""
     code = "import click, rich, time; from llmcache import cli\n"
     return [sys.executable, "-c", f"{code}cli.run(click.Command('x', callback=lambda: {callback}), 'x', [])"]
 
@@ -29,7 +29,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes() -> None:
     for name, (_, summary) in cli.COMMANDS.items():
         assert name in shown and summary.split(";")[0].split(".")[0] in shown
     assert "llmcachefs ~/models ~/models" in shown and "Exit codes: 0" in shown
-    assert called().stdout == shown, "the same without a command"
+    assert called().stdout == shown, "no arguments: the same help"
     assert called("--version").stdout == f"llmcache, version {__version__}\n"
 
 
@@ -50,14 +50,14 @@ def test_usage_errors_have_code_2_and_name_the_help(args: tuple[str, ...]) -> No
         ("llmcachefs --cach 6G", "--cache"),
     ],
 )
-def test_what_is_mistyped_is_guessed(words: str, meant: str) -> None:
+def test_mistyped_words_get_a_suggestion(words: str, meant: str) -> None:
     name, *args = words.split()
     result = ended(lambda: cli.run(mount_command if name == "llmcachefs" else cli.app, name, args))
     assert result.returncode == 2 and meant in result.stderr.splitlines()[0].partition("Did you mean")[2]
 
 
 @pytest.mark.parametrize("words", ["", "stats", "kv", "kv bench", "help"])
-def test_help_is_a_command_too(words: str) -> None:
+def test_the_help_command_prints_the_same_as_the_option(words: str) -> None:
     result = CliRunner().invoke(cli.app, ["help", *words.split()], prog_name="llmcache")
     assert result.exit_code == 0, result.output
     assert result.output == CliRunner().invoke(cli.app, [*words.split(), "--help"], prog_name="llmcache").output
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_a_command_with_code_0() -> None:
 
 
 @pytest.mark.parametrize("say", ["click.echo", "rich.print"])
-def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
+def test_a_closed_pipe_is_not_an_error(say: str) -> None:
     command = program(f"[{say}('line' * 99) for _ in range(9999)]")
     read_end, write_end = os.pipe()
     with subprocess.Popen(command, stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
@@ -84,26 +84,26 @@ def test_a_reader_that_goes_away_is_no_failure(say: str) -> None:
 
 
 @pytest.mark.parametrize("say", ["click.echo", "rich.print"])
-def test_output_that_has_no_room_is_no_bug(say: str) -> None:
+def test_a_full_disk_is_reported_as_an_output_error(say: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(program(f"{say}('x')"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
     assert done.stderr.startswith("llmcache: error: cannot write the output: No space left on device\nhint: ")
 
 
-def test_streams_that_are_closed_are_no_bug() -> None:
+def test_closed_standard_streams_are_not_an_error() -> None:
     callback = "print('said') if open('/proc/self/comm').fileno() > 2 else 1 / 0"
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program(callback)]
     assert subprocess.run(closed, check=False).returncode == 0
 
 
-def test_names_that_are_no_text_are_printed_as_they_are() -> None:
+def test_names_that_are_not_utf_8_are_printed_byte_for_byte() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     result = subprocess.run(program("print('\\udcff')"), env=environment, stdout=subprocess.PIPE, check=True)
     assert result.stdout == b"\xff\n"
 
 
-def test_a_terminal_without_our_letters_gets_others() -> None:
+def test_characters_that_the_terminal_lacks_are_replaced() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(program("print('3 \\u2588')"), env=environment, stdout=subprocess.PIPE, check=True)
     assert result.stdout == b"3 ?\n"
@@ -126,7 +126,7 @@ INTERRUPTED.__cause__.__cause__ = KeyboardInterrupt()
         (KeyboardInterrupt(), 0, ""),
         (INTERRUPTED, 0, ""),
         (SystemExit(9), 9, ""),
-        # Messages quote daemons of other users, names of mount points and of files: they cannot steer the terminal.
+        # Messages may quote daemons of other users, mount points and file names; control characters in them are escaped.
         (
             MountProblem("\x1b]0;title\x07\nhint: \udcff é", "\r\x9b2J"),
             4,
@@ -142,13 +142,13 @@ def test_errors_have_their_exit_codes_and_print_message_and_hint(error: BaseExce
     assert (result.returncode, result.stdout, result.stderr) == (code, "", said)
 
 
-def test_anything_unexpected_is_a_bug_with_its_traceback() -> None:
+def test_an_unexpected_exception_prints_its_traceback_and_exits_with_1() -> None:
     result = ended(lambda: sys.exit(run_cli(lambda: 1 // 0)))
     assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
-    assert run_cli(lambda: 7) == 7, "a command's own code is kept"
+    assert run_cli(lambda: 7) == 7, "the command's own exit code is kept"
 
 
-# What is temporary: gigabytes, of some commands
+# Temporary files: gigabytes in some commands
 
 
 def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
@@ -165,7 +165,7 @@ def until_it_spills(process: subprocess.Popen[bytes], directory: Path) -> None:
         (("profile",), signal.SIGHUP, 129),
     ],
 )
-def test_what_is_temporary_goes_when_a_command_is_told_to_end(
+def test_temporary_files_are_removed_when_a_signal_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], number: signal.Signals, code: int
 ) -> None:
     spill = tmp_path / "spill"
@@ -175,12 +175,12 @@ def test_what_is_temporary_goes_when_a_command_is_told_to_end(
     with subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         until_it_spills(process, spill)
         process.send_signal(number)
-        _, told = process.communicate(timeout=120)
-    assert process.returncode == code and b"Traceback" not in told, told
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == code and b"Traceback" not in errors, errors
     assert not list(spill.iterdir())
 
 
-def test_a_traceback_in_python_shows_the_hint() -> None:
+def test_python_tracebacks_show_the_hint() -> None:
     error = DataError("a.gguf: damaged", "download it again")
     assert str(error) == "a.gguf: damaged" and error.hint == "download it again"
     shown = "".join(traceback.format_exception(error))
@@ -194,10 +194,10 @@ def test_a_traceback_in_python_shows_the_hint() -> None:
     )
 
 
-def test_where_python_shows_no_notes_a_hook_prints_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    """Python 3.10: the hook is installed there, and tested with every version."""
-    told: list[BaseException] = []
-    hook = with_hints(lambda _kind, error, _trace: told.append(error))
+def test_the_exception_hook_for_python_3_10_prints_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only Python 3.10 needs the hook, because it has no exception notes; the test runs on every version."""
+    passed_on: list[BaseException] = []
+    hook = with_hints(lambda _kind, error, _trace: passed_on.append(error))
     for error in (DataError("damaged", "download it again"), DataError("damaged"), ValueError("damaged")):
         hook(type(error), error, None)
-    assert len(told) == 3 and capsys.readouterr().err == "hint: download it again\n"
+    assert len(passed_on) == 3 and capsys.readouterr().err == "hint: download it again\n"

@@ -1,4 +1,4 @@
-"""What every command owes its users: help, examples that can be parsed, --json, exit codes, a manual page that is right."""
+"""Rules that hold for every command: help, valid examples, --json, exit codes, a complete manual page."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ ROOT = Path(__file__).parents[2]
 TRACE = ROOT / "traces/ai_notes.parquet"
 ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
-NO_DOCUMENT = {
-    "llmcache completion",
-    "llmcache help",
-    "llmcache kv proxy",
-    "llmcache serve-llama",
-}  # a script, help, a server's log
+# These print a script, help, or the log of a server.
+NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache kv proxy", "llmcache serve-llama"}
 
 
 def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -64,7 +60,7 @@ def test_every_command_prints_json_and_names_the_schema(words: str) -> None:
 
 
 def calls(line: str) -> Iterator[list[str]]:
-    """The calls of ours in a line for a shell, without what the shell does with them."""
+    """Yield the llmcache calls in a shell line, without redirections and other programs."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     found: list[str] = []
@@ -81,7 +77,7 @@ def calls(line: str) -> Iterator[list[str]]:
 
 
 def examples(command: click.Command) -> Iterator[list[str]]:
-    """The calls in a command's examples."""
+    """Yield the calls in a command's examples."""
     for text in (command.help, command.epilog):
         for block in re.findall(r"Examples:\n((?:[ \t]+.*\n?)+)", text or ""):
             for line in block.splitlines():
@@ -96,27 +92,27 @@ def test_examples_can_be_parsed(words: str) -> None:
         parsed(program, *args)
 
 
-def test_the_same_option_is_the_same_everywhere() -> None:
+def test_an_option_has_the_same_short_form_in_all_commands() -> None:
     short: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for command in COMMANDS.values():
         for option in options(command):
             short[option.opts[-1]].add(tuple(name for name in option.opts if not name.startswith("--")))
     assert {name: found for name, found in short.items() if len(found) > 1} == {}
     assert short["--output"] == {("-o",)}
-    assert {name for name, found in short.items() if name.startswith("-o")} == {"-o"}, "only what mount(8) calls so"
+    assert {name for name, found in short.items() if name.startswith("-o")} == {"-o"}, "-o is only the option of mount(8)"
 
 
-def test_nothing_large_is_loaded_before_it_is_used() -> None:
+def test_heavy_packages_are_imported_only_when_used() -> None:
     run = "from llmcache import cli; cli.main()"
     commands = {place.partition(":")[0] for place, _ in cli.COMMANDS.values()}
     assert not {*HEAVY, *commands} & loaded(run, "--help")
     shown = "import click; from tools.make_man import walk; from llmcache.cli import app"
     shown += "; [command.get_help(click.Context(command, info_name=words)) for words, command in walk(app, 'llmcache')]"
-    assert not HEAVY & loaded(shown), "help of all"
+    assert not HEAVY & loaded(shown), "help of all commands"
     assert not (HEAVY - {"rich"}) & loaded(run, "size", "--bw", "100", "--loop", "70M")
 
 
-# Words of a call, and below which keys constants stand that go by their own names (profiles, hardware, findings).
+# Calls, and the keys whose values contain free names (profiles, hardware, findings), which are not checked.
 DOCUMENTS: list[tuple[str, set[str]]] = [
     ("size --bw 100 --loop 70M --cache 64M", set()),
     ("size --device watch", {"bandwidth_detail"}),
@@ -132,12 +128,12 @@ DOCUMENTS: list[tuple[str, set[str]]] = [
 
 
 def codes(call: str) -> set[int]:
-    """Exit codes of a call that tells what it should: doctor may find that this machine lacks something."""
+    """Return the exit codes of a successful call; doctor may find that this machine lacks something."""
     return {0, EnvironmentProblem.exit_code} if call == "doctor" else {0}
 
 
 @pytest.mark.parametrize(("call", "named"), DOCUMENTS)
-def test_every_key_of_a_document_is_explained(call: str, named: set[str]) -> None:
+def test_help_explains_every_key_of_a_document(call: str, named: set[str]) -> None:
     result = CliRunner().invoke(cli.app, [*call.split(), "--json"])
     assert result.exit_code in codes(call), result.output
     document = json.loads(result.stdout)
@@ -172,8 +168,8 @@ def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str
 
 
 @pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", "config --show"])
-def test_no_color_is_honoured_by_tables(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+def test_no_color_is_honored_by_tables(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the output as a terminal
     monkeypatch.setenv("NO_COLOR", "1")
     result = CliRunner().invoke(cli.app, call.split(), color=True)
     assert result.exit_code == 0
@@ -188,14 +184,14 @@ def page(words: str) -> str:
     return PAGES[f"man1/{words.replace(' ', '-')}.1"]
 
 
-def test_the_pages_in_the_tree_are_those_of_the_commands() -> None:
-    there = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
-    assert sorted(there) == sorted(PAGES), "run tools/make_man.py"
-    assert [name for name in PAGES if there[name] != PAGES[name]] == [], "run tools/make_man.py"
+def test_manual_pages_in_the_tree_are_up_to_date() -> None:
+    committed = {path.relative_to(TARGET).as_posix(): path.read_text() for path in TARGET.glob("man?/*")}
+    assert sorted(committed) == sorted(PAGES), "run tools/make_man.py"
+    assert [name for name in PAGES if committed[name] != PAGES[name]] == [], "run tools/make_man.py"
 
 
 @pytest.mark.parametrize("words", [*COMMANDS, "llmcachefs"])
-def test_a_page_says_all_of_its_command(words: str) -> None:
+def test_a_manual_page_has_all_sections_options_and_exit_codes(words: str) -> None:
     text = page(words)
     titles = re.findall(r"^\.SH \"?([A-Z ]+)", text, re.MULTILINE)
     wanted = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXAMPLES", "FIELDS", "EXIT STATUS", "SEE ALSO"]
@@ -206,21 +202,21 @@ def test_a_page_says_all_of_its_command(words: str) -> None:
     assert all(f".TP\n\\fB{code}\\fP\n" in text for code in EXIT_CODES)
 
 
-def test_pages_that_are_named_are_there() -> None:
+def test_manual_pages_refer_to_existing_pages() -> None:
     ours = {Path(name).stem for name in PAGES}
     for name, text in PAGES.items():
         named = re.findall(r"\\%\\fB((?:mount\\\.)?llmcache[a-z\\-]*)\\fP\(\d\)", text)
         assert {word.replace("\\", "") for word in named} <= ours, name
 
 
-def test_a_paragraph_after_definitions_is_not_part_of_the_last_one() -> None:
+def test_a_paragraph_after_definitions_is_separate() -> None:
     made = make_man.section("FIELDS", "## Columns\nterm\n    meaning\n\nparagraph").split("\n")
     assert made == [".SH FIELDS", '.SS "Columns"', ".TP", "\\fBterm\\fP", "meaning", ".PP", "paragraph"]
 
 
 @pytest.mark.mandoc
 @pytest.mark.parametrize("name", PAGES)
-def test_mandoc_finds_nothing(name: str, tmp_path: Path) -> None:
+def test_mandoc_has_no_complaints(name: str, tmp_path: Path) -> None:
     path = tmp_path / Path(name).name
     path.write_text(PAGES[name])
     result = subprocess.run(["mandoc", "-T", "lint", str(path)], capture_output=True, text=True, check=False)
@@ -228,7 +224,7 @@ def test_mandoc_finds_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.groff
-def test_groff_warns_of_nothing_and_keeps_to_the_width() -> None:
+def test_groff_renders_without_warnings_within_80_columns() -> None:
     for name, text in PAGES.items():
         command = ["groff", "-man", "-Tascii", "-ww", "-rLL=80n"]
         result = subprocess.run(command, input=text, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Completion: the words that fit, in real shells where they are installed, and that it loads nothing large."""
+"""Shell completion: matching words, real shells where installed, no heavy imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmcache.cli import app
 from llmcache.cli.mount import command as mount_command
 from tests.unit.command_parts import HEAVY, loaded
 
-# what is typed, with the word to complete last: words that are offered, and whether there are no others
+# The typed words with the word to complete last, the words offered, and whether no others may be offered.
 CASES = [
     (("llmcache", "st"), {"stats"}, True),
     (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan", "list", "show", "prune"}, True),
@@ -33,7 +33,7 @@ CASES = [
     (("llmcachefs", "--acc"), {"--access-log"}, True),
 ]
 IN_SHELLS = [case for case in CASES if case[0][-1] in ("st", "lru,le", "nothing", "--acc")]
-# bash breaks words at equals signs
+# bash splits words at equals signs
 BROKEN = [
     (("llmcache", "simulate", "x.csv", "--cache", "=", "50%", "--policy", *rest), wanted, alone)
     for rest, wanted, alone in (
@@ -66,7 +66,7 @@ function ask; echo (complete -C "$argv" | string replace -r '\\t.*' ''); end
 
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, str]:
-    """An environment in which both programs are found, of this source tree."""
+    """Return an environment in whose PATH both programs of this source tree are found."""
     for program, module in (("llmcache", "llmcache.cli"), ("llmcachefs", "llmcache.cli.mount")):
         script = tmp_path / program
         script.write_text(f"#!{sys.executable}\nfrom {module} import main\nmain()\n")
@@ -75,13 +75,13 @@ def programs(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "HOME": str(tmp_path)}
 
 
-def check(told: Sequence[set[str]], cases: Cases) -> None:
-    for (typed, wanted, alone), words in zip(cases, told, strict=True):
+def check(offered: Sequence[set[str]], cases: Cases) -> None:
+    for (typed, wanted, alone), words in zip(cases, offered, strict=True):
         assert words == wanted if alone else words > wanted, typed
 
 
 def ask(shell: Sequence[str], prologue: str, programs: dict[str, str], cases: Cases = IN_SHELLS) -> None:
-    """Checks what a shell offers."""
+    """Check the words that a shell offers."""
     lines = [" ".join(["ask", *(f"'{word}'" for word in typed)]) for typed, _, _ in cases]
     result = subprocess.run(
         [*shell, "\n".join([prologue, *lines])], env=programs, capture_output=True, text=True, check=True, timeout=120
@@ -90,28 +90,28 @@ def ask(shell: Sequence[str], prologue: str, programs: dict[str, str], cases: Ca
 
 
 @pytest.mark.bash
-def test_bash(programs: dict[str, str]) -> None:
+def test_bash_offers_matching_words(programs: dict[str, str]) -> None:
     ask(["bash", "--norc", "-c"], BASH, programs, IN_SHELLS + BROKEN)
 
 
 @pytest.mark.zsh
-def test_zsh(programs: dict[str, str]) -> None:
+def test_zsh_offers_matching_words(programs: dict[str, str]) -> None:
     ask(["zsh", "-f", "-c"], ZSH, programs, IN_SHELLS[:2])
 
 
 @pytest.mark.fish
-def test_fish(programs: dict[str, str]) -> None:
+def test_fish_offers_matching_words(programs: dict[str, str]) -> None:
     ask(["fish", "--no-config", "-c"], FISH, programs, IN_SHELLS[:2])
 
 
 def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> dict[str, str]:
-    """Value to type of what is offered, in this process."""
+    """Return the values offered and their types, computed in this process."""
     command = mount_command if program == "llmcachefs" else app
     found = ShellComplete(command, {}, program, "X").get_completions(list(args), incomplete)
     return {item.value: item.type for item in found}
 
 
-def test_words_that_fit_are_offered() -> None:
+def test_matching_words_are_offered() -> None:
     check([set(words(args, word, program)) for (program, *args, word), _, _ in CASES], CASES)
 
 
@@ -124,19 +124,19 @@ def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["a b", "$(reboot)", "`id`", "a\nplain,b", "'", "*"])
-def test_a_mount_point_that_a_shell_would_obey_is_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_points_with_shell_metacharacters_are_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
     assert words(["umount"], "/tmp/") == {"/tmp/mnt": "plain"}
 
 
-def test_files_and_directories_are_left_to_the_shell() -> None:
+def test_files_and_directories_are_completed_by_the_shell() -> None:
     assert words(["classify"], "run") == {"run": "file"}
     assert words(["trace", "-o"], "x") == {"x": "file"}
     assert words(["kv", "profile"], "/var") == {"/var": "dir"}
     assert words([], "/m", "llmcachefs") == {"/m": "dir"}
 
 
-def test_nothing_large_is_loaded_for_a_word() -> None:
+def test_completion_imports_no_heavy_package() -> None:
     code = "from click.shell_completion import ShellComplete\nfrom llmcache.cli import app, mount\n"
     code += f"for (program, *args, word), _, _ in {[*CASES, (('llmcache', 'top', ''), set(), True)]}:\n"
     code += "    command = app if program == 'llmcache' else mount.command\n"

@@ -1,4 +1,4 @@
-"""README, docs/ and the pages beside them: what they link to, show and name is there; figures are the recorded ones."""
+"""Documentation: links, commands, settings, Python code and paths exist; tables and figures are the recorded ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.m
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (tools/\S+.*|apt-get .*|pipx .*)$", re.MULTILINE)
 QUICK = re.compile(r"llmcache (size(?!.*(--model|--measure))|(classify|info) traces/read-loop|completion|edram model)")
-"""Commands that take a second at most and leave nothing behind."""
+"""Commands that take at most 1 s and leave no files."""
 OTHERS = {
     "apt-get",
     "pip",
     "pipx",
     "curl",
+    "grep",
+    "jq",
     "kill",
     "rm",
     "ln",
@@ -66,17 +68,17 @@ def names(pages: list[Path]) -> list[str]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """What headings are called in links; the site and GitHub must agree on that."""
+    """Return the anchors of a page's headings, which must be the same on the site and on GitHub."""
     found = re.findall(r"^#+ (.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")) for heading in found]
     on_site = [re.sub(r"[-\s]+", "-", heading.strip()) for heading in plain]
-    assert on_site == [heading.replace(" ", "-") for heading in plain], f"{page.name}: a heading with two names"
-    assert len(set(on_site)) == len(on_site), f"{page.name}: two headings of one name"
+    assert on_site == [heading.replace(" ", "-") for heading in plain], f"{page.name}: a heading with two anchors"
+    assert len(set(on_site)) == len(on_site), f"{page.name}: two headings with the same anchor"
     return set(on_site)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = FENCE.sub("", text_of(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
@@ -97,16 +99,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert all((ROOT / hook).is_file() for hook in re.findall(r"hooks: \[(.*)\]", site))
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
-    beginning = text_of(ROOT / "README.md").partition("\n## ")[0].splitlines()
-    assert all(any(line.startswith(f"    {command} ") for line in beginning) for command in ("tools/demo", "tools/test"))
-
-
 # Commands
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Commands that a page shows, one after the other, without comments and prompts."""
+    """Yield the commands that a page shows, without comments and prompts."""
     for language in ("sh", "console"):
         for code in blocks(page, language):
             lines = code.replace("\\\n", " ").splitlines()
@@ -118,7 +115,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def _single(line: str) -> Iterator[str]:
-    line = re.sub(r"\$\(which (\w+)\)", r"\1", line)  # for programs where sudo does not look
+    line = re.sub(r"\$\(which (\w+)\)", r"\1", line)  # used for programs outside the PATH of sudo
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split, lexer.commenters = True, "#"
     words: list[str] = []
@@ -135,7 +132,7 @@ SHOWN = sorted({(page.relative_to(ROOT).as_posix(), command) for page in PAGES f
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command, without what is in front of it and where its output goes."""
+    """Split a command into words, without sudo, environment variables and redirections."""
     words = shlex.split(command)
     while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
         words.pop(0)
@@ -182,11 +179,11 @@ PYTHON = [(page.name, code) for page in PAGES for code in blocks(page, "python")
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page for page, _ in PYTHON])
-def test_python_imports_what_there_is(page: str, code: str) -> None:
+def test_python_examples_import_existing_names(page: str, code: str) -> None:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmcache"):
             module = importlib.import_module(node.module or "")
-            known = getattr(module, "__all__", dir(module))  # what needs an extra is not loaded
+            known = getattr(module, "__all__", dir(module))  # names that need an extra are in __all__ but not loaded
             assert all(alias.name in known for alias in node.names)
 
 
@@ -197,7 +194,7 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_policy_meets_the_policy_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = (code for code in blocks(ROOT / "docs" / "contributing.md", "python") if "class FIFO(Policy)" in code)
     (tmp_path / "fifo.py").write_text(code)
     name = "llmcache.cache.policies.fifo"
@@ -211,14 +208,14 @@ def test_the_example_of_a_policy_is_one(tmp_path: Path, monkeypatch: pytest.Monk
         clause("fifo", long_case(20, seed=20))
 
 
-# Tables, figures and the picture: those of the JSON in the tree
+# Tables and figures: those of the JSON in the tree
 
 
-def test_tables_figures_and_the_picture_are_the_recorded_ones() -> None:
+def test_tables_and_figures_match_the_recorded_results() -> None:
     assert readme.main([]) == 0, "python -m tools.bench.readme --write"
 
 
-def test_a_picture_is_the_same_but_for_the_last_bit_of_a_coordinate() -> None:
+def test_pictures_are_compared_up_to_rounding_of_coordinates() -> None:
     line = '<path d="M 163.788365 16.598677" clip-path="url(#p0123456789)"/>'
     assert readme.same_picture(line, line.replace("598677", "598678").replace("p0123456789", "p9876543210"))
     for other in (line.replace("163", "164"), line.replace("M", "L"), line.replace(' 16.598677"', '"')):

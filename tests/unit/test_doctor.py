@@ -1,4 +1,4 @@
-"""`llmcache doctor`: findings on made-up machines, and the whole report on this one."""
+"""The `llmcache doctor` command: findings on simulated machines, and the report on this one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GIB = 1 << 30
 
 
 def made_up(root: Path, available: int, cgroup: str = "0::/", psi: bool = True) -> Path:
-    """A tree with the files that memory findings read."""
+    """Write the files that the memory checks read and return their root."""
     files = {
         "proc/meminfo": f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {available // 1024} kB\n",
         "proc/self/cgroup": cgroup + "\n",
@@ -56,7 +56,7 @@ def named(findings: list[Check]) -> dict[str, Check]:
     return {finding.name: finding for finding in findings}
 
 
-def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_worst() -> None:
+def test_the_report_on_this_machine_is_complete_and_sets_the_exit_code() -> None:
     command = [sys.executable, "-m", "llmcache", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     report = json.loads(done.stdout)
@@ -74,7 +74,7 @@ def test_the_report_of_this_machine_has_every_line_and_the_exit_code_of_its_wors
     assert all(f" {name}" in text.stdout for name in names)
 
 
-def test_a_directory_is_measured_or_the_reason_why_not_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_measured_or_the_obstacle_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "READ_S", 0.1)
     monkeypatch.setattr(bandwidth, "WRITTEN_BYTES", bandwidth.LEAST_BYTES)
     for directory in (tmp_path, Path("/dev/shm")):
@@ -87,7 +87,7 @@ def test_a_directory_is_measured_or_the_reason_why_not_is_told(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("kib", "wanted"), [(32, OK), (128, OK), (129, LIMITED), (8192, LIMITED)])
-def test_far_read_ahead_is_a_warning(kib: int, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_read_ahead_is_reported(kib: int, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "read_ahead_kb").write_text(f"{kib}\n")
     monkeypatch.setattr(machine, "read_ahead_file", lambda directory: tmp_path / "read_ahead_kb")
     monkeypatch.setattr(machine, "measure", Mock(side_effect=DataError("not now", "later")))
@@ -96,24 +96,24 @@ def test_far_read_ahead_is_a_warning(kib: int, wanted: str, tmp_path: Path, monk
     assert ("--read-ahead 32Ki" in (found.remedy or "")) == (wanted == LIMITED)
 
 
-def test_what_is_no_directory_is_a_usage_error() -> None:
+def test_a_path_that_is_not_a_directory_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="DIR: /nowhere"):
         examine("/nowhere")
     assert called("doctor", "/nowhere").returncode == 2
 
 
-def test_a_good_machine_and_one_without_memory(tmp_path: Path) -> None:
+def test_memory_checks_pass_with_enough_memory_and_fail_without(tmp_path: Path) -> None:
     good, poor = made_up(tmp_path / "good", 6 * GIB), made_up(tmp_path / "poor", 100 << 20, psi=False)
     found = named(memory.examine(good))
     assert all(found[name].status == OK for name in ("free memory", "cgroup", "PSI"))
-    assert found["RLIMIT_MEMLOCK"].status in (OK, LIMITED)  # as ulimit -l is here
+    assert found["RLIMIT_MEMLOCK"].status in (OK, LIMITED)  # depends on the limit of this process
     found = named(memory.examine(poor))
     assert found["free memory"].status == FAILED and found["free memory"].facts["available_bytes"] == 100 << 20
     assert found["PSI"].status == LIMITED
     assert Diagnosis({"memory": list(found.values())}).exit_code == EnvironmentProblem.exit_code
 
 
-def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_of_a_mount_depend_on_root_and_fuse_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = named(mounting.examine(root=tmp_path))
@@ -125,7 +125,7 @@ def test_a_user_is_told_what_root_would_have(tmp_path: Path, monkeypatch: pytest
         assert named(mounting.examine(root=tmp_path))["user_allow_other"].status == wanted
 
 
-def test_the_tier_is_the_first_that_works_and_the_better_ones_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracing_tier_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"filemap": "too old", "fexit": "needs root", "syscalls": None, "faults": None}
     for name, reason in reasons.items():
         monkeypatch.setitem(SOURCES, name, SimpleNamespace(probe=lambda reason=reason: reason))
@@ -152,7 +152,7 @@ def test_versions_are_compared_as_numbers(version: str | None, wanted: str, monk
     ("code", "said"),
     [("raise ImportError('no AVX2')", "ImportError: no AVX2"), ("import os; os.abort()", "killed by SIGABRT")],
 )
-def test_what_is_installed_but_cannot_be_imported_is_no_success(
+def test_an_installed_package_that_cannot_be_imported_fails(
     code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "numpy.py").write_text(code)
@@ -162,7 +162,7 @@ def test_what_is_installed_but_cannot_be_imported_is_no_success(
     assert found["numpy"].status == FAILED and said in found["numpy"].found and found["click"].status == OK
 
 
-def test_a_missing_library_hides_only_its_own_area(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_hides_only_its_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llmcache.doctor.tracing", None)
     report = examine(None)
     assert set(report.areas) >= {"mount", "memory", "tracing", "machine", "packages"}

@@ -1,4 +1,4 @@
-"""What eviction and lost bits do to answers: directions on the recall model, bad model files, and the command."""
+"""Accuracy under eviction and lost bits on the recall model, bad model files, and the command."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ EXACT = CellSettings("exact")
 
 
 def decoded(decoder: Decoder, ids: Int64s, first: int, settings: AerpSettings, cells: CellSettings) -> Floats:
-    """The logits of the tokens from `first` on, computed one by one over a cache."""
+    """Return the logits of the tokens from `first` on, computed one by one over a cache."""
     prompt, _ = decoder.prompt(ids[:first])
     cache = decoder.cache(prompt, settings, cells)
     return np.array([decoder.step(int(token), cache) for token in ids[first:]])
 
 
-def test_a_cache_that_keeps_all_gives_the_logits_of_dense_attention() -> None:
+def test_a_cache_without_eviction_gives_the_logits_of_dense_attention() -> None:
     decoder, ids = Decoder.load(RECALL_MODEL), recall(np.random.default_rng(0), 1, 60, pairs=8, questions=4).ids[0]
     dense = decoder.prompt(ids)[1][30:]
     np.testing.assert_allclose(decoded(decoder, ids, 30, AerpSettings(60, 4, 8), EXACT), dense, atol=1e-4)
@@ -60,8 +60,8 @@ def accuracies() -> Accuracies:
     return run(decoder, questions, setup, variants)
 
 
-def test_the_order_of_harm_is_that_of_2drp() -> None:
-    """At equal rates, paired by text: high bits over low bits, high scores over low scores, uniform over 2DRP."""
+def test_lost_bits_harm_in_the_order_that_2drp_assumes() -> None:
+    """At equal rates, paired by text: high bits harm more than low, high scores more than low, uniform more than 2DRP."""
     setup, slow = AccuracySetup(300 + 28, "int16", paper_curve()), KELLE_INTERVALS.scaled(8)
     asked = recall(np.random.default_rng(6), 6, 300, pairs=48, questions=14)
     variants = [
@@ -75,12 +75,12 @@ def test_the_order_of_harm_is_that_of_2drp() -> None:
         assert difference.mean > 3 * difference.error, f"{more} over {less}: {difference}"
 
 
-def test_fewer_tokens_and_more_lost_bits_answer_less(accuracies: Accuracies) -> None:
+def test_smaller_budgets_and_more_lost_bits_lower_the_accuracy(accuracies: Accuracies) -> None:
     assert accuracies.baseline.mean > 0.95 and (accuracies.sequences, accuracies.questions) == (3, 14)
     rows = {row.variant: row for row in accuracies.rows}
     harms = [rows[f"uniform={rate}"].harm.mean for rate in ("1e-4", "1e-2", "5e-2")]
     assert harms[0] < 0.05 < harms[1] < harms[2]
-    assert rows["halves"].harm.mean > 2  # halves do not bear what integers bear
+    assert rows["halves"].harm.mean > 2  # fp16 tolerates less than integers
     names = ("N'=256", "N'=128", "N'=256, recent only", "N'=128, recent only")
     found = [rows[name].accuracy.mean for name in names]
     assert found[0] > found[1] and found[2] > found[3] and found[0] > found[2] and found[1] > found[3]
@@ -106,7 +106,7 @@ def test_damaged_weights_are_named(raw: bytes, names: str) -> None:
         parse_tensors(raw)
 
 
-def test_models_that_are_not_supported_are_named() -> None:
+def test_unsupported_models_are_refused_by_field() -> None:
     data = json.loads((RECALL_MODEL / "config.json").read_text())
     assert Config.parse(data).kv_heads == 2
     for name, value in (
@@ -128,11 +128,11 @@ def test_models_that_are_not_supported_are_named() -> None:
 SMALL = ["--model", str(RECALL_MODEL), "--sequences", "2", "--context", "100", "--pairs", "8", "--questions", "4"]
 
 
-def test_a_run_is_recorded_once(tmp_path: Path) -> None:
+def test_a_recorded_run_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = ["edram", "accuracy", "--flips", "none", "--record", str(path), "--budget", "40", "--step", "20ms", *SMALL]
-    told = called(*command)
-    assert told.returncode == 0 and all(word in told.stdout for word in ("measured", "modelled", "none"))
+    shown = called(*command)
+    assert shown.returncode == 0 and all(word in shown.stdout for word in ("measured", "modelled", "none"))
     run = read_run(path)
     assert run.steps == 8 and run.clock == "modelled: 20.0 ms per step" and run.settings["budget"] == 40
     assert (run.column("kv", "high") + run.column("kv", "low") == 2 * 2 * 2 * 40).all()
@@ -140,7 +140,7 @@ def test_a_run_is_recorded_once(tmp_path: Path) -> None:
     assert "HST MSB" in called("edram", "report", path).stdout
 
 
-def test_kv_bench_asks_the_same_of_flips(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_bench_evaluates_flips_too(monkeypatch: pytest.MonkeyPatch) -> None:
     few = partial(edram_accuracy.AccuracyOptions, sequences=3, context=400, pairs=48, questions=14)
     monkeypatch.setattr(edram_accuracy, "AccuracyOptions", few)
     found = json.loads(called("kv", "bench", "--flips", "none", "--flips", "uniform=0.3", "--json").stdout)
@@ -150,7 +150,7 @@ def test_kv_bench_asks_the_same_of_flips(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows[1]["accuracy"]["mean"] < rows[0]["accuracy"]["mean"]
 
 
-def test_kv_bench_records_what_kelle_keeps(tmp_path: Path) -> None:
+def test_kv_bench_records_an_edram_run_of_kelle(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ["--context", "1k", "--layers", "1", "--steps", "3", "--budget", "128", "--path", str(tmp_path)]
     command = ["kv", "bench", "--policy", "kelle", "--edram-run", str(path), *options]

@@ -1,4 +1,4 @@
-"""AERP and the cells it lies in: settings, storage rule, recomputation, lost bits, retention curves."""
+"""AERP and its eDRAM cells: settings, storage rule, recomputation, lost bits, retention curves."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ UNKNOWN: Any = "unknown"
         ("recompute", partial(AerpLayer, AerpSettings(30, recompute="prefill"), LayerShape(1, 1, 4, 8))),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(name: str, make: Callable[[], object]) -> None:
+def test_an_impossible_setting_is_named(name: str, make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         make()
 
 
 def lossy() -> AerpLayer:
-    """An MHA layer with x rows, in cells that lose bits, after 20 steps."""
+    """Return an MHA layer that stores x rows in cells that lose bits, after 20 steps."""
     shape, cells = LayerShape(4, 4, 8, channels=32), CellSettings(rates=FlipRates.uniform(0.02), seed=1)
     stream = Stream.of(shape, 80, seed=5)
     keys, values = stream.kv()
@@ -59,12 +59,12 @@ def lossy() -> AerpLayer:
     return layer
 
 
-def test_high_scores_are_protected_tokens_and_those_from_the_median_up() -> None:
+def test_high_scores_are_protected_tokens_and_scores_from_the_median_up() -> None:
     layer = lossy()
     slots, high = layer.slots, layer.high_scores()
     for head, (positions, scores) in enumerate(zip(slots.positions, slots.scores, strict=True)):
         for slot, (position, score) in enumerate(zip(positions, scores, strict=True)):
-            # As of the token to come, number 80: the window of 6 begins behind number 74.
+            # Relative to the next token, number 80: the window of 6 starts after number 74.
             assert high[head, slot] == (position < 2 or position > 74 or score >= np.median(scores))
     votes = layer.x_high_scores(high)
     for index in np.nonzero(layer.inputs.used & ~layer.inputs.waiting)[0]:
@@ -91,7 +91,7 @@ def settled(made: Cells, hst: bool) -> Floats:
     return np.array(made.readings)
 
 
-def test_every_bit_is_lost_at_the_rate_of_its_group() -> None:
+def test_each_bit_is_lost_at_the_rate_of_its_group() -> None:
     rates = FlipRates(2e-3, 3e-2, 8e-3, 0.2)
     for lost, (msb, lsb) in zip(draw(name_rows(0, np.arange(ROWS)), DIM, rates), ((2e-3, 3e-2), (8e-3, 0.2)), strict=True):
         for bit in range(16):
@@ -99,7 +99,7 @@ def test_every_bit_is_lost_at_the_rate_of_its_group() -> None:
             assert abs(found - rate) < 4.5 * np.sqrt(rate * (1 - rate) / lost.size), bit
 
 
-def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
+def test_bits_lost_at_an_interval_are_lost_at_longer_ones() -> None:
     names, curve = name_rows(3, np.arange(ROWS)), paper_curve()
     before: Bits = np.zeros((ROWS, DIM), np.uint16)
     for factor in (0.1, 0.5, 1.0, 2.0, 10.0, 1000.0):
@@ -109,7 +109,7 @@ def test_what_is_lost_early_is_lost_at_every_longer_interval() -> None:
     assert before.any()
 
 
-def test_halves_that_are_no_number_read_as_0_or_the_largest() -> None:
+def test_fp16_values_that_are_not_finite_read_as_0_or_the_largest() -> None:
     ones = np.full((200, 16), 1.0, np.float32)  # 0x3c00: losing bit 14 gives infinity or NaN
     read = settled(cells(FlipRates.uniform(0.3), ones, format="fp16"), True)
     assert np.isfinite(read).all() and np.abs(read).max() == LARGEST_HALF and (read == 0).any()
@@ -117,7 +117,7 @@ def test_halves_that_are_no_number_read_as_0_or_the_largest() -> None:
     assert decode(*encode(huge, "fp16"), "fp16").tolist() == [[LARGEST_HALF, -LARGEST_HALF]]
 
 
-def test_a_bit_lost_as_a_low_score_token_stays_lost_unless_told_otherwise() -> None:
+def test_a_bit_lost_at_a_low_score_stays_lost_if_sticky() -> None:
     rates, rows = FlipRates(0.01, 0.01, 0.2, 0.2), normal(200)
     for sticky in (True, False):
         made = cells(rates, rows, sticky=sticky)
@@ -126,7 +126,7 @@ def test_a_bit_lost_as_a_low_score_token_stays_lost_unless_told_otherwise() -> N
         assert (back == (low if sticky else high)).all()
 
 
-def test_a_rewrite_heals_and_lost_bits_are_counted() -> None:
+def test_lost_bits_are_counted_and_a_rewrite_restores_them() -> None:
     rows, used = normal(100), np.ones(100, np.bool_)
     made = cells(FlipRates.uniform(0.1), rows)
     assert made.lost_bits(used) == 0
@@ -136,7 +136,7 @@ def test_a_rewrite_heals_and_lost_bits_are_counted() -> None:
     assert made.lost_bits(used) == 0 and np.abs(made.readings - rows).max() < 1e-3
 
 
-def test_texts_of_rates() -> None:
+def test_flip_rates_are_parsed() -> None:
     rates = partial(parse_flips, curve=paper_curve())
     assert rates("none") == NO_FLIPS and not NO_FLIPS.any
     assert rates("uniform=1e-3") == FlipRates.uniform(1e-3)
@@ -149,7 +149,7 @@ def test_texts_of_rates() -> None:
         assert caught.value.hint
 
 
-def test_texts_of_curves_and_intervals() -> None:
+def test_curves_and_intervals_are_parsed() -> None:
     assert parse_curve("paper") is paper_curve()
     assert parse_curve("45us=1e-6, 1.05ms=3e-4").failure(1_050_000) == pytest.approx(3e-4)
     assert parse_intervals("1050us") == RefreshIntervals.uniform(1_050_000)

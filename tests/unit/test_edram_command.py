@@ -1,4 +1,4 @@
-"""`llmcache edram`: what its commands print and write, the user's constants, and what is refused by name."""
+"""The `llmcache edram` commands: output, files, constants of the user, and bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECALL = ("--model", str(RECALL_MODEL))
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run, and the saved result of a model, which take longer to compute than to draw."""
+    """Write a recorded run and a model result once, because they take longer to compute than to draw."""
     directory = tmp_path_factory.mktemp("written")
     changing(120).save(directory / "run.json")
     (directory / "model.json").write_text(called("edram", "model", "--workload", "LA", "--json").stdout)
@@ -35,12 +35,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(*args: str | Path) -> Any:
-    told = called("edram", *args, "--json")
-    assert (told.returncode, told.stderr) == (0, "")
-    return json.loads(told.stdout)
+    done = called("edram", *args, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
-def test_model_says_everything_in_base_units() -> None:
+def test_model_prints_all_results_in_base_units() -> None:
     found = printed("model", "llama3-8b", "--workload", "TQ", "--batch", "4")
     assert found["schema"] == "llmcache.edram-model/1" and found["kind"] == "modelled"
     assert (found["model"]["name"], found["workload"]["batch"], found["workload"]["name"]) == ("llama3-8b", 4, "TQ, changed")
@@ -66,7 +66,7 @@ def test_model_says_everything_in_base_units() -> None:
     assert found["systems"]["Original+SRAM"]["area"]["chip_mm2"] == pytest.approx(9.19, abs=0.01)
 
 
-def test_every_axis_of_a_sweep_is_varied() -> None:
+def test_a_sweep_varies_every_axis() -> None:
     axes = ["--context", "100,200", "--decode", "10,20", "--batch", "1,2", "--budget", "64,128"]
     more = ["--interval-scale", "0.5,1", "--dram-bw", "32GB/s,64GB/s", "--kv-memory", "4Mi,8Mi"]
     names = ["--model", "all", "--workload", "all", "--system", "all", "--profile", "all"]
@@ -79,8 +79,8 @@ def test_every_axis_of_a_sweep_is_varied() -> None:
     assert len({tuple(row[key] for key in keys) for row in found}) == len(found) == 2**7
     assert {row["dram_bytes_per_s"] for row in found} == {32e9, 64e9}
     assert {row["kv_capacity_bytes"] for row in found} == {4 << 20, 8 << 20}
-    told = called("edram", "sweep", *axes, *more).stdout
-    assert "the 40 most efficient of 128" in told and "128 configurations in " in told
+    done = called("edram", "sweep", *axes, *more).stdout
+    assert "the 40 most efficient of 128" in done and "128 configurations in " in done
 
 
 MANY = ",".join(map(str, range(1, 1002)))
@@ -100,15 +100,13 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("accuracy", *RECALL, "--context", "100", "--pairs", "64"), "--context: 100 tokens"),
     ],
 )
-def test_what_cannot_be_asked_is_named(
-    args: Sequence[str], named: str, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_arguments_are_named(args: Sequence[str], named: str, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(written)
-    told = called("edram", *args)
-    assert (told.returncode, told.stdout) == (2, "") and f"error: {named}" in told.stderr and "Traceback" not in told.stderr
+    done = called("edram", *args)
+    assert (done.returncode, done.stdout) == (2, "") and f"error: {named}" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_saved_model_and_a_saved_sweep_are_drawn(written: Path, tmp_path: Path) -> None:
+def test_saved_models_and_sweeps_are_plotted(written: Path, tmp_path: Path) -> None:
     model, sweep, page = written / "model.json", tmp_path / "s.json", tmp_path / "m.html"
     sweep.write_text(json.dumps(printed("sweep", "--budget", "512,1024,2048", "--system", "all")))
     assert called("edram", "plot", model, "-o", page).returncode == 0
@@ -140,16 +138,16 @@ def test_a_saved_model_and_a_saved_sweep_are_drawn(written: Path, tmp_path: Path
         (None, "not JSON"),
     ],
 )
-def test_a_damaged_document_is_named(change: Any, named: str, written: Path, tmp_path: Path) -> None:
+def test_a_damaged_document_is_refused_by_field(change: Any, named: str, written: Path, tmp_path: Path) -> None:
     data, file = json.loads((written / "model.json").read_text()), tmp_path / "m.json"
     if change is not None:
         change(data)
     file.write_text("{" if change is None else json.dumps(data))
-    told = called("edram", "plot", file, "-o", tmp_path / "m.png")
-    assert told.returncode == 5 and named in told.stderr and str(file) in told.stderr and not (tmp_path / "m.png").exists()
+    done = called("edram", "plot", file, "-o", tmp_path / "m.png")
+    assert done.returncode == 5 and named in done.stderr and str(file) in done.stderr and not (tmp_path / "m.png").exists()
 
 
-def test_a_recorded_run_is_accounted(written: Path) -> None:
+def test_the_report_accounts_a_recorded_run(written: Path) -> None:
     file = written / "run.json"
     found = printed("report", file, "--profile", "all")
     assert found["schema"] == "llmcache.edram-report/1" and found["kind"] == "modelled"
@@ -163,9 +161,9 @@ def test_a_recorded_run_is_accounted(written: Path) -> None:
     assert strategies == sorted(strategies) and strategies[0] == found["profiles"]["paper"]["joules"]
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     options = ["--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected"]
-    told = called("edram", "report", file, *options).stdout
+    done = called("edram", "report", file, *options).stdout
     for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the live bytes"):
-        assert words in told
+        assert words in done
 
 
 MINE = """
@@ -188,7 +186,7 @@ array_rows = 32
 """
 
 
-def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
+def test_constants_can_be_added_and_changed(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(MINE)
     found = read_constants(file)
@@ -220,7 +218,7 @@ def test_everything_can_be_added_and_changed(tmp_path: Path) -> None:
         ("[profile", "not TOML"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str, tmp_path: Path) -> None:
+def test_wrong_constants_are_named(text: str, named: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(DataError if named == "not TOML" else UsageError) as caught:

@@ -1,6 +1,6 @@
-"""The accelerator model: groups of steps against single steps, recomputation against a search, work by hand.
+"""The accelerator model: grouped against single steps, recomputation against a search, a step computed by hand.
 
-The numbers of the paper are those of `llmcache reproduce kelle`: golden_papers.json holds them."""
+`llmcache reproduce kelle` checks the numbers of the paper; golden_papers.json holds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA = MODELS["llama2-7b"]
 SMALL = [(5, 40, 20), (30, 40, 20), (5, 7, 20), (1, 1, 11), (19, 1, 20)]  # below, above and across the budget
 
 
-def test_groups_of_steps_agree_with_every_step() -> None:
+def test_grouped_steps_agree_with_single_steps() -> None:
     workloads = [*WORKLOADS.values(), *(GenerationWorkload("small", *sizes) for sizes in SMALL)]
     systems = [system.with_recompute(mode) for system in SYSTEMS.values() for mode in RECOMPUTE_MODES]
     some = [Configuration(LLAMA, workload, system) for workload in workloads for system in systems]
@@ -42,8 +42,8 @@ def test_groups_of_steps_agree_with_every_step() -> None:
         assert one.energy_j == pytest.approx(other.energy_j, rel=1e-4)  # refreshes of activations are whole numbers
 
 
-def test_one_step_by_hand() -> None:
-    """LLaMA2-7B, batch 1, 100 tokens in SRAM that holds them: every term of the model, written out."""
+def test_one_step_matches_a_computation_by_hand() -> None:
+    """LLaMA2-7B, batch 1, 100 tokens that fit in SRAM, with every term of the model written out."""
     system = with_hardware(SYSTEMS["Original+SRAM"], kv_capacity_bytes=1 << 30)
     one = configuration(system=system, batch=1, context=99, decode=1)
     found = evaluate([one])[0]
@@ -60,13 +60,16 @@ def test_one_step_by_hand() -> None:
 
 
 def _prefill_bytes() -> int:
-    """Activations and KV of 99 tokens: inputs once for each 2 MiB of a matrix (8 pieces of 4096 x 4096), outputs once."""
+    """Return the bytes of activations and KV for 99 tokens.
+
+    Inputs are read once per 2 MiB of a matrix (8 pieces of 4096 x 4096), outputs are written once.
+    """
     per_layer = 4 * (8 * 4096 + 4096) + 2 * (22 * 4096 + 11008) + (22 * 11008 + 4096)
     return 32 * 99 * 2 * per_layer + 99 * 32 * 16_384
 
 
 @pytest.mark.parametrize(("system", "batch", "task"), [("AERP+SRAM", 1, "TQ"), ("Kelle+eDRAM", 16, "PG19")])
-def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str) -> None:
+def test_the_recompute_share_minimizes_the_step(system: str, batch: int, task: str) -> None:
     columns = ConfigurationColumns([configuration("llama2-7b", task, system, batch=batch)])
     steps = steps_of(columns, 4)
     best = recompute_share(columns, steps)
@@ -80,7 +83,7 @@ def test_no_other_share_makes_a_step_shorter(system: str, batch: int, task: str)
         assert (step_s(best) <= step_s(other) * (1 + 1e-12))[steps.count > 0].all()
 
 
-def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:
+def test_a_prompt_longer_than_the_budget_is_stored_whole_in_one_layer() -> None:
     """Section 8.4.1: 31 layers of LLaMA2-7B reduced to 2048 tokens, the last one with all 16,384."""
     found = outcome(system="AEP+SRAM", context=16_384, decode=128)
     assert found.peak_bytes == LLAMA.stored_weights + 16 * (31 * 2048 + 16_384) * LLAMA.kv_layer_bytes
@@ -88,8 +91,8 @@ def test_a_prompt_longer_than_the_budget_lies_whole_in_one_layer() -> None:
     assert whole.peak_bytes == LLAMA.stored_weights + 16 * 32 * (16_384 + 128) * LLAMA.kv_layer_bytes
 
 
-def test_the_models_have_their_weights() -> None:
-    """Public parameter counts, without the embedding where it is apart from the head."""
+def test_weights_match_the_public_parameter_counts() -> None:
+    """The embedding is not counted where it is separate from the head."""
     billions = {name: shape.stored_weights / 1e9 for name, shape in MODELS.items()}
     printed = {"llama2-7b": 6.74, "llama2-13b": 13.0, "llama3-8b": 8.03, "llama3.2-3b": 3.21, "mistral-7b": 7.24}
     assert {name: billions[name] for name in printed} == {name: pytest.approx(n, rel=0.005) for name, n in printed.items()}
@@ -97,8 +100,8 @@ def test_the_models_have_their_weights() -> None:
 
 
 @pytest.mark.parametrize(("rows", "cycles"), [(16, 7039), (17, 7103), (256, 22399)])
-def test_tiles_take_the_cycles_of_scale_sim(rows: int, cycles: int) -> None:
-    """64 tiles of 32 x 32 one after the other, as SCALE-Sim 3.0.0 counts them (weight-stationary)."""
+def test_tiles_take_the_cycles_that_scale_sim_reports(rows: int, cycles: int) -> None:
+    """64 consecutive tiles of 32 x 32, weight-stationary, in SCALE-Sim 3.0.0."""
     square = LlmShape("square", 1, 256, 1, 1, 256, 32, 1)
     hardware = with_hardware(SYSTEMS["Original+eDRAM"], exposed_fill=True, sram_bytes_per_s=1e15)
     c = ConfigurationColumns([replace(configuration(system=hardware), model=square)])
@@ -107,7 +110,7 @@ def test_tiles_take_the_cycles_of_scale_sim(rows: int, cycles: int) -> None:
     assert linear_s(c, tiles, many, many, 0 * many).item() * 1e9 == pytest.approx(cycles, abs=1.01)
 
 
-def test_the_evictor_stalls_for_a_cycle_where_a_scan_takes_one_per_token() -> None:
+def test_the_evictor_stalls_for_one_cycle_instead_of_one_per_token() -> None:
     one = configuration(batch=1)  # LLaMA2-7B, N' = 2048: 1024 heads of all layers
     cost = evictor_cost(one, step_ns=1e8)
     assert cost.search_ns == 2048 * cost.stall_ns == 2048 * 1024

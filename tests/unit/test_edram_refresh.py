@@ -1,4 +1,4 @@
-"""Refresh accounting: closed forms, bounds, moves between groups, and recorded runs with something wrong in them."""
+"""Refresh accounting: closed forms, bounds, flows between groups, and damaged recorded runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF = 2 * DIM  # bytes of one half of a key and a value
 
 
 def still(rows: int, steps: int, step_ns: float) -> EdramRun:
-    """A run of `rows` pairs, one half of them in each score group, that neither come nor go."""
+    """Return a run of a constant set of `rows` pairs, half of them in each score group."""
     recorder = RunRecorder(HALF)
     for _ in range(steps):
         recorder.observe(0, "kv", np.arange(rows), np.arange(rows) % 2 == 0)
@@ -30,8 +30,8 @@ def still(rows: int, steps: int, step_ns: float) -> EdramRun:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_full_array_takes_the_power_of_table_1(rule: str) -> None:
-    """1.14 mJ a pass: 25.33 W at 45 us and 1.082 W at the intervals of section 7.1, whose harmonic mean is 1.05 ms."""
+def test_a_full_array_draws_the_power_of_table_1(rule: str) -> None:
+    """A pass takes 1.14 mJ: 25.33 W at 45 us, 1.082 W at the intervals of section 7.1 (harmonic mean 1.05 ms)."""
     run = still(4 * MIB // (2 * HALF), 100, 1e8)  # 10 s
     for intervals, watts, mean_ns in ((RefreshIntervals.uniform(45e3), 25.33, 45e3), (KELLE_INTERVALS, 1.082, 1_053_658.5)):
         found = account(run, intervals, EDRAM_4MB.refresh_j / EDRAM_4MB.capacity_bytes, rule=rule)
@@ -40,7 +40,7 @@ def test_a_full_array_takes_the_power_of_table_1(rule: str) -> None:
 
 
 def changing(steps: int = 60, seed: int = 0) -> EdramRun:
-    """A run whose rows come, go and change groups."""
+    """Return a run whose rows are added, evicted, and moved between groups."""
     random = np.random.default_rng(seed)
     recorder = RunRecorder(HALF, 256)
     ids, at = np.full(20, -1), 0
@@ -55,7 +55,7 @@ def changing(steps: int = 60, seed: int = 0) -> EdramRun:
     return recorder.finish("changing", "modelled: random")
 
 
-def test_only_what_fits_is_pinned_and_refreshed() -> None:
+def test_only_bytes_within_the_capacity_are_refreshed() -> None:
     run = still(8, 10, 1e7)
     every, half = account(run, KELLE_INTERVALS, 1e-12), account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=8 * HALF)
     assert half.pinned_share == 0.5 and every.pinned_share == 1
@@ -64,7 +64,7 @@ def test_only_what_fits_is_pinned_and_refreshed() -> None:
     assert account(run, KELLE_INTERVALS, 1e-12, capacity_bytes=1e9).joules == every.joules
 
 
-def test_flows_are_counted() -> None:
+def test_appends_evictions_and_promotions_are_counted() -> None:
     recorder = RunRecorder(HALF)
     for ids, high in (([1, 2, -1], [1, 0, 0]), ([1, 3, 4], [1, 1, 0]), ([-1, 3, 4], [0, 1, 1])):
         recorder.observe(0, "kv", np.array(ids), np.array(high, np.bool_))
@@ -74,7 +74,7 @@ def test_flows_are_counted() -> None:
     assert rows == [(1, 1, 2, 0, 0), (2, 1, 2, 1, 0), (2, 0, 0, 1, 1)]
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_saved_run_is_read_back_unchanged(tmp_path: Path) -> None:
     for run in (changing(), replace(changing(), lives=None)):
         path = tmp_path / f"run{run.lives is not None}.json"
         run.save(path)
@@ -85,7 +85,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["runFalse.json", "runTrue.json"]
 
 
-def test_what_a_rule_needs_of_a_run() -> None:
+def test_a_run_without_the_data_that_a_rule_needs_is_refused() -> None:
     untimed = replace(changing(), durations_ns=None)
     with pytest.raises(DataError, match=r"^steps.duration_ns: "):
         account(untimed, KELLE_INTERVALS, 1e-12)
@@ -112,7 +112,7 @@ def test_what_a_rule_needs_of_a_run() -> None:
         (("lives", 0, "path"), [[True, 10**6]], "lives.path"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(place: tuple[str | int, ...], value: Any, names: str) -> None:
+def test_wrong_values_in_a_run_are_named(place: tuple[str | int, ...], value: Any, names: str) -> None:
     data = json.loads(json.dumps(changing().to_json()))
     functools.reduce(operator.getitem, place[:-1], data)[place[-1]] = value
     with pytest.raises(DataError, match=rf"^{names}\b") as caught:
@@ -121,7 +121,7 @@ def test_what_is_wrong_in_a_file_is_named(place: tuple[str | int, ...], value: A
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
-def test_files_that_hold_no_run(text: str, tmp_path: Path) -> None:
+def test_files_that_are_not_runs_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(DataError):

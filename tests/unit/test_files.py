@@ -1,4 +1,4 @@
-"""Files of our own: closed to others, whatever the umask and whatever lies at their names; whole, and on the disk."""
+"""Files of llmcache: private whatever the umask, safe against links planted at their names, complete, and synced."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def open_umask() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("write", [journal, trace, converted, picture, report, indexes, page_tables])
-def test_what_is_written_is_closed_to_others(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_written_files_are_private(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "file.kv")
     (made,) = tmp_path.iterdir()
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("write", [trace, indexes, page_tables])
-def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_links_at_the_temporary_name_are_not_followed(tmp_path: Path, write: Callable[[Path], None]) -> None:
     target = tmp_path / "target"
     target.write_text("untouched")
     directory = tmp_path / "shared"
@@ -90,10 +90,10 @@ def test_what_lies_at_the_temporary_name_is_not_written_through(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("write", [trace, converted, picture, report, indexes, page_tables])
-def test_a_file_put_in_the_place_of_a_new_one_is_not_written(
+def test_a_new_file_that_is_replaced_by_a_link_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
 ) -> None:
-    """By another user, who may write to the directory: a link would lead root anywhere."""
+    """Another user with write access to the directory could redirect a write of root with a link."""
     target, directory = tmp_path / "target", tmp_path / "directory"
     target.write_text("untouched")
     directory.mkdir()
@@ -111,7 +111,7 @@ def test_a_file_put_in_the_place_of_a_new_one_is_not_written(
     assert target.read_text() == "untouched" and not list(directory.iterdir())
 
 
-def test_a_recording_is_read_whatever_lies_at_its_name(tmp_path: Path) -> None:
+def test_a_recording_is_read_from_its_open_file(tmp_path: Path) -> None:
     path = recording_of(tmp_path / "file.parquet")
     recording = RecordingWriter(path, Provenance(tier="faults"), force=False)
     recording.close()
@@ -123,10 +123,10 @@ def test_a_recording_is_read_whatever_lies_at_its_name(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["file.parquet"]
 
 
-def test_a_new_file_is_new(tmp_path: Path) -> None:
+def test_create_replaces_an_old_file(tmp_path: Path) -> None:
     old = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR, 0o666)
     new = create(tmp_path / "file")
-    os.write(old, b"who had it open does not see what follows")
+    os.write(old, b"an earlier open does not see the new content")
     assert os.fstat(new).st_size == 0 and stat.S_IMODE(os.fstat(new).st_mode) == 0o600
     for fd in (old, new):
         os.close(fd)
@@ -141,13 +141,15 @@ def new_spill_file(path: Path) -> None:
     SpillFile.create(path, KvShape("tiny", 1, 1, 8)).close()
 
 
-def told(path: Path) -> None:
+def control_info(path: Path) -> None:
     control.ControlFiles(str(path), os.geteuid()).write_info({"pid": 1})
 
 
-@pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, told])
-def test_names_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]) -> None:
-    """The directory is synced behind the last change of a name in it, and a file before it takes its name."""
+@pytest.mark.parametrize("write", [trace, indexes, page_tables, removed_tables, new_spill_file, control_info])
+def test_files_and_directories_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    """A file is synced before it gets its name, and the directory after the last change of a name in it."""
     events: list[str] = []
 
     def noted(call: Callable[..., None]) -> Callable[..., None]:
@@ -167,8 +169,8 @@ def test_names_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "file" in events[: named[0]] and "directory" in events[named[-1] :]
 
 
-def test_a_name_that_is_there_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the file system cannot rename so."""
+def test_rename_does_not_replace_an_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds on file systems without RENAME_NOREPLACE too."""
     for name in ("one", "two"):
         (tmp_path / name).write_text(name)
     with pytest.raises(FileExistsError):

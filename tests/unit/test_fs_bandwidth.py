@@ -1,4 +1,4 @@
-"""Measuring storage: real reads of a real disk, what is left behind (nothing), and what cannot be measured."""
+"""Measuring storage: reads of a real disk, cleanup, and directories that cannot be measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MB = 10**6
 
 @pytest.fixture
 def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory on a disk; the measurement is kept short."""
+    """Return a directory on a disk and shorten the measurement."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
         bandwidth.refuse_memory(str(tmp_path))
@@ -50,33 +50,33 @@ def refusing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 
 def tried(attempt: Callable[[], None]) -> None:
-    """Succeed if one of some attempts does: a pause of a shared machine, or of its disk, spoils a short measurement."""
+    """Retry an attempt, because a pause of a shared machine or disk spoils a short measurement."""
     for _ in range(7):
         with contextlib.suppress(AssertionError, EnvironmentProblem):
             return attempt()
     return attempt()
 
 
-def test_a_temporary_file_is_read_and_leaves_nothing(on_disk: Path) -> None:
+def test_a_temporary_file_is_read_and_removed(on_disk: Path) -> None:
     def attempt() -> None:
         found = measure(str(on_disk))
         assert (found.file, found.directory) == ("temporary", str(on_disk))
         assert found.bytes_read >= LEAST_BYTES // 2 and found.seconds > 0
         assert found.bandwidth == pytest.approx(found.bytes_read / found.seconds, rel=0.5)
 
-    gc.collect()  # what an earlier test has left open is not closed meanwhile
+    gc.collect()  # otherwise files of an earlier test could be closed during the measurement
     before = set(os.listdir("/proc/self/fd"))
     tried(attempt)
     assert list(on_disk.iterdir()) == [] and set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_large_file_that_is_there_is_read_instead(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_large_file_is_read_instead(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, errno.EROFS)
     with (on_disk / "sparse.bin").open("wb") as file:
         file.truncate(8 * LEAST_BYTES)
     (on_disk / "small.bin").write_bytes(bytes(REQUEST_BYTES))
     with pytest.raises(EnvironmentProblem):
-        measure(str(on_disk))  # neither will do: holes are read from nowhere
+        measure(str(on_disk))  # neither file is usable: holes cause no reads
     large = on_disk / "large.bin"
     large.write_bytes(os.urandom(LEAST_BYTES))
 
@@ -88,8 +88,8 @@ def test_a_large_file_that_is_there_is_read_instead(on_disk: Path, monkeypatch: 
     tried(attempt)
 
 
-def test_bursts_a_fast_start_and_reads_that_hang_do_not_change_the_rate() -> None:
-    """200 MB at once, then 20 MB every 0.2 s, as a throttle gives them."""
+def test_bursts_and_hanging_reads_do_not_change_the_rate() -> None:
+    """200 MB at once, then 20 MB every 0.2 s, as under a throttle."""
     begin = [(0.01, 200 * MB)]
     bursts = [(0.2 * burst + 0.001 * part, MB) for burst in range(1, 11) for part in range(20)]
     _, _, rate = bandwidth.sustained(begin + bursts)
@@ -100,7 +100,7 @@ def test_bursts_a_fast_start_and_reads_that_hang_do_not_change_the_rate() -> Non
         bandwidth.sustained([(15.0, MB)])
 
 
-def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_and_unreadable_directories_are_explained(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for code in (errno.EROFS, errno.ENOSPC, errno.EOPNOTSUPP):
         with monkeypatch.context() as patch:
             refusing(patch, code)
@@ -123,15 +123,15 @@ def test_what_cannot_be_written_or_read_is_explained(on_disk: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
-def test_what_is_no_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
+def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
     monkeypatch.setattr(bandwidth, "fstype_at", lambda _path: fstype)
     with pytest.raises(EnvironmentProblem, match=why):
         measure(str(tmp_path))
 
 
 @pytest.mark.cgroup
-def test_a_throttled_disk_shows_its_throttle(on_disk: Path) -> None:
-    """In a process of its own, since the throttle takes what a task submits."""
+def test_the_rate_of_a_throttled_disk_is_the_throttle(on_disk: Path) -> None:
+    """The measurement runs in its own process, because the throttle applies to tasks of a cgroup."""
     limit = 40 * MB
     with Cgroup("measure", directory=on_disk, read_bps=limit) as group:
         command = [sys.executable, "-c", "import sys; from llmcache.fs.client import bandwidth; bandwidth.READ_S = 1; "

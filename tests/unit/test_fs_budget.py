@@ -1,4 +1,4 @@
-"""How much memory there is, on recorded /proc and /sys, what budgets it allows, and what pressure leaves of them."""
+"""Available memory on recorded /proc and /sys, the budgets that it allows, and their reduction under pressure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 
 def write_machine(root: Path, total: int, available: int) -> None:
-    """proc/meminfo, and a process outside of all cgroups."""
+    """Write proc/meminfo, and proc/self/cgroup of a process in the root cgroup."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     meminfo = f"MemTotal: {total // 1024:>12} kB\nMemFree: 1 kB\nMemAvailable: {available // 1024:>12} kB\n"
     (root / "proc/meminfo").write_text(meminfo + "HugePages_Total: 0\n")
@@ -48,19 +48,19 @@ def write_machine(root: Path, total: int, available: int) -> None:
 
 
 def write_stalls(root: Path, total_us: int) -> None:
-    """proc/pressure/memory."""
+    """Write proc/pressure/memory."""
     (root / "proc/pressure").mkdir(parents=True, exist_ok=True)
     lines = [f"{kind} avg10=0.00 avg60=0.00 avg300=0.00 total={total_us}\n" for kind in ("some", "full")]
     (root / "proc/pressure/memory").write_text("".join(lines))
 
 
 def v1_group(root: Path, path: str, limit: int, usage: int, stat: dict[str, int]) -> None:
-    """A memory cgroup of version 1."""
+    """Write a memory cgroup of version 1."""
     _group(root / "sys/fs/cgroup/memory" / path, stat, {"limit_in_bytes": str(limit), "usage_in_bytes": str(usage)})
 
 
 def v2_group(root: Path, path: str, limit: str, usage: int, stat: dict[str, int], high: str = "max") -> None:
-    """A cgroup of version 2."""
+    """Write a cgroup of version 2."""
     _group(root / "sys/fs/cgroup" / path, stat, {"max": limit, "high": high, "current": str(usage)})
 
 
@@ -73,12 +73,12 @@ def _group(directory: Path, stat: dict[str, int], values: dict[str, str]) -> Non
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A machine of 16 GiB with 10 GiB available and no cgroup controllers."""
+    """Return the root of a machine of 16 GiB with 10 GiB available and no cgroup controllers."""
     write_machine(tmp_path, 16 * GIB, 10 * GIB)
     return tmp_path
 
 
-def test_the_machine(root: Path) -> None:
+def test_machine_memory_is_read_from_meminfo(root: Path) -> None:
     memory = machine_memory(root)
     assert (memory.name, memory.total_bytes, memory.available_bytes) == ("machine", 16 * GIB, 10 * GIB)
     assert memory.margin_bytes >= MACHINE_MARGIN_BYTES
@@ -88,7 +88,7 @@ def test_the_machine(root: Path) -> None:
 
 
 CLEAN = {"inactive_file": 1, "total_inactive_file": 300 * MIB, "total_active_file": MIB}
-# /proc/self/cgroup, the groups there are, and total and available bytes of those that limit.
+# The content of /proc/self/cgroup, the groups, and total to available bytes of each limit.
 CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
     "version 1 counts children and clean cache": (
         "9:memory:/box\n3:cpu,cpuacct:/box\n",
@@ -130,7 +130,7 @@ CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
 
 
 @pytest.mark.parametrize("case", CGROUPS)
-def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
+def test_cgroup_limits_are_those_of_the_kernel(root: Path, case: str) -> None:
     own, groups, expected = CGROUPS[case]
     (root / "proc/self/cgroup").write_text(own)
     for make, *facts in groups:
@@ -142,7 +142,7 @@ def test_cgroups_limit_as_the_kernel_has_it(root: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("own", ["0::/unit\n", "9:memory:/unit\n0::/\n"])
-def test_where_no_cgroup_is_visible_no_limit_is_known(root: Path, own: str) -> None:
+def test_no_limit_is_known_without_a_visible_cgroup(root: Path, own: str) -> None:
     (root / "proc/self/cgroup").write_text(own)
     assert limits_apart(7, root) == []
 
@@ -150,7 +150,7 @@ def test_where_no_cgroup_is_visible_no_limit_is_known(root: Path, own: str) -> N
 @pytest.mark.parametrize(
     ("own", "make", "top"), [("0::/unit\n", v2_group, ""), ("9:memory:/unit\n0::/\n", v1_group, "memory")]
 )
-def test_limits_that_bind_another_process_only(root: Path, own: str, make: Callable[..., None], top: str) -> None:
+def test_limits_of_another_process_exclude_shared_ones(root: Path, own: str, make: Callable[..., None], top: str) -> None:
     (root / "proc/self/cgroup").write_text(own)
     free = {"inactive_file": 0, "total_inactive_file": 0}
     for name, limit in (("unit", 4 * GIB), ("unit/below", 2 * GIB), ("box", 3 * GIB), ("box/leaf", GIB)):
@@ -169,9 +169,7 @@ def test_limits_that_bind_another_process_only(root: Path, own: str, make: Calla
     assert [memory.total_bytes for memory in limits_of_process_apart(7, root)] == [3 * GIB]
 
 
-def test_a_budget_that_fits_is_taken_and_a_larger_one_is_reduced_and_said(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_that_does_not_fit_is_reduced_with_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert settle_budget(GIB, root) == GIB
     assert settle_budget(MIN_BUDGET_BYTES, root) == MIN_BUDGET_BYTES
     spare = machine_memory(root).spare_bytes - DAEMON_BYTES
@@ -189,7 +187,7 @@ def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
     return caught.value
 
 
-def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None:
+def test_an_impossible_budget_is_refused_with_a_possible_one(root: Path) -> None:
     error = refusal(64 * GIB, root)
     assert "does not fit" in error.message
     possible = parse_size(str(error.hint).split()[1])
@@ -200,7 +198,7 @@ def test_what_cannot_be_had_is_refused_with_what_is_possible(root: Path) -> None
 
 
 @pytest.mark.parametrize("cache_bytes", [None, 64 * MIB])
-def test_a_full_machine_has_no_room(tmp_path: Path, cache_bytes: int | None) -> None:
+def test_a_mount_on_a_full_machine_is_refused(tmp_path: Path, cache_bytes: int | None) -> None:
     write_machine(tmp_path, GIB, MACHINE_MARGIN_BYTES + DAEMON_BYTES)
     assert "not enough memory" in refusal(cache_bytes, tmp_path).message
 
@@ -209,10 +207,10 @@ def test_a_full_machine_has_no_room(tmp_path: Path, cache_bytes: int | None) -> 
     ("capable", "limit", "chosen"),
     [(True, 0, "steer"), (False, 8 * MIB, "arena"), (False, GIB, "steer"), (False, resource.RLIM_INFINITY, "steer")],
 )
-def test_auto_steers_where_the_budget_may_be_locked(
+def test_auto_mode_steers_if_the_budget_may_be_locked(
     root: Path, monkeypatch: pytest.MonkeyPatch, capable: bool, limit: int, chosen: str
 ) -> None:
-    """With or without CAP_IPC_LOCK, and by the soft RLIMIT_MEMLOCK; without locks, steer is refused."""
+    """CAP_IPC_LOCK or the soft RLIMIT_MEMLOCK allow locks; without locks, steer mode is refused."""
     (root / "proc/self/status").write_text(f"Name:\tx\nCapEff:\t{int(capable) << CAP_IPC_LOCK:016x}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
     assert settle_mode("auto", GIB, root) == chosen
@@ -229,7 +227,7 @@ TICK_S = 0.25
 
 
 class Watched:
-    """A gauge on a recorded machine, with a clock of its own."""
+    """A gauge on a recorded machine, with its own clock."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -240,11 +238,11 @@ class Watched:
         self.gauge = PressureGauge(BUDGET, root)
 
     def spare(self, spare_bytes: int) -> None:
-        """Memory beyond the margin (negative: short of it)."""
+        """Set the memory beyond the margin (negative: less than the margin)."""
         write_machine(self.root, TOTAL, MACHINE_MARGIN_BYTES + spare_bytes)
 
     def limit(self, held_bytes: int = BUDGET, stalled: float = 0.0) -> int:
-        """The limit a tick later; `stalled` is the share of that time in which a task stalled."""
+        """Return the limit one tick later; `stalled` is the share of that time in which a task stalled."""
         self.now_s += TICK_S
         self.stalled_us += int(stalled * TICK_S * 1e6)
         write_stalls(self.root, self.stalled_us)
@@ -256,17 +254,15 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(tmp_path, monkeypatch)
 
 
-def test_what_is_missing_is_given_back_at_once_from_what_is_held(watched: Watched) -> None:
+def test_missing_memory_is_released_at_once(watched: Watched) -> None:
     assert {watched.limit() for _ in range(50)} == {BUDGET}
     watched.spare(-100 * MIB)
     assert BUDGET - 150 * MIB < watched.limit() <= BUDGET - 100 * MIB
     assert 150 * MIB < watched.limit(held_bytes=300 * MIB) <= 200 * MIB
 
 
-def test_a_budget_that_brings_pressure_back_grows_less_and_less_often(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A neighbour lacks memory whenever the budget is whole; then it ends."""
+def test_a_budget_that_causes_pressure_grows_ever_more_rarely(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    """A neighbor lacks memory whenever the budget is used in full, until the neighbor ends."""
     limit = BUDGET
     for _ in range(int(600 / TICK_S)):
         watched.spare(-100 * MIB if limit == BUDGET else 300 * MIB)
@@ -279,10 +275,10 @@ def test_a_budget_that_brings_pressure_back_grows_less_and_less_often(
     watched.spare(-100 * MIB)
     watched.limit()
     watched.spare(GIB)
-    assert [watched.limit() for _ in range(int(10 / TICK_S))][-1] == BUDGET, "long calm is forgiven"
+    assert [watched.limit() for _ in range(int(10 / TICK_S))][-1] == BUDGET, "a long calm resets the backoff"
 
 
-def test_the_less_is_left_the_sooner_it_looks_again(watched: Watched) -> None:
+def test_less_spare_memory_means_more_frequent_checks(watched: Watched) -> None:
     pauses = []
     for spare in (-MIB, 0, 20 * MIB, 40 * MIB, GIB):
         watched.spare(spare)
@@ -291,7 +287,7 @@ def test_the_less_is_left_the_sooner_it_looks_again(watched: Watched) -> None:
     assert pauses == sorted(pauses) and pauses[0] == pauses[1] < pauses[2] < pauses[3] < pauses[4]
 
 
-def test_it_comes_back_slowly(watched: Watched) -> None:
+def test_the_limit_recovers_slowly(watched: Watched) -> None:
     watched.spare(-200 * MIB)
     low = watched.limit()
     watched.spare(GIB)
@@ -303,7 +299,7 @@ def test_it_comes_back_slowly(watched: Watched) -> None:
     assert limits[-1] == BUDGET
 
 
-def test_never_below_the_floor(watched: Watched) -> None:
+def test_the_limit_never_falls_below_the_floor(watched: Watched) -> None:
     watched.spare(-MACHINE_MARGIN_BYTES)
     assert min(watched.limit(held_bytes=20 * MIB) for _ in range(20)) == LEAST_LIMIT_BYTES
 
@@ -319,16 +315,16 @@ def test_stalls_on_a_scarce_machine_lower_the_limit_in_steps(watched: Watched) -
 
 
 @pytest.mark.parametrize(("spare", "stalled"), [(GIB, 0.5), (32 * MIB, 0.05)])
-def test_stalls_alone_or_short_ones_or_earlier_ones_do_not(watched: Watched, spare: int, stalled: float) -> None:
+def test_harmless_stalls_keep_the_limit(watched: Watched, spare: int, stalled: float) -> None:
     watched.now_s += 1
-    assert watched.gauge.limit(BUDGET) == BUDGET, "a kernel without PSI"
+    assert watched.gauge.limit(BUDGET) == BUDGET, "without PSI"
     watched.spare(spare)
     watched.stalled_us = 10**12
     watched.limit()
     assert {watched.limit(stalled=stalled) for _ in range(10)} == {BUDGET}
 
 
-def test_a_new_budget_is_checked(watched: Watched) -> None:
+def test_a_new_budget_is_checked_against_the_memory(watched: Watched) -> None:
     watched.spare(100 * MIB)
     watched.gauge.check(BUDGET + 50 * MIB, held_bytes=BUDGET)
     for budget_bytes in (BUDGET + 150 * MIB, MIB):

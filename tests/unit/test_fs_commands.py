@@ -1,4 +1,4 @@
-"""`llmcache stats`, resize, warmup and evict: names that would command a terminal, words that mean nothing."""
+"""The `llmcache stats`, `resize`, `warmup` and `evict` commands: hostile names and malformed replies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shown(facts: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch
     return capsys.readouterr().out
 
 
-def test_neither_names_nor_a_daemon_of_another_command_the_terminal(
+def test_control_characters_in_replies_are_escaped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = stats(files=[file("/[red]\x1b]0;x\x07\udcff.gguf", loop())], metrics="127.0.0.1:9464")
@@ -35,7 +35,7 @@ def test_neither_names_nor_a_daemon_of_another_command_the_terminal(
 
 
 ROW = {"path": "/a", "size_bytes": 1, "wanted_bytes": 1, "warm_bytes": 1, "pinned": False}
-TOLD = {"files": [ROW], "warm_bytes": 1, "wanted_bytes": 1, "read_bytes": 1, "seconds": 1.0, "unreadable": []}
+WARMUP_REPLY = {"files": [ROW], "warm_bytes": 1, "wanted_bytes": 1, "read_bytes": 1, "seconds": 1.0, "unreadable": []}
 
 
 @pytest.mark.parametrize(
@@ -46,23 +46,23 @@ TOLD = {"files": [ROW], "warm_bytes": 1, "wanted_bytes": 1, "read_bytes": 1, "se
         (lambda: operation.resize("/mnt", 1, as_json=False), {}),
         (lambda: operation.resize("/mnt", 1, as_json=False), {"before_bytes": [], "budget_bytes": 1, "resident_bytes": 1}),
         (lambda: operation.warmup("/mnt", (), check=True, as_json=True), {}),
-        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), TOLD | {"unreadable": 5}),
-        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), TOLD | {"files": [ROW | {"path": 5}]}),
+        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), WARMUP_REPLY | {"unreadable": 5}),
+        (lambda: operation.warmup("/mnt", (), check=False, as_json=False), WARMUP_REPLY | {"files": [ROW | {"path": 5}]}),
         (lambda: operation.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [{}], "pinned": []}),
         (lambda: operation.evict("/mnt", (), as_json=False), {"evicted_bytes": 1, "groups": [], "pinned": 5}),
     ],
 )
-def test_nonsense_that_a_daemon_answers_is_refused(
+def test_malformed_replies_are_refused(
     call: Callable[[], None], reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for asked in ("ask", "fetch"):
-        monkeypatch.setattr(operation, asked, lambda *_: reply)
+    for function in ("ask", "fetch"):
+        monkeypatch.setattr(operation, function, lambda *_: reply)
     with pytest.raises(MountProblem, match="does not understand"):
         call()
 
 
 @pytest.mark.parametrize("wrong", [{"mode": []}, {"budget_bytes": "1"}, {"read_bytes": 10**400}, {"uptime_s": None}])
-def test_a_daemon_that_answers_nonsense_hides_no_other_from_the_list(
+def test_a_malformed_reply_does_not_hide_other_mounts(
     wrong: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = [Mount(number, 0, "/", point, mountpoint.FSTYPE, "rw") for number, point in enumerate(("/bad", "/good"))]
@@ -75,9 +75,9 @@ def test_a_daemon_that_answers_nonsense_hides_no_other_from_the_list(
     assert said.err == "llmcache: /bad: this version of llmcache does not understand the reply of the daemon\n"
 
 
-def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [stats(10.0, read_bytes=0), stats(20.0, read_bytes=10**9), stats(1.0, read_bytes=5 * 10**6)]
-    monkeypatch.setattr(operation, "fetch", lambda _mount: told.pop(0))
+def test_rates_use_the_time_between_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [stats(10.0, read_bytes=0), stats(20.0, read_bytes=10**9), stats(1.0, read_bytes=5 * 10**6)]
+    monkeypatch.setattr(operation, "fetch", lambda _mount: samples.pop(0))
     operation.show_stats("/mnt", pause_s=0.001, count=3, as_json=False)
     first, second, of_another_mount = (re.split(r"\s{2,}", line)[4:7] for line in capsys.readouterr().out.splitlines()[1:])
     assert second == ["100 MB", "0 B", "0 B"]
@@ -85,6 +85,6 @@ def test_rates_are_of_the_time_that_has_passed(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("pause_s", [0.0, -1.0])
-def test_an_interval_of_nothing_is_refused(pause_s: float) -> None:
+def test_an_interval_that_is_not_positive_is_refused(pause_s: float) -> None:
     with pytest.raises(UsageError, match="INTERVAL"):
         operation.show_stats("/mnt", pause_s=pause_s, count=None, as_json=False)

@@ -1,4 +1,4 @@
-"""The control socket: replies, refusals with their exit codes, progress, clients that go away, stay, dawdle and crowd."""
+"""The control socket: replies, errors with exit codes, progress, hostile files, and slow, silent or numerous clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @pytest.fixture
 def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A mount point whose files lie in the test's directory."""
+    """Return a mount point whose control files are in the test's directory."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
     return POINT
 
@@ -50,17 +50,17 @@ def test_progress_comes_before_the_reply(point: str) -> None:
             tell({"done": number})
         return {"echo": request}
 
-    told: list[dict[str, Any]] = []
+    progress: list[dict[str, Any]] = []
     server = serve(point, answer)
-    reply = control.request(point, {"op": "x"}, on_progress=told.append)
+    reply = control.request(point, {"op": "x"}, on_progress=progress.append)
     assert reply == {"echo": {"op": "x"}}
-    assert told == [{"done": 0}, {"done": 1}, {"done": 2}]
+    assert progress == [{"done": 0}, {"done": 1}, {"done": 2}]
     assert os.stat(control.files(point).socket).st_mode & 0o777 == 0o600
     server.close()
 
 
 @pytest.mark.parametrize(("error", "code"), [(UsageError("no", "do"), 2), (EnvironmentProblem("no", "do"), 3)])
-def test_a_refusal_keeps_its_exit_code_and_hint(point: str, error: Exception, code: int) -> None:
+def test_an_error_keeps_its_exit_code_and_hint(point: str, error: Exception, code: int) -> None:
     with pytest.raises(control.NoDaemon):
         control.request(point, {"op": "x"})
     server = serve(point, Mock(side_effect=error))
@@ -70,7 +70,7 @@ def test_a_refusal_keeps_its_exit_code_and_hint(point: str, error: Exception, co
     server.close()
 
 
-def test_an_operation_ends_when_its_client_has_gone(point: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operation_ends_when_its_client_disconnects(point: str, caplog: pytest.LogCaptureFixture) -> None:
     ended: list[BaseException] = []
     begun, over = threading.Event(), threading.Event()
 
@@ -93,10 +93,10 @@ def test_an_operation_ends_when_its_client_has_gone(point: str, caplog: pytest.L
     assert over.wait(120)
     server.close()
     assert [type(error) for error in ended] == [controlserver.ClientGone]
-    assert not caplog.records  # Ctrl-C is nobody's fault
+    assert not caplog.records  # Ctrl-C of a client is not an error
 
 
-# Who is trusted (only root can put files of other users where they do not belong)
+# Trust between users; only root can create files of other users
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make other users' files")
 OTHER = 65534
@@ -104,7 +104,7 @@ OTHER = 65534
 
 @contextlib.contextmanager
 def acting_as(uid: int) -> Iterator[None]:
-    """A with block in which this process is that user: what it makes is theirs, and so is what listens."""
+    """Run the block as that user, so that its new files and sockets belong to the user."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -116,7 +116,7 @@ def acting_as(uid: int) -> Iterator[None]:
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Path]]:
-    """The directories of root's, of OTHER's, and of a third user's daemons, where all three can reach them."""
+    """Yield the control directories of root, of OTHER and of a third user, below a directory that all can reach."""
     with tempfile.TemporaryDirectory(prefix="llmcache-control-") as name:
         os.chmod(name, 0o755)
         made = {uid: Path(name) / str(uid) for uid in (0, OTHER, OTHER + 1)}
@@ -128,7 +128,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Path]]:
 
 
 @needs_root
-def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path]) -> None:
+def test_the_info_file_of_a_user_cannot_name_a_process_of_another(places: dict[int, Path]) -> None:
     found = control.files("/nowhere", OTHER)
     with acting_as(OTHER):
         lock = controlserver.take_lock(found, "/nowhere")
@@ -138,7 +138,7 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
         assert control.daemon_pid("/nowhere", OTHER) is None
         os.chown(path, OTHER, OTHER)
     assert control.is_locked(found) and found.describe() == {"pid": os.getpid()}
-    assert control.daemon_pid("/nowhere", OTHER) is None  # this process is root's
+    assert control.daemon_pid("/nowhere", OTHER) is None  # this process belongs to root
     with subprocess.Popen(["setpriv", f"--reuid={OTHER}", "--clear-groups", "sleep", "600"]) as theirs:
         wait_for(lambda: os.stat(f"/proc/{theirs.pid}").st_uid == OTHER, "it is another user's")
         Path(found.info).write_text(json.dumps({"pid": theirs.pid}))
@@ -150,7 +150,7 @@ def test_a_users_files_name_no_process_of_somebody_else(places: dict[int, Path])
     os.close(lock)
 
 
-def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_check_of_the_lock_is_not_taken_for_a_daemon(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = control.files(point)
     os.close(controlserver.take_lock(found, point))
     looking: list[bool] = []
@@ -166,8 +166,8 @@ def test_who_looks_at_the_lock_at_the_same_time_is_no_daemon(point: str, monkeyp
     assert not control.is_locked(found) and looking == [True, False]
 
 
-def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str) -> None:
-    """Its number may be another process' by now: `umount --force` would end that."""
+def test_taking_the_lock_discards_the_info_of_a_dead_daemon(point: str) -> None:
+    """Its pid may belong to another process, which `umount --force` would end."""
     found = control.files(point)
     found.write_info({"pid": os.getpid()})
     lock = controlserver.take_lock(found, point)
@@ -175,7 +175,7 @@ def test_what_a_dead_daemon_said_of_itself_is_forgotten_with_the_lock(point: str
     os.close(lock)
 
 
-# In a pid namespace of its own, where the next number can be chosen; the daemon ends late, and another process begins.
+# Runs in its own pid namespace, where the next pid can be chosen: the daemon ends late and its pid is reused.
 REUSED = """
 import subprocess, sys
 from llmcache.fs.client import control
@@ -201,18 +201,18 @@ print(ended.pid == daemon.pid == later[0].pid, ended.killed, later[0].poll())
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and util-linux")
-def test_umount_ends_the_daemon_and_not_who_has_its_number_by_then(tmp_path: Path) -> None:
+def test_umount_does_not_end_a_process_that_reuses_the_pid(tmp_path: Path) -> None:
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED, str(tmp_path)]
     done = subprocess.run(inside, capture_output=True, text=True, timeout=120, env=environment(), check=False)
     assert done.stdout == "True False None\n", done.stderr
 
 
-def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) -> None:
+def test_remove_left_spares_the_files_of_a_starting_daemon(point: str) -> None:
     found = control.files(point)
     lock = controlserver.take_lock(found, point)
     found.write_info({"pid": os.getpid()})
     control.remove_left(found)
-    assert control.daemon_pid(point) == os.getpid()  # it serves
+    assert control.daemon_pid(point) == os.getpid()  # this daemon is running
     os.unlink(found.lock)
     newer = controlserver.take_lock(found, point)
     os.close(lock)
@@ -222,12 +222,12 @@ def test_what_a_daemon_left_is_removed_but_not_from_one_that_begins(point: str) 
     os.close(newer)
     control.remove_left(found)
     assert not os.path.lexists(found.info) and not os.path.lexists(found.lock)
-    found.write_info({})  # of one that has no lock yet
+    found.write_info({})  # a daemon that has no lock yet
     control.remove_left(found)
     assert os.path.lexists(found.info)
 
 
-def test_files_of_dead_daemons_without_a_mount_are_removed_and_old_logs(tmp_path: Path, point: str) -> None:
+def test_files_of_dead_daemons_and_old_logs_are_removed(tmp_path: Path, point: str) -> None:
     def left(point: str, number: int, **facts: Any) -> control.ControlFiles:
         found = control.files(point)
         found.write_info({"pid": 1 << 21, "mount": point, **facts})
@@ -260,7 +260,7 @@ def test_files_of_dead_daemons_without_a_mount_are_removed_and_old_logs(tmp_path
     assert kept == list(range(4, len(dead))) and rotated.exists()
 
 
-def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_daemon_starts_while_leftover_files_are_removed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = control.files(point)
     os.close(controlserver.take_lock(found, point))
     monkeypatch.setattr(controlserver, "ENDING_S", 0.0)
@@ -280,7 +280,7 @@ def test_nobody_begins_while_what_was_left_is_removed(point: str, monkeypatch: p
     os.close(controlserver.take_lock(found, point))
 
 
-# What may lie at the name of a daemon's directory or file: made of the name in root's directory, of what should be there.
+# Ways to plant a file at the path of a daemon's directory or file, given the path of root's counterpart.
 HOSTILE: dict[str, Callable[[str, str], object]] = {
     "a link to root's": os.symlink,
     "a link to nothing": lambda root, path: os.symlink(root + "-gone", path),
@@ -304,7 +304,7 @@ PLANTED = [
 
 
 def proper(path: str, uid: int) -> str:
-    """What should be at the path of a daemon's directory or file, of that user; returns the path."""
+    """Create a valid directory or file of a daemon at `path`, owned by `uid`; return the path."""
     if path.endswith(".sock"):
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path)
@@ -319,8 +319,8 @@ def proper(path: str, uid: int) -> str:
 
 @needs_root
 @pytest.mark.parametrize(("name", "kind"), PLANTED)
-def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int, Path], name: str, kind: str) -> None:
-    """Root asks, ends and cleans up the mount of a user, who has put something at the name of one of its files."""
+def test_files_planted_for_root_are_not_taken_for_a_daemon(places: dict[int, Path], name: str, kind: str) -> None:
+    """Root queries, ends and cleans up a user's mount after the user planted a file at one of its names."""
     own, found = control.files("/nowhere"), control.files("/nowhere", OTHER)
     asked: list[dict[str, Any]] = []
 
@@ -346,7 +346,7 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
         assert control.daemon_pid("/nowhere", OTHER) is None and not control.is_locked(found) and not found.describe()
         control.remove_left(found)
         assert not asked
-        here = Path(base) if os.path.isdir(base) else places[OTHER]  # moved
+        here = Path(base) if os.path.isdir(base) else places[OTHER]  # the directory was moved
         left = {entry.inode(): entry.name for entry in os.scandir(here)}
         assert left == {inode: was for inode, was in held.items() if kind != "root's, moved there" or inode in left}
     finally:
@@ -357,8 +357,8 @@ def test_what_a_user_plants_for_root_is_not_taken_for_a_daemon(places: dict[int,
 @needs_root
 @pytest.mark.parametrize("name", ["socket", "lock", "info"])
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("endless", "deep", "root's, moved there")])
-def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int, Path], name: str, kind: str) -> None:
-    """A directory may have been open to others before it was closed: what they put there is replaced, or refused."""
+def test_a_daemon_does_not_write_through_planted_files(places: dict[int, Path], name: str, kind: str) -> None:
+    """The directory may have been open to others earlier: files that they planted are replaced or refused."""
     found = control.files("/nowhere", OTHER)
     target = proper(control.files("/elsewhere").base + os.path.splitext(getattr(found, name))[1], 0)
     before = os.lstat(target)
@@ -386,7 +386,7 @@ def test_a_daemon_writes_through_nothing_that_lies_at_its_names(places: dict[int
 
 
 @needs_root
-def test_only_the_daemon_of_a_mounts_user_is_asked_and_it_answers_only_them_and_root(places: dict[int, Path]) -> None:
+def test_a_daemon_answers_only_its_own_user_and_root(places: dict[int, Path]) -> None:
     found = control.files("/nowhere", OTHER)
     with acting_as(OTHER):
         server = controlserver.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
@@ -403,7 +403,7 @@ try:
 except (BrokenPipeError, ConnectionResetError):
     print(b"")
 """
-    python = str(shutil.which("python3", path="/usr/bin:/bin"))  # ours may lie where a third user does not come
+    python = str(shutil.which("python3", path="/usr/bin:/bin"))  # the test's Python may be unreachable for a third user
     third = ["setpriv", f"--reuid={OTHER + 1}", "--clear-groups", python, "-c", ask, found.socket]
     assert subprocess.run(third, capture_output=True, text=True, timeout=120).stdout == "b''\n"
     places[OTHER].chmod(0o700)
@@ -411,7 +411,7 @@ except (BrokenPipeError, ConnectionResetError):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
     server.close()
     server = controlserver.ControlServer(found, lambda request, _tell: {"asked": request["op"]})
-    os.chown(found.socket, OTHER, OTHER)  # it is root who listens
+    os.chown(found.socket, OTHER, OTHER)  # but root is listening
     with pytest.raises(MountProblem, match="is not the daemon of the mount's user"):
         control.request("/nowhere", {"op": "x"}, uid=OTHER)
     server.close()
@@ -419,7 +419,7 @@ except (BrokenPipeError, ConnectionResetError):
 
 @needs_root
 @pytest.mark.parametrize("kind", ["another user's", "a link", "a file"])
-def test_a_directory_that_is_not_ones_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_foreign_control_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "llmcache"
     if kind == "a link":
         path.symlink_to(tmp_path)
@@ -440,7 +440,7 @@ Asked = list[dict[str, Any]]
 
 @pytest.fixture
 def asked(point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    """A server that notes what it is asked, and answers so."""
+    """A server that records its requests and echoes them."""
     monkeypatch.setattr(controlserver, "REQUEST_S", 240.0)
     for module in (control, controlserver):
         monkeypatch.setattr(module, "RETRY_S", 0.01)
@@ -457,7 +457,7 @@ def asked(point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 
 @pytest.fixture
 def hurried(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The same, but a client may take little time to ask: what a machine does not stand still for."""
+    """The same server, with a short deadline for a request."""
     monkeypatch.setattr(controlserver, "REQUEST_S", 2.0)
     return asked
 
@@ -478,7 +478,7 @@ def is_served() -> bool:
     return control.request(POINT, {"op": "x"}, timeout_s=120) == {"asked": {"op": "x"}}
 
 
-def test_a_directory_on_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_directory_on_a_read_only_file_system_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, mode: int) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
@@ -489,7 +489,7 @@ def test_a_directory_on_a_read_only_file_system(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("sent", [b'{"op": "stop"}', b'{"op": "stop", "force": tru', b'{"op": "st'])
-def test_half_a_line_asks_for_nothing(asked: Asked, sent: bytes) -> None:
+def test_an_incomplete_line_is_not_executed(asked: Asked, sent: bytes) -> None:
     with connected() as client:
         client.sendall(sent)
         client.shutdown(socket.SHUT_WR)
@@ -497,7 +497,7 @@ def test_half_a_line_asks_for_nothing(asked: Asked, sent: bytes) -> None:
     assert not asked and is_served()
 
 
-def test_a_line_in_many_pieces_is_one(asked: Asked) -> None:
+def test_a_line_in_many_pieces_is_one_request(asked: Asked) -> None:
     with connected() as client:
         for byte in b'{"op": "y"}\n':
             client.sendall(bytes([byte]))
@@ -505,8 +505,8 @@ def test_a_line_in_many_pieces_is_one(asked: Asked) -> None:
     assert asked == [{"op": "y"}]
 
 
-def test_a_client_that_dawdles_is_let_go(hurried: Asked) -> None:
-    """However often it sends a byte: its time is for the line, not from byte to byte."""
+def test_a_slow_client_is_disconnected(hurried: Asked) -> None:
+    """The deadline holds for the whole line, not from byte to byte."""
     with connected() as client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while True:
             client.sendall(b" ")
@@ -514,8 +514,8 @@ def test_a_client_that_dawdles_is_let_go(hurried: Asked) -> None:
     assert not hurried and is_served()
 
 
-def test_more_clients_than_places(hurried: Asked) -> None:
-    """The others wait, be the queue full as well, until those that say nothing were let go; they are served then."""
+def test_clients_beyond_the_limit_wait_and_are_served(hurried: Asked) -> None:
+    """They wait, even if the queue is full too, until silent clients are disconnected."""
     with contextlib.ExitStack() as stack:
         before = threading.active_count()
         for _ in range(controlserver._MOST_CONNECTIONS + QUEUE):
@@ -525,8 +525,8 @@ def test_more_clients_than_places(hurried: Asked) -> None:
     assert len(hurried) == 1
 
 
-def test_without_descriptors_for_a_while(asked: Asked) -> None:
-    """A daemon that has none left goes on serving when it has some again: it used to be deaf from then on."""
+def test_the_server_recovers_from_a_lack_of_descriptors(asked: Asked) -> None:
+    """A daemon without free descriptors serves again as soon as it has some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX) as idle, socket.socket(socket.AF_UNIX) as client:
         taken = [os.open("/dev/null", os.O_RDONLY)]
@@ -535,7 +535,7 @@ def test_without_descriptors_for_a_while(asked: Asked) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     taken.append(os.open("/dev/null", os.O_RDONLY))
-            for one in (idle, client):  # a server that waits has a descriptor for the first
+            for one in (idle, client):  # a waiting server has a descriptor reserved for the first
                 one.connect(control.files(POINT).socket)
             client.sendall(b'{"op": "z"}\n')
             threading.Event().wait(0.1)
@@ -548,20 +548,20 @@ def test_without_descriptors_for_a_while(asked: Asked) -> None:
     assert is_served() and asked[0] == {"op": "z"}
 
 
-def test_the_files_of_a_source_are_steered_in_place_by_one_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor may SOURCE be above or below that of another."""
+def test_only_one_daemon_steers_a_source_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SOURCE above or below that of another daemon is refused too."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path))
     monkeypatch.setattr(controlserver, "SOURCE_ENDING_S", 0.0)
     (tmp_path / "models" / "a" / "below").mkdir(parents=True)
     (tmp_path / "models" / "b").mkdir()
-    one, beside = (controlserver.lock_source(str(tmp_path / "models" / name)) for name in ("a", "b"))
+    one, other = (controlserver.lock_source(str(tmp_path / "models" / name)) for name in ("a", "b"))
     for overlapping in ("models", "models/a", "models/a/below"):
         with pytest.raises(MountProblem, match="already steered in place"):
             controlserver.lock_source(str(tmp_path / overlapping))
     controlserver.unlock_source(one)
-    controlserver.unlock_source(beside)
+    controlserver.unlock_source(other)
     above = controlserver.lock_source(str(tmp_path / "models"))
     with pytest.raises(MountProblem):
         controlserver.lock_source(str(tmp_path / "models" / "b"))
     controlserver.unlock_source(above)
-    assert not list(tmp_path.glob("*.lock")), "nothing is left"
+    assert not list(tmp_path.glob("*.lock")), "no lock files remain"

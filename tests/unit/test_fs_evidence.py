@@ -1,4 +1,4 @@
-"""Which extents stay in use, when the next touches are made visible, and when a space is left to the kernel."""
+"""Which extents stay in use, when their touches are made visible, and when a space is left to the kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from llmcache.cache.steering import Steering
 from llmcache.fs.backends.base import ClientReads
 from llmcache.fs.backends.holders import SteerHolder
 from llmcache.fs.backends.inplace import InPlaceBackend
@@ -23,7 +24,7 @@ TOUCH_NS = 1_000_000
 
 
 class Clock:
-    """Replaces the module `time`: each touch takes a millisecond, and nothing else takes time."""
+    """Replaces the module `time`: each touch takes 1 ms, and nothing else takes time."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
@@ -43,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Storage:
-    """The back end: it has accessed bits in place, and one page of each exposed extent dropped over FUSE."""
+    """A back end: in place it has accessed bits; over FUSE, an exposure drops one page of each exposed extent."""
 
     def __init__(self, clock: Clock, *, in_place: bool) -> None:
         self.clock, self.in_place = clock, in_place
@@ -89,9 +90,9 @@ class Storage:
 
 
 class Mount:
-    """One model and its clients: touches that a back end observes reach the group, the judge and the plan as in a mount.
+    """One model and its clients: touches that the back end observes reach the group, the judge and the plan as in a mount.
 
-    `experts`: behind the `extents` that loop lie experts, which no client reads.
+    With `experts`, the looping `extents` are followed by experts, which no client reads.
     """
 
     def __init__(self, clock: Clock, limit: int, extents: int, *, in_place: bool = True, experts: bool = False) -> None:
@@ -113,7 +114,7 @@ class Mount:
         self.planner.plan()
 
     def read(self, extents: Iterable[int], passes: int = 1, *, more_mib: int = 0) -> None:
-        """A client reads `extents` in this order, `passes` times; each time `more_mib` are read from storage besides."""
+        """Read `extents` in this order, `passes` times; each pass reads `more_mib` MiB more from storage."""
         extents = list(extents)
         for _ in range(passes):
             self.storage.read += more_mib * MIB
@@ -152,7 +153,7 @@ class Mount:
         self.holder.pin_ready(group)
 
     def read_in(self, extents: Iterable[int], passes: int) -> int:
-        """Return the MiB read from storage in `passes` passes."""
+        """Return the MiB read from storage during `passes` passes."""
         before = self.storage.read
         self.read(extents, passes)
         return (self.storage.read - before) // MIB
@@ -169,11 +170,11 @@ class Mount:
         return {extent for extent in range(self.group.count) if self.group.use.unused[extent]}
 
 
-WHOLE, FIRST_HALF, LAST_HALF = range(40), range(20), range(20, 40)  # of a file of 40 MiB
+WHOLE, FIRST_HALF, LAST_HALF = range(40), range(20), range(20, 40)  # extents of a file of 40 MiB
 both = pytest.mark.parametrize("in_place", [True, False])
 
 
-# Use
+# Unused extents
 
 
 @both
@@ -183,7 +184,7 @@ def test_a_part_that_clients_have_stopped_reading_is_unpinned_and_not_prefetched
     assert len(mount.pinned) > 15 and mount.pinned & set(FIRST_HALF), "pins are spread over the file at first"
     mount.read(LAST_HALF, 10)
     assert mount.unused == set(FIRST_HALF) and mount.group.loop_bytes == 20 * MIB
-    assert mount.pinned == set(LAST_HALF), "the part in use fits whole"
+    assert mount.pinned == set(LAST_HALF), "the part in use fits in memory"
     assert {mount.group.state(extent) for extent in FIRST_HALF} <= {SPARSE, TOUCHED}
     assert mount.group.next_absent(0, 40) is None
     assert mount.read_in(LAST_HALF, 10) == 0 and not mount.is_left()
@@ -192,7 +193,7 @@ def test_a_part_that_clients_have_stopped_reading_is_unpinned_and_not_prefetched
 @both
 def test_pinned_extents_become_unused_only_once_their_touches_are_visible(clock: Clock, in_place: bool) -> None:
     mount = Mount(clock, 24, 40, in_place=in_place)
-    mount.group.first = True  # so that the guard does not leave it
+    mount.group.first = True  # so that the guard does not leave the space to the kernel
     mount.storage.can_expose = False
     mount.read(WHOLE, 2)
     pinned = mount.pinned & set(FIRST_HALF)
@@ -200,11 +201,11 @@ def test_pinned_extents_become_unused_only_once_their_touches_are_visible(clock:
     assert mount.unused == set(FIRST_HALF) - pinned and pinned <= mount.pinned
     mount.storage.can_expose = True
     mount.read([*LAST_HALF, 0, 1, 2], 100)
-    assert mount.unused == set(range(3, 20)), "the touches of the others were seen"
+    assert mount.unused == set(range(3, 20)), "touches of the other extents were observed"
     assert mount.pinned >= set(LAST_HALF)
 
 
-def test_exposures_are_rare_while_clients_read_the_same(clock: Clock) -> None:
+def test_exposures_are_rare_while_clients_read_the_same_extents(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3 * EXPOSURE_MAX_PASSES)
     assert 1 <= len(mount.storage.exposures) <= 4
@@ -213,20 +214,20 @@ def test_exposures_are_rare_while_clients_read_the_same(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("exposure_s", [0.0, 1.0])
-def test_an_exposure_is_followed_by_a_rest_that_is_as_many_times_longer(clock: Clock, exposure_s: float) -> None:
+def test_a_long_exposure_is_followed_by_a_longer_rest(clock: Clock, exposure_s: float) -> None:
     mount = Mount(clock, 24, 40)
     mount.group.first = True
     mount.storage.exposure_s = exposure_s
     began, passes = clock.now_ns, 0
     while clock.now_ns - began < EXPOSURE_REST * 1e9:
-        mount.read(range(passes // 8 % 20, 20 + passes // 8 % 20))  # a working set that moves all the time
+        mount.read(range(passes // 8 % 20, 20 + passes // 8 % 20))  # a working set that keeps moving
         passes += 1
     assert passes > 10 * EXPOSURE_MAX_PASSES
     assert len(mount.storage.exposures) == 1 if exposure_s else len(mount.storage.exposures) > 10
 
 
-def test_exposures_that_find_nothing_are_made_ever_more_rarely(clock: Clock) -> None:
-    """Clients always use the pinned extents, and one half of the others after the other half."""
+def test_exposures_without_findings_become_ever_rarer(clock: Clock) -> None:
+    """Clients always use the pinned extents, and alternate between the halves of the others."""
     mount = Mount(clock, 24, 60)
     mount.group.first = True
     mount.read(range(60), 2)
@@ -238,15 +239,15 @@ def test_exposures_that_find_nothing_are_made_ever_more_rarely(clock: Clock) -> 
     assert 3 <= len(mount.storage.exposures) <= 12
 
 
-def test_extents_of_which_little_is_used_are_read_page_by_page(clock: Clock) -> None:
-    """A norm between two tensors that the engine has copied."""
+def test_extents_that_are_used_in_small_part_are_read_page_by_page(clock: Clock) -> None:
+    """The used part is a norm between two tensors that the engine has copied."""
     norm, end = 4 * MIB + 4096, 4 * MIB + 8192
     mount = Mount(clock, 8, 20)
     mount.group.members[0].tensors.extend([0, norm, norm, end, end, 8 * MIB, 8 * MIB, 20 * MIB])
     mount.read(range(20), 2)
     mount.read([4, *range(8, 20)], 12)
     assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.group.loop_bytes == 12 * MIB
-    assert mount.group.state(4) == SINGLE and 4 in mount.group.hot, "its pages are kept as those of headers"
+    assert mount.group.state(4) == SINGLE and 4 in mount.group.hot, "its pages are cached like those of headers"
 
 
 def test_extents_that_are_used_whole_stay_extents(clock: Clock) -> None:
@@ -258,8 +259,8 @@ def test_extents_that_are_used_whole_stay_extents(clock: Clock) -> None:
     assert mount.group.state(4) != SINGLE
 
 
-def test_an_extent_beside_unused_ones_counts_in_part(clock: Clock) -> None:
-    """Without tensors, the end of a part that clients use lies somewhere in its last extent."""
+def test_an_extent_next_to_unused_ones_counts_in_part(clock: Clock) -> None:
+    """Without tensors, the used part ends somewhere inside its last extent."""
     mount = Mount(clock, 24, 40)
     mount.group.use.unused[10] = mount.group.use.unused[12] = 1
     used = [mount.judge.used_bytes(mount.group, extent) for extent in (8, 9, 11, 13)]
@@ -282,7 +283,7 @@ def test_a_space_is_left_while_steering_reads_more_than_lru_and_steered_again_wh
     clock: Clock, in_place: bool
 ) -> None:
     mount = Mount(clock, 24, 40, in_place=in_place)
-    mount.storage.can_expose = False  # pins of the unused half stay, and the other half is streamed
+    mount.storage.can_expose = False  # pins of the unused half stay, and the used half is streamed
     mount.read(WHOLE, 2)
     mount.read(LAST_HALF, 20)
     said = judgement(mount.group)
@@ -290,10 +291,10 @@ def test_a_space_is_left_while_steering_reads_more_than_lru_and_steered_again_wh
     mount.planner.plan()
     assert not mount.pinned and not any(mount.group.wanted)
     mount.read(LAST_HALF, 2)
-    assert mount.read_in(LAST_HALF, 10) == 0, "the page cache has room for this half"
+    assert mount.read_in(LAST_HALF, 10) == 0, "this half fits in the page cache"
     mount.read(WHOLE, 20)
     assert not mount.is_left() and len(mount.pinned) > 15
-    assert mount.read_in(WHOLE, 10) <= 10 * 20, "the page cache would read 40 in a pass"
+    assert mount.read_in(WHOLE, 10) <= 10 * 20, "the page cache would read 40 MiB per pass"
     assert not mount.is_left()
 
 
@@ -306,7 +307,7 @@ def test_a_space_for_which_steering_reads_less_is_never_left(clock: Clock) -> No
     assert said["steered_pass_bytes"] <= 20 * MIB and said["lru_pass_bytes"] == pytest.approx(40 * MIB, rel=0.01)
 
 
-def test_what_the_user_has_pinned_is_never_left(clock: Clock) -> None:
+def test_a_space_that_the_user_pinned_is_never_left(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.group.first = True
     for _ in range(100):
@@ -314,8 +315,8 @@ def test_what_the_user_has_pinned_is_never_left(clock: Clock) -> None:
         assert not mount.is_left() and mount.pinned
 
 
-def test_of_a_space_that_is_pinned_whole_only_what_clients_use_stays(clock: Clock) -> None:
-    """No event shows a touch of it, so it is exposed from time to time; a client that rests loses nothing."""
+def test_a_space_that_is_pinned_whole_keeps_only_extents_in_use(clock: Clock) -> None:
+    """Pinned extents cause no events, so they are exposed from time to time; an idle client loses nothing."""
     mount = Mount(clock, 64, 40)
     mount.read(WHOLE, 3)
     assert mount.pinned == set(WHOLE)
@@ -329,11 +330,11 @@ def test_of_a_space_that_is_pinned_whole_only_what_clients_use_stays(clock: Cloc
 
     for _ in range(100):
         look(60)
-    assert mount.pinned == set(WHOLE) and len(mount.storage.exposures) == 1, "the client rests"
+    assert mount.pinned == set(WHOLE) and len(mount.storage.exposures) == 1, "the client is idle"
     for _ in range(500):
         mount.read(WHOLE)
         look(6)
-    assert mount.pinned == set(WHOLE) and 10 < len(mount.storage.exposures) < 40, "ever more rarely"
+    assert mount.pinned == set(WHOLE) and 10 < len(mount.storage.exposures) < 40, "exposures become rarer"
     for _ in range(200):
         mount.read(LAST_HALF)
         look(6)
@@ -341,7 +342,7 @@ def test_of_a_space_that_is_pinned_whole_only_what_clients_use_stays(clock: Cloc
     assert mount.read_in(LAST_HALF, 10) == 0 and not mount.is_left()
 
 
-def test_a_space_that_is_pinned_whole_is_judged_by_what_is_read_without_a_pass(clock: Clock) -> None:
+def test_a_space_that_is_pinned_whole_is_judged_without_a_pass(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
     mount.state.limit_bytes = mount.state.pin_limit_bytes = 64 * MIB
@@ -364,7 +365,7 @@ def test_a_space_that_is_pinned_whole_is_judged_by_what_is_read_without_a_pass(c
     assert mount.is_left() and not mount.pinned
 
 
-def test_experts_are_left_together_with_their_loop_in_place(clock: Clock) -> None:
+def test_in_place_experts_are_left_together_with_their_loop(clock: Clock) -> None:
     mount = Mount(clock, 24, 40, experts=True)
     mixture = mount.group.members[0].mixture
     assert mixture is not None
@@ -372,7 +373,7 @@ def test_experts_are_left_together_with_their_loop_in_place(clock: Clock) -> Non
     assert [mount.is_left(), mixture.alone, mount.storage.searched] == [True, True, []]
     mount.read(WHOLE, 24, more_mib=200)
     assert [mount.is_left(), mixture.alone] == [False, False]
-    assert mount.storage.searched == [mixture], "the mount finds out which experts are resident"
+    assert mount.storage.searched == [mixture], "the mount searches for the resident experts"
 
 
 def test_moe_models_are_never_left_over_fuse(clock: Clock) -> None:
@@ -388,7 +389,7 @@ def test_moe_models_are_never_left_over_fuse(clock: Clock) -> None:
 
 
 def moved(clock: Clock, **more: bool) -> Mount:
-    """A file of 80 MiB of which clients use the first 20, which are pinned; the memory is full."""
+    """Return a mount of a file of 80 MiB whose first 20 MiB clients use and the mount pins; the memory is full."""
     mount = Mount(clock, 24, 80, **more)
     mount.read(range(80), 2)
     mount.read(range(20), 12)
@@ -401,10 +402,10 @@ def test_a_space_is_left_at_once_when_clients_begin_to_use_other_parts(clock: Cl
     mount = moved(clock, in_place=in_place)
     passes = mount.group.use.passes
     mount.read(range(40, 50))
-    assert mount.is_left() and mount.group.use.passes == passes, "no pass has to end"
+    assert mount.is_left() and mount.group.use.passes == passes, "before a pass ends"
     mount.planner.plan()
     assert not mount.pinned
-    assert mount.storage.drops == [(0, 20 * MIB)] * in_place, "the kernel would evict what was pinned last of all"
+    assert mount.storage.drops == [(0, 20 * MIB)] * in_place, "the kernel would evict formerly pinned pages last"
 
 
 def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
@@ -413,7 +414,7 @@ def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
-def test_a_set_that_moves_in_memory_with_room_changes_nothing(clock: Clock) -> None:
+def test_a_moving_working_set_with_free_memory_changes_nothing(clock: Clock) -> None:
     mount = moved(clock)
     mount.state.limit_bytes = 100 * MIB
     mount.read(range(40, 60))
@@ -427,7 +428,7 @@ def test_a_client_that_loads_the_file_has_not_moved(clock: Clock) -> None:
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
-def test_what_the_user_has_pinned_is_not_left_when_clients_move(clock: Clock) -> None:
+def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock) -> None:
     mount = moved(clock)
     mount.group.first = True
     mount.read(range(40, 60))
@@ -435,7 +436,7 @@ def test_what_the_user_has_pinned_is_not_left_when_clients_move(clock: Clock) ->
 
 
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
-    """In place a touch that an exposure has shown counts as three passes after the one before, which is then usual."""
+    """In place, a touch found by an exposure counts as three passes after the previous touch."""
     mount = Mount(clock, 24, 40)
     mount.group.first = True
     while len(mount.storage.concluded) < 3:
@@ -444,7 +445,7 @@ def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: 
     assert mount.unused == set(FIRST_HALF) and mount.pinned == set(LAST_HALF)
 
 
-def test_pins_of_a_space_of_which_nothing_is_in_use_any_more_are_released(clock: Clock) -> None:
+def test_pins_of_an_unused_space_are_released(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 2)
     mount.group.use.unused[:] = b"\1" * 40
@@ -454,7 +455,7 @@ def test_pins_of_a_space_of_which_nothing_is_in_use_any_more_are_released(clock:
 
 
 def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock) -> None:
-    """The kernel has kept extents that clients have mapped; their touches cause no event."""
+    """The kernel kept extents that clients map; their touches cause no events."""
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
     assert mount.group.evidence.guard is not None
@@ -468,14 +469,14 @@ def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock
     assert mount.unused == set()
 
 
-def test_figures_are_unknown_until_they_were_compared(clock: Clock) -> None:
+def test_bytes_per_pass_are_unknown_before_the_first_comparison(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
     assert judgement(mount.group) == {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
 
 
 def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
-    """Their mappings are unknown, so that their touches of resident data stay invisible."""
+    """Their mappings are unknown, so their touches of resident data cannot be observed."""
     group = new_group(new_state(64 * MIB), "model", 8, looping=True)
     file = Mock(programs={0: None}, readers=[], key=(1, 1))
     backend = Mock(files=Mock(of_node=lambda _node: file, lock=nullcontext()))
@@ -483,7 +484,7 @@ def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
 
 
 def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
-    """With the bound of the memory at the start, a loop was left for many passes after the engine had taken its memory."""
+    """With a fixed bound, a loop stays with the kernel for many passes after the engine has taken its memory."""
     mount = Mount(clock, 32, 40)
     mount.read(WHOLE, 3)
     guard = mount.group.evidence.guard
@@ -492,3 +493,14 @@ def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
     mount.state.shadow.resize(mount.state.shadow.capacity_bytes // 2)
     mount.read(WHOLE, 3)
     assert guard.bound_bytes == before // 2
+
+
+def test_a_space_that_has_ended_is_neither_left_nor_steered_again(clock: Clock) -> None:
+    """A reader that found the space before it ended may still end a pass; the planner of arena has forgotten the space."""
+    mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3)
+    mount.group.alive = False
+    mount.state.references.core = Steering(24 * MIB)  # has no such space
+    for is_left in (True, False):
+        mount.judge.turn(mount.group, is_left)
+    assert not mount.group.left

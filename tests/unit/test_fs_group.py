@@ -1,4 +1,4 @@
-"""States and charges of extents, which come back to zero; the plan follows budget and loops; and who is not looked at."""
+"""States and charges of extents, the pin plan, the selection of files by loaders, and reader convoys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held(state: CacheState) -> int:
     return sum(sum(group.charge) for group in state.groups.values())
 
 
-def test_members_share_one_numbering() -> None:
+def test_extents_are_numbered_across_members() -> None:
     members = [Member("/a", 2 * MIB + 1, 0, 3), Member("/b", 5, 3, 1)]
     group = Group("shards", members, MIB)
     assert [group.member_of(extent).path for extent in range(4)] == ["/a", "/a", "/a", "/b"]
@@ -57,7 +57,7 @@ def test_charges_are_bounded_and_add_up(steps: list[tuple[str, int]]) -> None:
     assert not (group.ready or group.touched or group.strays or group.trips)
 
 
-def test_what_is_dropped_untouched_again_and_again_is_not_fetched_ahead() -> None:
+def test_extents_that_are_repeatedly_dropped_untouched_are_not_prefetched() -> None:
     state = new_state(1 << 40)
     group = new_group(state, "loop", SIZE, looping=True)
     for _ in range(MISSES_MAX):
@@ -68,10 +68,10 @@ def test_what_is_dropped_untouched_again_and_again_is_not_fetched_ahead() -> Non
     assert group.next_absent(0, SIZE) == 2
 
 
-def test_whole_passes_make_a_loop_and_its_period_which_follows_when_more_of_it_is_pinned() -> None:
+def test_whole_passes_set_the_period_of_a_loop() -> None:
     group = new_group(new_state(1 << 40), "file", SIZE)
     whole = tuple(range(SIZE))
-    assert not group.learn(Pass(whole[: SIZE // 2 - 1], 1000)), "a short pass is no evidence"
+    assert not group.learn(Pass(whole[: SIZE // 2 - 1], 1000)), "a short pass does not count"
     assert group.learn(Pass(whole, 1000)) and group.looping
     assert (group.learner.passes, group.learner.period, group.loop_bytes) == (1, 1000, SIZE * MIB)
     assert not group.learn(Pass(whole, 3000)) and group.learner.period == 2000
@@ -85,7 +85,7 @@ def test_whole_passes_make_a_loop_and_its_period_which_follows_when_more_of_it_i
 
 
 @given(st.permutations(range(SIZE)))
-def test_states_follow_their_extents_into_a_new_order(seen: list[int]) -> None:
+def test_a_new_order_keeps_the_states_of_extents(seen: list[int]) -> None:
     state = new_state(1 << 40)
     group = new_group(state, "loop", SIZE, looping=True)
     bring(state, group, [0, 3], TOUCHED, 0)
@@ -97,27 +97,27 @@ def test_states_follow_their_extents_into_a_new_order(seen: list[int]) -> None:
     assert [group.state(extent) for extent in range(SIZE)] == before
 
 
-def test_what_lies_behind_the_end_of_a_file_that_was_cut_has_no_bytes() -> None:
-    """It had less than none: they were taken off the count of bytes that were dropped."""
+def test_extents_beyond_the_end_of_a_truncated_file_have_no_bytes() -> None:
+    """A negative length would reduce the count of dropped bytes."""
     group = new_group(new_state(MIB), "file", SIZE)
     (member,) = group.members
     member.size_bytes = group.size_bytes = MIB + 5
     assert [group.length_of(member, extent) for extent in range(4)] == [MIB, 5, 0, 0]
 
 
-# What loaders and those who look after experts look at before they fetch ahead
+# Files that loaders consider
 
 
 class Asked(FuseBackend):
-    """Follows nobody, and notes of whom it was asked."""
+    """A backend that follows no group and records the groups that loaders asked about."""
 
     def follows(self, group: Group) -> bool:
         self.asked = {*getattr(self, "asked", ()), group.key}
         return False
 
 
-def test_files_without_a_reader_and_those_that_are_there_are_passed_over() -> None:
-    """Every open wakes all loaders: with 5000 known files their looks at each were a third of the daemon's time."""
+def test_loaders_skip_resident_files_and_files_without_readers() -> None:
+    """Every open wakes all loaders: with 5000 files, checking each took a third of the daemon's CPU time."""
     state = new_state(10**8)
     for number in range(100):
         new_group(state, str(number), 4)
@@ -128,7 +128,7 @@ def test_files_without_a_reader_and_those_that_are_there_are_passed_over() -> No
     backend = Asked(state, cast(Holder, None))
     loader = Loader(state, backend)
     loader.start()
-    wait_for(lambda: hasattr(backend, "asked"), "loaders look for something to do")
+    wait_for(lambda: hasattr(backend, "asked"), "loaders search for work")
     with state.lock:
         state.running = False
         state.work.notify_all()
@@ -137,8 +137,8 @@ def test_files_without_a_reader_and_those_that_are_there_are_passed_over() -> No
     assert backend.asked == {"7"}
 
 
-def test_drops_wake_loaders_that_wait_for_room_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that find nothing to do take time from those that have."""
+def test_drops_wake_only_loaders_that_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle loaders that wake up take CPU time from those with work."""
     state, woken = new_state(10**8), list[int]()
     loader = Loader(state, FuseBackend(state, cast(Holder, None)))
     monkeypatch.setattr(state.work, "notify", woken.append)
@@ -154,7 +154,7 @@ def test_drops_wake_loaders_that_wait_for_room_and_no_others(monkeypatch: pytest
 
 
 def looping(state: CacheState, name: str, extents: int, period_ns: int) -> Group:
-    """An open loop whose readers are active."""
+    """Return an open loop with active readers."""
     group = new_group(state, name, extents, looping=True)
     group.learner.period, group.last_ns = period_ns, time.monotonic_ns()
     open_it(state, group)
@@ -164,7 +164,7 @@ def looping(state: CacheState, name: str, extents: int, period_ns: int) -> Group
 def planned(state: CacheState) -> NoHolder:
     holder = NoHolder()
     with state.lock:
-        Planner(state, holder).plan()  # type: ignore[arg-type]  # as much of a Holder as planning needs
+        Planner(state, holder).plan()  # type: ignore[arg-type]  # implements what planning needs of a Holder
     return holder
 
 
@@ -172,7 +172,7 @@ def wanted(group: Group) -> set[int]:
     return {extent for extent in range(group.count) if group.wanted[extent]}
 
 
-def test_a_loop_that_fits_is_wanted_whole() -> None:
+def test_a_loop_that_fits_is_pinned_whole() -> None:
     state = new_state(100 * MIB)
     group = looping(state, "loop", 60, 10**9)
     planned(state)
@@ -180,7 +180,7 @@ def test_a_loop_that_fits_is_wanted_whole() -> None:
     assert group.window_bytes == 0
 
 
-def test_a_larger_loop_is_pinned_in_part_and_moves_no_more_than_the_budget() -> None:
+def test_a_larger_loop_is_pinned_in_part_within_the_budget() -> None:
     state = new_state(128 * MIB)
     group = looping(state, "loop", 200, 10**9)
     planned(state)
@@ -196,7 +196,7 @@ def test_a_larger_loop_is_pinned_in_part_and_moves_no_more_than_the_budget() -> 
     assert planned(state).released == [] and len(wanted(group)) == len(before)
 
 
-def test_a_closed_loop_gives_way_to_an_open_one() -> None:
+def test_an_open_loop_replaces_a_closed_one() -> None:
     state = new_state(64 * MIB)
     old = looping(state, "old", 60, 10**9)
     planned(state)
@@ -209,8 +209,8 @@ def test_a_closed_loop_gives_way_to_an_open_one() -> None:
     assert len(wanted(old)) <= 4
 
 
-def test_a_refused_lock_costs_pins_and_no_window() -> None:
-    """A kernel that locks nothing more leaves streaming as good as it can be."""
+def test_a_refused_lock_keeps_the_window() -> None:
+    """If the kernel locks no more memory, the loop is still streamed."""
     state = new_state(100 * MIB)
     group = looping(state, "loop", 200, 10**9)
     planner = Planner(state, NoHolder())  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ TICK_NS = 100_000_000
 
 
 def read_by(state: CacheState, programs: int) -> Group:
-    """A loop of half a second that so many programs have open, of which two readers are at different places."""
+    """Return a loop with a period of 0.5 s, opened by `programs` clients, with two readers at different positions."""
     group = looping(state, "loop", 200, TICK_NS * 5)
     backing = next(iter(state.opens))
     state.opens[backing], group.members[0].backing = programs, backing
@@ -234,8 +234,8 @@ def read_by(state: CacheState, programs: int) -> Group:
 
 
 def watched(state: CacheState, group: Group, seconds: float, ages_ns: tuple[int, int], *, in_place: bool = True) -> int:
-    """The convoy after `seconds` in which the readers were seen last so long before each look."""
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]  # nothing is held or released here
+    """Return the convoy after `seconds`, where `ages_ns` is the time since each reader was last seen."""
+    planner = Planner(state, NoHolder())  # type: ignore[arg-type]  # nothing is pinned or released here
     for now_ns in range(TICK_NS, int(seconds * 1e9), TICK_NS):
         for cursor, age_ns in zip(group.cursors.live, ages_ns, strict=True):
             cursor.last_ns = now_ns - age_ns
@@ -243,7 +243,7 @@ def watched(state: CacheState, group: Group, seconds: float, ages_ns: tuple[int,
     return group.convoy
 
 
-def test_readers_of_several_programs_that_fall_apart_get_a_wider_window_and_lose_it_when_they_keep_together() -> None:
+def test_readers_that_drift_apart_get_a_wider_window_until_they_converge() -> None:
     state = new_state(100 * MIB)
     assert watched(state, read_by(state, 2), 0.9, (0, 0), in_place=False) == 1
     group = read_by(state, 2)
@@ -252,13 +252,13 @@ def test_readers_of_several_programs_that_fall_apart_get_a_wider_window_and_lose
     assert watched(state, group, 190, (0, 10**9)) == 0
 
 
-def test_where_a_pass_is_short_a_cursor_that_has_stood_for_part_of_it_is_nobody() -> None:
+def test_a_cursor_that_stands_still_for_part_of_a_short_pass_is_ignored() -> None:
     state = new_state(100 * MIB)
     assert watched(state, read_by(state, 2), 9.0, (0, TICK_NS * 3 // 2)) == 0
 
 
-def test_a_process_that_reads_only_the_header_ends_no_pass() -> None:
-    """A client that looks at the header every second ended a pass each time, and half of a loop counted as unused."""
+def test_reads_of_the_header_do_not_end_a_pass() -> None:
+    """Otherwise a client that reads the header every second ends passes, and half of a loop counts as unused."""
     state = new_state(10**8)
     group = looping(state, "loop", 40, 0)
     passes = []

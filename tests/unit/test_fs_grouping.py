@@ -1,4 +1,4 @@
-"""What the mount knows of files is bounded, whatever they are: their sizes, their number, and their headers."""
+"""Grouping of files: memory for files of any size and number is bounded, headers, shards and late names are handled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 60
 
 
 class Watched(Backing):
-    """A file of SOURCE that notes when it is read, and waits where it is told to."""
+    """A file of SOURCE that counts its reads and can block them."""
 
     def __init__(self, path: Path, name: str, writable: bool = False) -> None:
         super().__init__(f"/{name}", os.open(path, os.O_RDONLY), os.stat(path), writable)
@@ -47,7 +47,7 @@ class Watched(Backing):
 
 
 class Files:
-    """A directory, and what a mount of it knows."""
+    """A directory and the state of its mount."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,29 +58,29 @@ class Files:
         self.ended: list[Group] = []
 
     def end(self, group: Group) -> None:
-        """As the engine does, without what it keeps elsewhere."""
+        """Dissolve the group, as the engine does."""
         self.ended.append(group)
         self.grouping.dissolve(group)
 
     def file(self, name: str, data: bytes = b"", size: int = 0, writable: bool = False) -> Watched:
-        """A file of `size` bytes, sparse behind `data`, long unchanged and open."""
+        """Create and open a file of `data`, extended with a hole to `size` bytes, with a settled modification time."""
         path = self.directory / name
         path.write_bytes(data)
         os.truncate(path, max(size, len(data)))
         return self.opened(name, writable)
 
     def opened(self, name: str, writable: bool = False) -> Watched:
-        """An open of it, which an application has."""
+        """Open a file as a client would."""
         backing = Watched(self.directory / name, name, writable)
         wait = time.monotonic() + PATIENCE_S
-        while not backing.identity.settled():  # what changes within a tick does not show
+        while not backing.identity.settled():  # a change within one clock tick would not be visible
             assert time.monotonic() < wait
             time.sleep(0.005)
         self.state.opens[backing] = 1
         return backing
 
     def close(self, backing: Backing) -> None:
-        """The last of its opens ends."""
+        """End the last open of the file."""
         del self.state.opens[backing]
         _, member = self.state.owners.pop(backing)
         member.backing = None
@@ -95,7 +95,7 @@ def files(tmp_path: Path) -> Files:
     ("size", "writable", "paged"),
     [(TIB, False, False), (TIB + 1, False, True), (16 * TIB - 4096, False, True), (16 * TIB - 4096, True, False)],
 )
-def test_a_file_of_any_size_takes_some_mebibytes(files: Files, size: int, writable: bool, paged: bool) -> None:
+def test_a_file_of_any_size_takes_little_memory(files: Files, size: int, writable: bool, paged: bool) -> None:
     backing = files.file("large.bin", size=size, writable=writable)
     with light(12 * MIB):
         group, member = files.grouping.adopt(backing)
@@ -103,18 +103,18 @@ def test_a_file_of_any_size_takes_some_mebibytes(files: Files, size: int, writab
     assert group.paged == paged
     assert (group.extent_bytes <= LARGEST_EXTENT) or group.state(0) == SINGLE
     assert sum(group.length_of(member, extent) for extent in (0, group.count - 1)) <= 2 * group.extent_bytes
-    assert group.length_of(member, group.count - 1) > 0, "the last extent has bytes"
+    assert group.length_of(member, group.count - 1) > 0, "the last extent is not empty"
 
 
 def test_pins_and_headers_do_not_make_a_paged_file_loop(files: Files) -> None:
     backing = files.file("pinned.gguf", MODEL, size=2 * TIB)
     group, member = files.grouping.adopt(backing)
     assert group.paged and not (group.first or group.looping or group.hot)
-    assert member.anatomy is not None, "its layers can be told all the same"
+    assert member.anatomy is not None, "its layers are known nevertheless"
 
 
-def test_all_files_together_have_room_for_so_many_extents(files: Files) -> None:
-    """Files that nobody has open give way; what finds no room is paged."""
+def test_the_number_of_extents_of_all_files_is_bounded(files: Files) -> None:
+    """Closed files are dissolved for new ones; files that still find no room are paged."""
     groups = []
     for number in range(EXTENTS_ROOM // EXTENTS_MAX + 3):
         backing = files.file(f"{number}.bin", size=TIB)
@@ -127,8 +127,8 @@ def test_all_files_together_have_room_for_so_many_extents(files: Files) -> None:
     assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
 
 
-def test_a_file_that_found_no_room_is_steered_once_there_is_some(files: Files) -> None:
-    """It need not be closed for that."""
+def test_a_paged_file_is_steered_as_soon_as_there_is_room(files: Files) -> None:
+    """The file may stay open."""
     in_use = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX)]
     groups = [files.grouping.adopt(backing)[0] for backing in in_use]
     late = files.file("late.bin", size=TIB)
@@ -136,7 +136,7 @@ def test_a_file_that_found_no_room_is_steered_once_there_is_some(files: Files) -
     assert paged.lacks_extents == EXTENTS_MAX and not any(group.lacks_extents for group in groups)
     with files.state.lock:
         files.grouping.find_room()
-        assert paged.alive, "others use all there is"
+        assert paged.alive, "other files use all extents"
         files.close(in_use[0])
         files.grouping.find_room()
     assert files.ended == [paged]
@@ -165,8 +165,8 @@ def test_a_header_is_read_once(files: Files, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_shards_that_are_links_are_one_loop(files: Files, indexed: bool) -> None:
-    """The blobs have checksums for names; the links to them, or an index, tell which is which."""
+def test_shards_behind_links_are_one_loop(files: Files, indexed: bool) -> None:
+    """Blobs are named by checksums; links to them or an index give their order."""
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     contents: dict[str, bytes | Path] = {}
     if indexed:
@@ -183,8 +183,8 @@ def test_shards_that_are_links_are_one_loop(files: Files, indexed: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["pinned.safetensors", "model-00001-of-00002.safetensors"])
-def test_names_that_come_late_count_from_the_next_open_on(files: Files, name: str) -> None:
-    """A program that downloads a model reads it, for its checksum, before it gives it a name."""
+def test_names_that_appear_later_count_from_the_next_open(files: Files, name: str) -> None:
+    """A download reads the model for its checksum before it creates the name."""
     content = safetensors_bytes(**{"model.layers.0.mlp.up_proj.weight": 40 * MIB})
     second = {"model-00002-of-00002.safetensors": content + b"2"}
     snapshot = hub_snapshot(files.directory, "org/tiny", {name: content, **second})
@@ -204,13 +204,13 @@ def test_names_that_come_late_count_from_the_next_open_on(files: Files, name: st
     assert files.ended == [group] and (now.first or len(now.members) == 2)
 
 
-def test_a_model_of_more_slices_than_can_be_steered_is_no_loop(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_too_many_expert_slices_is_not_a_loop(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     model = Gguf(data_bytes=70_000 * 32).tensor("blk.0.ffn_up_exps.weight", [8, 1, 70_000], 0, 0).file()
     group, _ = files.grouping.adopt(files.file("wide.gguf", model, size=40 * MIB))
     assert not group.looping and "more than 65536 expert slices" in caplog.text
 
 
-def test_headers_are_read_one_at_a_time_and_others_do_not_wait(files: Files) -> None:
+def test_headers_are_read_one_at_a_time_without_blocking_other_files(files: Files) -> None:
     known = files.file("known.gguf", MODEL)
     owner = files.grouping.adopt(known)
     slow, next_one, small = files.file("a.gguf", MODEL), files.file("b.gguf", MODEL), files.file("small.txt", b"text")
@@ -229,7 +229,7 @@ def test_headers_are_read_one_at_a_time_and_others_do_not_wait(files: Files) -> 
     assert next_one.reads and all(each in files.state.owners for each in (slow, next_one))
 
 
-def test_a_written_file_grows_in_bounds() -> None:
+def test_a_growing_file_keeps_a_bounded_number_of_extents() -> None:
     state = new_state(1 << 40)
     member = Member("/new.kv", 0, 0, 1, node=1)
     group = Group("0", [member], 128 << 10)
@@ -251,7 +251,7 @@ def test_a_written_file_grows_in_bounds() -> None:
     assert list(group.strays.values()) == sorted(group.strays.values())
 
 
-def test_large_buffers_take_the_room_of_small_ones() -> None:
+def test_large_and_small_buffers_share_the_pool() -> None:
     pool = BufferPool(12, 4)
     ahead = [pool.take(LARGEST_EXTENT, ahead=True) for _ in range(3)]
     assert [buffer is not None for buffer in ahead] == [True, True, False]

@@ -1,4 +1,4 @@
-"""Heat: every byte of a layer is counted once, as what it is; bounded replies; the lock is held for copies only."""
+"""The heat map: each byte of a layer is counted once, replies are bounded, and the lock is held only for copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER = 4096
 
 
 def model(extents: int, sizes: list[int]) -> tuple[CacheState, Group]:
-    """A looping group of one file, in which a layer of each size follows the header."""
+    """Return a looping group of one file, in which a layer of each size follows the header."""
     state = new_state(64 * MIB)
     group = new_group(state, "model.gguf", extents, looping=True)
     tensors, offset = [], HEADER
@@ -40,7 +40,7 @@ def model(extents: int, sizes: list[int]) -> tuple[CacheState, Group]:
     st.lists(st.integers(1, 5 * MIB), min_size=1, max_size=6),
     st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.booleans(), st.integers(0, MIB)), min_size=32, max_size=32),
 )
-def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: list[tuple[int, bool, int]]) -> None:
+def test_each_byte_is_counted_once_in_its_category(sizes: list[int], extents: list[tuple[int, bool, int]]) -> None:
     state, group = model(32, sizes)
     now_ns = time.monotonic_ns()
     for number, (kind, seen, charge) in enumerate(extents):
@@ -54,11 +54,11 @@ def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: lis
         for number in range(first // MIB, (first + size - 1) // MIB + 1):
             length = min(first + size, (number + 1) * MIB) - max(first, number * MIB)
             kind, seen, charge = extents[number]
-            there = charge * length // MIB if kind == SINGLE else 0
-            expected["pages"] += there
+            resident = charge * length // MIB if kind == SINGLE else 0
+            expected["pages"] += resident
             rest = "streamed" if seen and (kind != SINGLE or not charge) else "cold"
             name = KINDS[kind] if KINDS[kind] in ("window", "pinned") else rest
-            expected[name] += length - there
+            expected[name] += length - resident
         names = ("pinned", "window", "pages", "streamed", "cold")
         assert {name: layer[f"{name}_bytes"] for name in names} == {name: expected[name] for name in names}
         assert sum(layer[f"{name}_bytes"] for name in names) == layer["bytes"] == size
@@ -68,7 +68,7 @@ def test_every_byte_is_counted_once_as_what_it_is(sizes: list[int], extents: lis
         first += size
 
 
-def test_experts_that_are_kept_are_pages() -> None:
+def test_cached_experts_count_as_pages() -> None:
     state, group = model(33, [8 * MIB])
     tensor = Tensor("blk.0.ffn_up_exps.weight", 8 * MIB, 16 * MIB, "F16", experts=8)
     layout = ModelLayout("gguf", HEADER, (tensor,))
@@ -85,7 +85,7 @@ def test_experts_that_are_kept_are_pages() -> None:
     assert layer["cells"]["pages"] == "99990000009900" + "00"
 
 
-def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
+def test_the_reply_is_bounded_for_any_model() -> None:
     state = new_state(64 * MIB)
     for number in range(8):
         group = new_group(state, f"{number}" * 200, 600, looping=True)
@@ -93,13 +93,13 @@ def test_the_reply_is_bounded_however_strange_the_models_are() -> None:
         group.members[0].anatomy = Anatomy(ModelLayout("gguf", 0, tuple(tensors)))
     found = heat_map(state, "steer", str)
     assert len(json.dumps(found)) < 1 << 20
-    told = sum(len(file["layers"]) for file in found["files"])
-    assert told == ROWS_MAX and found["left_out_files"] == 6
+    shown = sum(len(file["layers"]) for file in found["files"])
+    assert shown == ROWS_MAX and found["left_out_files"] == 6
     assert found["files"][-1]["left_out_layers"] == 0
 
 
 class HeldTimes:
-    """A lock that notes how long it is held, in the processor's time of its thread."""
+    """A lock that sums up how long it is held, in CPU time of its thread."""
 
     held_ns = 0
 
@@ -110,14 +110,14 @@ class HeldTimes:
         self.held_ns += time.thread_time_ns() - self._since
 
 
-def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() -> None:
+def test_the_lock_is_held_for_a_small_part_of_the_work() -> None:
     count = 40_000
     state, group = model(count, [count * MIB // 80 - MIB] * 80)
     group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
     for extent in range(0, count, 3):
         group.status[extent] = PINNED
     shares = []
-    for _ in range(5):  # a processor that is taken away meanwhile may count as used
+    for _ in range(5):  # preemption on a shared CPU may count as work
         state.lock = lock = HeldTimes()  # type: ignore[assignment]
         began = time.thread_time_ns()
         found = heat_map(state, "steer", str)
@@ -126,7 +126,7 @@ def test_of_a_model_of_100_gb_the_lock_is_held_for_a_small_part_of_the_work() ->
     assert min(shares) < 1 / 4
 
 
-def test_of_a_running_engine_it_is_what_the_counters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heat_map_of_a_running_engine_matches_its_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("loop", LOOP)
         rig.sweep(file, 4)
@@ -135,7 +135,7 @@ def test_of_a_running_engine_it_is_what_the_counters_say(tmp_path: Path, monkeyp
         before = group.pinned_bytes
         (layer,) = heat_map(rig.engine.state, "steer", str)["files"][0]["layers"]
         after = group.pinned_bytes
-        least, most = sorted((before, after))  # it goes on meanwhile
+        least, most = sorted((before, after))  # the engine keeps pinning during the call
         assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB
         assert layer["bytes"] == LOOP and layer["age_s"] < 120
         waits = rig.engine.stats()["waits"]

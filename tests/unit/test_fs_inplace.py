@@ -1,4 +1,4 @@
-"""In place without a mount: places of extents in the kernel's table, programs and their mappings, bringing and dropping."""
+"""In-place mode without a mount: page table ranges, clients and their mappings, reading in and dropping pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 5 * HUGE_BYTES + 12345
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
-def test_places_never_overlap_and_are_given_again(steps: list[tuple[bool, int]]) -> None:
+def test_places_never_overlap_and_are_reused(steps: list[tuple[bool, int]]) -> None:
     places, taken = Places(100), dict[int, int]()
     for gives, count in steps:
         if gives and taken:
@@ -53,20 +53,20 @@ def mapping(tmp_path: Path) -> Iterator[MappedFile]:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     status = os.fstat(fd)
     if syscalls.cached_blocks(fd, 0, SIZE):
-        pytest.skip("this file system keeps what it is told to drop")
+        pytest.skip("this file system keeps pages despite POSIX_FADV_DONTNEED")
     found = MappedFile.of(Backing("/file", fd, status, False))
     yield found
     found.close()
 
 
-def test_what_is_brought_is_there_and_nothing_else(mapping: MappedFile) -> None:
+def test_bring_reads_exactly_the_requested_range(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
     assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
     while syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
-    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "it is there"
+    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
     mapping.bring(5 * HUGE_BYTES, 12345)  # the end of the file
     while syscalls.cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -85,7 +85,7 @@ def test_cached_pages_larger_than_a_block_count_as_their_blocks(
     assert syscalls.cached_blocks(fd, 0, 3 * 4096) == 3
 
 
-def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path: Path) -> None:
+def test_read_ahead_reads_exactly_the_requested_range(tmp_path: Path) -> None:
     setting = read_ahead_file(str(tmp_path))
     window = READAHEAD_BYTES if setting is None else max(READAHEAD_BYTES, int(setting.read_text()) << 10)
     path, page = tmp_path / "sparse", mmap.PAGESIZE
@@ -102,14 +102,14 @@ def test_window_after_window_brings_what_is_asked_for_and_nothing_else(tmp_path:
         with mmap.mmap(fd, 13 * window, prot=mmap.PROT_READ) as view:
             assert not any(view[offset : offset + length : page])
         assert syscalls.cached_blocks(fd, 0, 13 * window) == length // page
-        assert read_ahead(fd, [(offset, length)], window) == 0, "it is there"
+        assert read_ahead(fd, [(offset, length)], window) == 0, "already resident"
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def mapper(path: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], Program]]:
-    """A program that maps a file as `view`, and then does as `code` says."""
+    """Start a program that maps a file as `view` and then runs `code`."""
     begin = (
         "import ctypes, mmap, sys, zlib\n"
         "file = open(sys.argv[1], 'rb'); view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
@@ -126,8 +126,8 @@ def mapper(path: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], Progr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
-def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: Path) -> None:
-    """And it reads them again as if nothing had happened."""
+def test_pages_that_a_program_maps_are_dropped(mapping: MappedFile, tmp_path: Path) -> None:
+    """The program reads the same contents again."""
     fd, key = mapping.backing.fd, (mapping.backing.dev, mapping.backing.ino)
     with mapper(tmp_path / "file", "for _ in sys.stdin: print(zlib.crc32(view), flush=True)\n") as (process, program):
         assert process.stdin is not None and process.stdout is not None
@@ -146,8 +146,8 @@ def test_pages_are_dropped_from_under_a_program(mapping: MappedFile, tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give advice on the memory of others")
-def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFile, tmp_path: Path) -> None:
-    """The parts behind it are dropped all the same."""
+def test_ranges_that_a_program_has_unmapped_are_skipped(mapping: MappedFile, tmp_path: Path) -> None:
+    """The ranges after them are dropped nevertheless."""
     code = (
         "print(zlib.crc32(view), flush=True); sys.stdin.readline()\n"
         "mapped = next(line for line in open('/proc/self/maps') if line.endswith(sys.argv[1] + '\\n'))\n"
@@ -169,8 +169,8 @@ def test_what_a_program_has_unmapped_meanwhile_is_passed_over(mapping: MappedFil
         assert syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
 
 
-def test_a_program_that_has_closed_a_file_is_forgotten_while_others_read_it() -> None:
-    """A look at the header made a second reader, and the window four times as wide, for as long as the first one read."""
+def test_a_program_that_has_closed_a_file_is_removed_from_its_readers() -> None:
+    """Otherwise a look at the header counts as a second reader and widens the window to four times its size."""
     peek, loop = (
         Mock(has=lambda *_key: False),
         Mock(has=Mock(side_effect=AssertionError("the last reader is not looked at"))),

@@ -1,4 +1,4 @@
-"""What a daemon writes: its log, that rotates or is the journal's, what systemd is told, and the way of the access log."""
+"""Output of the daemon: its rotating log or the journal, notifications of systemd, and the access log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines(path: Path) -> list[str]:
     return [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
 
 
-def test_a_file_rotates_itself_or_is_opened_anew_where_it_was_moved_away(tmp_path: Path) -> None:
+def test_a_log_is_rotated_or_reopened_after_a_move(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "log"
     path.parent.mkdir()
     handler = logs.LogFile(str(path), 0, streams=False)
@@ -49,8 +49,8 @@ def test_a_file_rotates_itself_or_is_opened_anew_where_it_was_moved_away(tmp_pat
     assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
     path.parent.rename(tmp_path / "gone")
     handler.renew()
-    handler.emit(record("goes on"))
-    assert lines(tmp_path / "gone" / "log") == ["three", "goes on"], "a directory that has gone costs no lines"
+    handler.emit(record("continues"))
+    assert lines(tmp_path / "gone" / "log") == ["three", "continues"], "lines survive the removal of the directory"
 
 
 def test_streams_follow_a_rotation(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ os.write(1, b"after\\n")
     assert (tmp_path / "log.1").read_text() == "before\n" and (tmp_path / "log").read_text() == "after\n"
 
 
-def test_the_journal_gets_whole_messages_with_their_priority(tmp_path: Path) -> None:
+def test_the_journal_receives_whole_messages_with_their_priority(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(tmp_path / "journal"))
         logs.Journal(str(tmp_path / "journal")).emit(record("two\nlines", logging.WARNING))
@@ -79,7 +79,7 @@ def test_the_journal_gets_whole_messages_with_their_priority(tmp_path: Path) -> 
     assert caught.value.hint is not None and "--log FILE" in caught.value.hint
 
 
-def test_places_of_a_log(tmp_path: Path) -> None:
+def test_log_targets_are_checked(tmp_path: Path) -> None:
     assert logs.check(None, "/mnt") is None
     assert logs.check("journal", "/mnt") == "journal"
     assert logs.check(str(tmp_path / "a"), "/mnt") == str(tmp_path / "a")
@@ -90,7 +90,7 @@ def test_places_of_a_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_systemd_is_told_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+def test_systemd_is_notified_over_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
     name = f"@llmcache-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name.replace("@", "\0") if abstract else name)
@@ -102,8 +102,8 @@ def test_systemd_is_told_where_it_listens(tmp_path: Path, monkeypatch: pytest.Mo
     assert not notify("READY=1")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can put another user's files there")
-def test_what_others_have_put_there_is_no_log(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create files of another user")
+def test_files_planted_by_others_are_not_used_as_log(tmp_path: Path) -> None:
     (tmp_path / "theirs").touch()
     os.chown(tmp_path / "theirs", 65534, 65534)
     os.mkfifo(tmp_path / "pipe")
@@ -120,7 +120,7 @@ def test_what_others_have_put_there_is_no_log(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_daemon_outlives_who_started_it() -> None:
+def test_a_daemon_survives_the_end_of_its_starter() -> None:
     reading, writing = os.pipe()
     reporter = daemon._Reporter(writing)
     os.close(reading)
@@ -135,13 +135,13 @@ ABOUT = {"command": "test", "extra": {"mode": "arena", "budget_bytes": 1}, "note
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that ends waits for a slow disk only so long; these tests wait for the whole file."""
+def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the whole file, although a daemon that ends waits for a slow disk only for a limited time."""
     monkeypatch.setattr(accesslog, "END_TIMEOUT_S", 120.0)
 
 
 class Stuck:
-    """Stands in for a child that reads nothing: writing to it waits until it is let go, and then may fail."""
+    """Stands in for a child that reads nothing: a write blocks until it is released, and then may fail."""
 
     def __init__(self, dies: bool) -> None:
         self.dies = dies
@@ -163,8 +163,8 @@ def a_row(log: AccessLog, number: int = 0) -> None:
     log.row(0, number, 1, 0, 1, os.getpid())
 
 
-def test_what_was_appended_is_in_the_file(tmp_path: Path) -> None:
-    """Rows, events in their places between them, and how many rows were lost."""
+def test_appended_rows_and_events_are_in_the_file(tmp_path: Path) -> None:
+    """The file holds the rows, the events with their positions, and the number of lost rows."""
     log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
     log.event(("space", "0", 1 << 20, [(1 << 20, 0, 1)], "loop"))
     log.file(0, "/file", 1, 2, 3, 1 << 30)
@@ -184,14 +184,14 @@ def test_what_was_appended_is_in_the_file(tmp_path: Path) -> None:
     assert (trace.provenance.lost_events, trace.provenance.clock) == (3, "monotonic")
 
 
-def test_nobody_waits_for_a_child_that_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_writer_does_not_block_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Stuck(dies=False)
     monkeypatch.setattr(accesslog, "start_writer", lambda _path: child)
     log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
     begin = time.monotonic()
     for _ in range(accesslog.QUEUE_MAX + 5000):
         a_row(log)
-    assert time.monotonic() - begin < 120  # or for ever
+    assert time.monotonic() - begin < 120  # a hang would last forever
     assert 0 < log.lost <= 5000 + accesslog.BATCH_ROWS
     assert log.rows + log.lost == accesslog.QUEUE_MAX + 5000
     child.go_on.set()
@@ -199,7 +199,7 @@ def test_nobody_waits_for_a_child_that_is_stuck(tmp_path: Path, monkeypatch: pyt
     assert child.written >= log.rows * accesslog.ROW.size
 
 
-def test_rows_that_a_dead_child_did_not_take_are_lost(
+def test_rows_count_as_lost_when_the_writer_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Stuck(dies=True)
@@ -208,17 +208,17 @@ def test_rows_that_a_dead_child_did_not_take_are_lost(
     for _ in range(50):
         a_row(log)
     child.go_on.set()
-    wait_until(lambda: "the access log" in caplog.text, "it is given up")
-    assert (log.rows, log.lost) == (50, 50)  # whether they were sent together, or still in the queue
+    wait_until(lambda: "the access log" in caplog.text, "the failure is logged")
+    assert (log.rows, log.lost) == (50, 50)  # rows sent together and rows still in the queue
 
 
 def test_a_directory_that_cannot_be_written_is_named() -> None:
-    path = "/proc/log.parquet"  # nobody can make files there, not even root
+    path = "/proc/log.parquet"  # not even root can create files in /proc
     with pytest.raises(EnvironmentProblem, match=r"--access-log: cannot write '/proc/log\.parquet'"):
         AccessLog(path, ABOUT)
 
 
-def test_a_writer_whose_daemon_has_gone_before_it_could_serve_leaves_nothing(tmp_path: Path) -> None:
+def test_a_writer_whose_daemon_is_gone_leaves_no_file(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
@@ -227,7 +227,7 @@ def test_a_writer_whose_daemon_has_gone_before_it_could_serve_leaves_nothing(tmp
     assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, b"", [])
 
 
-def test_paths_are_checked_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_the_access_log_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mnt").mkdir()
     (tmp_path / "link").symlink_to("mnt")

@@ -1,4 +1,4 @@
-"""What a token reads of model files on disk: loop, hot set, rows; shards, companions, and files that are no models."""
+"""Bytes that a token reads of model files: loop, hot set and rows; shards, companion files, and invalid files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMBEDDING = ("token_embd.weight", 128)
 
 
 def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = None, used: int | None = None) -> Path:
-    """A GGUF file with float32 `tensors` of so many bytes each; of experts, `used` by a token, there are eight."""
+    """Write a GGUF file of float32 `tensors` with their sizes in bytes; expert tensors have 8 experts, `used` per token."""
     content, offset = Gguf(), 0
     if used is not None:
         content.key("test.expert_used_count", U32, used)
@@ -38,7 +38,7 @@ def gguf(path: Path, *tensors: tuple[str, int], shard: tuple[int, int] | None = 
 
 
 def safetensors(path: Path, **tensors: int) -> Path:
-    """A safetensors file with `tensors` of so many bytes each."""
+    """Write a safetensors file; `tensors` maps names to sizes in bytes."""
     path.write_bytes(safetensors_bytes(**tensors))
     return path
 
@@ -48,11 +48,11 @@ def safetensors(path: Path, **tensors: int) -> Path:
     [
         ((EMBEDDING, LAYER, OUTPUT), None, (256 + 64, 128, 0), (None, None, 256 + 64)),
         ((EMBEDDING, LAYER, OUTPUT), 0, (256 + 64, 128, 0), (None, None, 256 + 64)),
-        ((EMBEDDING, LAYER), None, (128 + 256, 0, 0), (None, None, 128 + 256)),  # tied: the embedding is read whole
-        ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # at most
+        ((EMBEDDING, LAYER), None, (128 + 256, 0, 0), (None, None, 128 + 256)),  # tied: the whole embedding is read
+        ((EMBEDDING, LAYER, EXPERTS, OUTPUT), None, (256 + 512 + 64, 128, 512), (8, None, 256 + 512 + 64)),  # an upper bound
     ],
 )
-def test_what_a_token_reads(
+def test_bytes_per_token_follow_from_the_tensors(
     tmp_path: Path,
     tensors: tuple[tuple[str, int], ...],
     used: int | None,
@@ -68,8 +68,8 @@ def test_what_a_token_reads(
 
 
 @pytest.mark.parametrize("given", [0, 1])
-def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) -> None:
-    """The header of the first says how many experts a token uses."""
+def test_any_shard_stands_for_all(tmp_path: Path, given: int) -> None:
+    """The first header has the number of experts per token."""
     paths = [
         gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2), used=2),
         gguf(tmp_path / "m-00002-of-00002.gguf", EXPERTS, OUTPUT, shard=(1, 2)),
@@ -90,8 +90,8 @@ def test_shards_count_together_whichever_is_given(tmp_path: Path, given: int) ->
         ([], None),
     ],
 )
-def test_a_config_beside_safetensors_says_what_a_token_uses(tmp_path: Path, config: object, used: int | None) -> None:
-    """Of three experts, in tensors of their own; the shared one is dense."""
+def test_a_config_gives_the_experts_per_token_of_safetensors(tmp_path: Path, config: object, used: int | None) -> None:
+    """Three experts have tensors of their own; the shared expert is dense."""
     names = {f"model.layers.0.mlp.experts.{number}.up_proj.weight": 10 for number in range(3)}
     shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": 5, "lm_head.weight": 30}
     path = safetensors(tmp_path / "m.safetensors", **names, **shared)
@@ -125,7 +125,7 @@ def test_a_model_in_a_hub_cache_is_found_by_any_of_its_paths(tmp_path: Path, giv
     paths = {"link": link, "snapshot": snapshot, "repository": snapshot.parents[1]}
     found = model_bytes(str(paths.get(given, link.resolve())))
     assert (found.files, found.loop_bytes, found.kind) == (2, 100, "safetensors")
-    assert found.hot_bytes == sum(map(len, shards)) - 100 + 2, "with the configuration of the snapshot"
+    assert found.hot_bytes == sum(map(len, shards)) - 100 + 2, "including the snapshot's config.json"
 
 
 def test_a_model_in_an_ollama_store_is_found_by_its_manifest_and_its_blob(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_model_in_an_ollama_store_is_found_by_its_manifest_and_its_blob(tmp_pa
         model_bytes(str(manifest))
 
 
-def test_a_directory_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
+def test_a_directory_stands_for_its_only_model(tmp_path: Path) -> None:
     gguf(tmp_path / "m-00001-of-00002.gguf", EMBEDDING, LAYER, shard=(0, 2))
     gguf(tmp_path / "m-00002-of-00002.gguf", OUTPUT, shard=(1, 2))
     gguf(tmp_path / "mmproj-model.gguf", LAYER)
@@ -153,7 +153,7 @@ def test_a_directory_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
         model_bytes(str(tmp_path))
 
 
-def test_a_blob_of_a_trace_is_named_by_a_link_to_it(tmp_path: Path) -> None:
+def test_a_link_identifies_a_blob_of_a_trace(tmp_path: Path) -> None:
     content = safetensors_bytes(**{"lm_head.weight": 30})
     snapshot = hub_snapshot(tmp_path, "org/tiny", {"model.safetensors": content})
     link = snapshot / "model.safetensors"
@@ -164,7 +164,7 @@ def test_a_blob_of_a_trace_is_named_by_a_link_to_it(tmp_path: Path) -> None:
 
 
 def broken(tmp_path: Path) -> dict[str, Path]:
-    """Files that are no whole models."""
+    """Write files that are not complete models and return their paths."""
     whole = gguf(tmp_path / "whole.gguf", EMBEDDING, LAYER, OUTPUT).read_bytes()
     index = {"missing": {"weight_map": {"a": "gone.safetensors"}}, "empty": {"weight_map": {}}, "foreign": {"x": 1}}
     contents = {
@@ -203,7 +203,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", "absent-00001-of-00002.gguf", "directory", "file/below.gguf"])
-def test_what_is_not_there_is_a_usage_error(tmp_path: Path, name: str) -> None:
+def test_a_missing_model_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--model"):

@@ -1,4 +1,4 @@
-"""Metrics: text that Prometheus' own parser reads, whatever files are called; and an endpoint that no scraper holds up."""
+"""Metrics: output that Prometheus' own parser accepts for any file name, and an endpoint that no scraper can block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATHS = st.binary(min_size=1, max_size=30).map(lambda name: "/" + name.decode("u
 
 
 def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """All values by name and labels; each once."""
+    """Return all samples by name and labels; fail on duplicates."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
         for sample in family.samples:
@@ -48,7 +48,7 @@ def value(text: str, name: str, **labels: str) -> float:
     return parsed(text)[name, frozenset(labels.items())]
 
 
-def test_the_counters_come_out_in_base_units() -> None:
+def test_counters_are_exported_in_base_units() -> None:
     facts = stats()
     text = exposition(facts, "/mnt/models", paths=True)
     at: dict[str, Any] = {"mount": "/mnt/models"}
@@ -62,7 +62,7 @@ def test_the_counters_come_out_in_base_units() -> None:
     assert value(text, "llmcache_files", **{"class": "hot"}, **at) == 1
     assert value(text, "llmcache_loop_period_seconds", file="/model.gguf", **at) == 0.5
     assert value(text, "llmcache_loop_passes_total", file="/model.gguf", **at) == 12
-    assert "model.gguf" not in exposition(facts, "/m", paths=False), "it names no file without being asked to"
+    assert "model.gguf" not in exposition(facts, "/m", paths=False), "names of files are left out unless requested"
     late = {"reason": "late", **at}
     assert value(text, "llmcache_wait_seconds_bucket", le="0.003", **late) == 2
     assert value(text, "llmcache_wait_seconds_bucket", le="+Inf", **late) == 3
@@ -87,7 +87,7 @@ def test_each_loop_has_the_figures_of_the_decision_to_steer_it() -> None:
 
     assert values("left") == {"/left": 1, "/new": 0}
     assert values("unused_bytes") == {"/left": 3, "/new": 0}
-    assert values("steered_pass_bytes") == {"/left": 2_000_000}, "it is not known of the others"
+    assert values("steered_pass_bytes") == {"/left": 2_000_000}, "unknown for the others"
     assert values("lru_pass_bytes") == {"/left": 500_000}
     assert values("passes_total") == dict.fromkeys(("/left", "/new", "/old"), 12)
 
@@ -96,7 +96,7 @@ def test_each_loop_has_the_figures_of_the_decision_to_steer_it() -> None:
 def test_any_path_can_be_a_label(mount: str, paths: list[str]) -> None:
     facts = stats(files=[file(path, loop(pinned_mb=place)) for place, path in enumerate(paths)])
     text = exposition(facts, mount, paths=True)
-    text.encode()  # it is UTF-8
+    text.encode()  # valid UTF-8
     pinned = {key[1]: got for key, got in parsed(text).items() if key[0] == "llmcache_loop_pinned_bytes"}
     assert sorted(pinned.values()) == [place * 1_000_000 for place in range(len(paths))]
     assert {dict(labels)["file"] for labels in pinned} == set(labels_of(paths))
@@ -123,7 +123,7 @@ def get(address: str, path: str = "/metrics", method: str = "GET") -> Answer:
 
 
 def status_of(address: str, path: str = "/metrics") -> int | None:
-    """The status of a GET; None if the deadline of a slow moment has cut it off."""
+    """Return the status of a GET, or None if the deadline ended the connection."""
     try:
         return get(address, path)[0]
     except (OSError, http.client.HTTPException):
@@ -132,7 +132,7 @@ def status_of(address: str, path: str = "/metrics") -> int | None:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """A function that serves a text and returns the address; its deadline is one that only a hang meets."""
+    """Return a function that serves a text and returns the address; only a hang reaches the deadline."""
     monkeypatch.setattr(openmetrics, "DEADLINE_S", 120.0)
     made: list[MetricsEndpoint] = []
 
@@ -153,7 +153,7 @@ def dial(address: str, sends: bytes = b"") -> socket.socket:
     return connection
 
 
-def test_addresses_are_of_this_machine() -> None:
+def test_only_loopback_addresses_are_accepted() -> None:
     assert parse_address("127.1.2.3:0") == ("127.1.2.3", 0)
     assert parse_address("[::1]:80") == ("::1", 80)
     assert parse_address("localhost:1") == ("127.0.0.1", 1)
@@ -181,7 +181,7 @@ def test_the_text_is_served(serve: Callable[..., str], where: str) -> None:
     assert (status, body, headers["Content-Length"]) == (200, b"", "13")
 
 
-def test_nothing_else_is_served(serve: Callable[..., str]) -> None:
+def test_only_the_metrics_are_served(serve: Callable[..., str]) -> None:
     address = serve(lambda: "text")
     assert get(address, "/metrics?x=1")[0] == 200
     for path in ("/", "/metrics/", "/../etc/passwd", "/%6detrics"):
@@ -189,14 +189,14 @@ def test_nothing_else_is_served(serve: Callable[..., str]) -> None:
     status, headers, _ = get(address, method="POST")
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
     with dial(address, b"HEAD /nothing HTTP/1.1\r\n\r\n") as connection:
-        told = connection.makefile("rb").read()
-    assert told.startswith(b"HTTP/1.1 404 ") and told.endswith(b"\r\n\r\n"), "HEAD: no body, whatever is said"
+        reply = connection.makefile("rb").read()
+    assert reply.startswith(b"HTTP/1.1 404 ") and reply.endswith(b"\r\n\r\n"), "HEAD: the reply has no body"
     for line in (b"nonsense\r\n\r\n", b"GET /metrics\r\n\r\n", b"\r\n\r\n"):
         with dial(address, line) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_failure_is_told_to_the_log_and_not_to_the_scraper(
+def test_a_failure_is_logged_and_hidden_from_the_scraper(
     serve: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -205,31 +205,31 @@ def test_a_failure_is_told_to_the_log_and_not_to_the_scraper(
     assert "cannot collect the metrics" in caplog.text
 
 
-def test_hanging_scrapers_leave_no_room(serve: Callable[..., str]) -> None:
+def test_connections_are_limited(serve: Callable[..., str]) -> None:
     address = serve(lambda: "text")
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
             stack.enter_context(dial(address, b"GET /met"))
-        assert [get(address)[0] for _ in range(30)] == [503] * 30  # none is lost with a connection that is reset
-    wait_for(lambda: get(address)[0] == 200, "their places are free")
+        assert [get(address)[0] for _ in range(30)] == [503] * 30  # a reply, not a reset connection
+    wait_for(lambda: get(address)[0] == 200, "the connections are closed")
 
 
-def test_hanging_scrapers_leave_room_by_the_deadline(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_scrapers_are_disconnected(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.5)
     address = serve(lambda: "text")
     with ExitStack() as stack:
         hanging = [stack.enter_context(dial(address, b"GET /met")) for _ in range(CONNECTIONS)]
         for connection in hanging:
             assert connection.recv(100) == b""  # closed by the deadline
-        wait_for(lambda: status_of(address) == 200, "their places are free")
+        wait_for(lambda: status_of(address) == 200, "the connections are closed")
 
 
 @pytest.mark.parametrize(
     ("deadline_s", "piece", "pieces"),
-    [(0.5, b"G", REQUEST_BYTES), (120.0, b"x" * 4096, 6000)],  # for 160 deadlines, and for half of one
+    [(0.5, b"G", REQUEST_BYTES), (120.0, b"x" * 4096, 6000)],  # for 160 deadlines, and for half a deadline
     ids=["byte by byte", "without end"],
 )
-def test_a_scraper_that_goes_on_sending_does_not_stay(
+def test_a_scraper_that_keeps_sending_is_disconnected(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch, deadline_s: float, piece: bytes, pieces: int
 ) -> None:
     monkeypatch.setattr(openmetrics, "DEADLINE_S", deadline_s)
@@ -239,20 +239,18 @@ def test_a_scraper_that_goes_on_sending_does_not_stay(
             time.sleep(0.01)
 
 
-def test_a_scraper_that_does_not_read_does_not_stay(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scraper_that_does_not_read_is_disconnected(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmetrics, "DEADLINE_S", 0.3)
     address = serve(lambda: "x" * (64 << 20))
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
             stack.enter_context(dial(address, b"GET /metrics HTTP/1.1\r\n\r\n"))
-        wait_for(lambda: status_of(address, "/") == 404, "a place becomes free")
+        wait_for(lambda: status_of(address, "/") == 404, "a connection is closed")
 
 
-def test_the_engine_is_asked_seldom_however_often_it_is_scraped(
-    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequent_scrapes_reuse_the_last_metrics(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmetrics, "FRESH_S", 60.0)
-    asked: list[int] = []
-    address = serve(lambda: asked.append(1) or "text")  # type: ignore[func-returns-value]
+    collected: list[int] = []
+    address = serve(lambda: collected.append(1) or "text")  # type: ignore[func-returns-value]
     assert [get(address)[0] for _ in range(20)] == [200] * 20
-    assert len(asked) == 1
+    assert len(collected) == 1

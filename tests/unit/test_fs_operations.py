@@ -1,4 +1,4 @@
-"""What a call on a file must not miss when another on its path, or its last close, runs at the same time."""
+"""Races of file operations with other calls on the same path and with the last close."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def notifier() -> Mock:
 
 @pytest.fixture
 def operations(tmp_path: Path, engine: Mock, notifier: Mock) -> Iterator[LlmcacheOperations]:
-    """Operations on a directory with a file that has two names; no engine, no kernel."""
+    """Operations on a directory with a file that has two names, without an engine and a kernel."""
     (tmp_path / "a.kv").write_bytes(b"x" * 10)
     os.link(tmp_path / "a.kv", tmp_path / "b.kv")
     made = LlmcacheOperations(SourceTree(str(tmp_path)), engine, Mock(), WritePolicy(everything=True))
@@ -48,10 +48,10 @@ def operations(tmp_path: Path, engine: Mock, notifier: Mock) -> Iterator[Llmcach
 
 
 def are_open(directory: Path) -> int:
-    """Return how many descriptors this process has of files in a directory."""
+    """Return how many descriptors this process has open below a directory."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # of the listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             count += os.readlink(f"/proc/self/fd/{fd}").startswith(f"{directory}/")
     return count
 
@@ -65,10 +65,10 @@ CALLS: dict[str, Callable[[LlmcacheOperations], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_file_that_is_closed_meanwhile(
+def test_a_file_that_is_closed_during_a_call_keeps_its_descriptor(
     operations: LlmcacheOperations, tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its descriptor was closed under the call, which failed then with EIO, or looked at another file of that number."""
+    """If the descriptor is closed during the call, the call fails with EIO or uses another file of that number."""
     number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
     record, handles = Backing.record, [number]
 
@@ -85,10 +85,10 @@ def test_a_file_that_is_closed_meanwhile(
 
 
 @pytest.mark.parametrize("released", ["before", "while", "late", "after"])
-def test_a_deleted_file_is_let_go_with_its_last_release(
+def test_a_deleted_file_is_freed_with_its_last_release(
     operations: LlmcacheOperations, engine: Mock, tmp_path: Path, released: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libfuse deletes the hidden name only if the last release came after it had hidden the file; space was lost else."""
+    """libfuse deletes the hidden name only if the last release follows the hiding; otherwise its space would be lost."""
     number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
     assert are_open(tmp_path) > 0
     hidden = "/.fuse_hidden0000000300000001"
@@ -109,7 +109,7 @@ def test_a_deleted_file_is_let_go_with_its_last_release(
 
 
 def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release a handle at the first moment at which its file is known to be hidden."""
+    """Release a handle at the first moment at which its file is marked as hidden."""
 
     def setting(backing: Backing, name: str, value: object) -> None:
         object.__setattr__(backing, name, value)
@@ -121,10 +121,10 @@ def _release_once_hidden(operations: LlmcacheOperations, number: int, monkeypatc
 
 @pytest.mark.parametrize("renamed", ["before", "while"])
 @pytest.mark.parametrize("learned", range(4))
-def test_pages_are_dropped_of_a_file_that_is_being_renamed(
+def test_pages_of_a_file_that_is_being_renamed_are_dropped(
     operations: LlmcacheOperations, engine: Mock, notifier: Mock, renamed: str, learned: int
 ) -> None:
-    """libfuse learns of a rename when its call has returned: meanwhile it knows no inode by the new name."""
+    """Until the rename returns, libfuse finds no inode under the new name."""
     nodes = {"/a.kv": "the inode"}
     dropped: list[str] = []
     asked: list[str] = []
@@ -149,10 +149,10 @@ def test_pages_are_dropped_of_a_file_that_is_being_renamed(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-def test_what_cannot_be_written_does_not_replace_what_is_being_written(
+def test_a_read_only_file_is_not_opened_while_its_predecessor_is_written(
     operations: LlmcacheOperations, tmp_path: Path
 ) -> None:
-    """Who writes would get errors from then on; so nobody opens the new file before they have closed the old one."""
+    """Writes would fail from then on, so the new file cannot be opened before the writers have closed the old one."""
     number, _ = operations.open("/a.kv", os.O_RDWR, NOBODY_ELSE)
     fixed = tmp_path / "fixed"
     fixed.write_bytes(b"fixed")
@@ -169,11 +169,11 @@ def test_what_cannot_be_written_does_not_replace_what_is_being_written(
         unmount(tmp_path / "a.kv")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have a file that another user may not write")
-def test_what_takes_the_place_of_a_file_is_not_cut_in_its_stead(
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a file that another user may not write")
+def test_truncate_spares_a_file_that_replaced_the_original(
     operations: LlmcacheOperations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root opens another file of that name between a user's right to the first one and the cut."""
+    """Between the permission check and the truncation, root replaces the file and opens the new one."""
     tmp_path.chmod(0o755)
     os.chown(tmp_path / "a.kv", 65534, 65534)
     (tmp_path / "private").write_bytes(b"secret" * 10)
@@ -181,7 +181,7 @@ def test_what_takes_the_place_of_a_file_is_not_cut_in_its_stead(
     change = Backing.own_change
 
     with ThreadPoolExecutor(1) as root:
-        root.submit(os.getpid).result()  # it has its rights before the user's are taken on
+        root.submit(os.getpid).result()  # start the thread before the process acts as the user
 
         def late(backing: Backing) -> AbstractContextManager[None]:
             root.submit((tmp_path / "private").replace, tmp_path / "a.kv").result()
@@ -196,7 +196,7 @@ def test_what_takes_the_place_of_a_file_is_not_cut_in_its_stead(
 
 
 def thread_states() -> int:
-    """Return how many states of threads the interpreter has."""
+    """Return how many thread states the interpreter has."""
     api = ctypes.pythonapi
     for function in (api.PyInterpreterState_Get, api.PyInterpreterState_ThreadHead, api.PyThreadState_Next):
         function.restype = ctypes.c_void_p
@@ -206,8 +206,8 @@ def thread_states() -> int:
     return count
 
 
-def test_a_worker_that_ends_leaves_nothing() -> None:
-    """Threads that C made, as libfuse before 3.12 does for each burst of requests."""
+def test_a_worker_thread_that_ends_leaves_no_thread_state() -> None:
+    """Before version 3.12, libfuse creates threads in C for each burst of requests."""
     call, libc, seen = Callbacks(Mock(), Mock(), Mock()).guarded("release"), ctypes.CDLL(None), []
     assert call is not None
 

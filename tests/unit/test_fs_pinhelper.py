@@ -1,4 +1,4 @@
-"""Which files the pin helper opens, when it ends, and which ranges it has locked."""
+"""The pin helper: which files it opens, which ranges it locks and unlocks, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.property.kernel import wait_until
 from tests.unit.fs_parts import MIB
 
 
-def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_only_regular_files_below_the_mount_are_opened(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "file").write_bytes(b"x" * 5000)
     mount = tmp_path / "mnt"
@@ -44,8 +44,8 @@ def test_only_regular_files_below_the_mount_are_opened_and_no_link_is_followed(t
     helper.handle({"op": "detach", "path": "/dir/file"})
 
 
-def test_a_reply_that_nobody_waits_for_any_more_ends_it_without_a_word(tmp_path: Path) -> None:
-    """A daemon that is killed closes its pipes a moment before the helper is killed for it."""
+def test_a_closed_pipe_ends_the_helper_silently(tmp_path: Path) -> None:
+    """The pipes of a killed daemon close just before its helper is killed."""
     command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getpid())]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as helper:
         assert helper.stdin is not None and helper.stdout is not None and helper.stderr is not None
@@ -69,29 +69,29 @@ def helper(tmp_path: Path) -> Iterator[Helper]:
 
 
 def change(helper: Helper, operation: str, offset_mib: int, length_mib: int) -> dict[str, Any]:
-    """Lock or unlock a part of the file; returns the reply."""
+    """Lock or unlock a range of the file and return the reply."""
     return helper.handle(
         {"op": operation, "path": "/file", "offset": offset_mib * MIB, "length": length_mib * MIB, "free": []}
     )
 
 
-def test_what_is_unlocked_without_a_request_is_reported(helper: Helper) -> None:
-    """As memory.high is exceeded: with the next reply."""
-    before = told(os.getpid(), "VmLck")
+def test_ranges_unlocked_without_a_request_are_reported(helper: Helper) -> None:
+    """The helper unlocks when memory.high is exceeded and reports it with the next reply."""
+    before = status_bytes(os.getpid(), "VmLck")
     for at in range(3):
         reply = change(helper, "lock", at * 2, 2)
         assert "errno" not in reply and "given" not in reply
     helper.give(3 * MIB)
-    assert told(os.getpid(), "VmLck") - before == 3 * MIB
+    assert status_bytes(os.getpid(), "VmLck") - before == 3 * MIB
     assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0, "given": [("/file", 3 * MIB, 3 * MIB)]}
     assert helper.handle({"op": "detach", "path": "/file"}) == {}
-    assert told(os.getpid(), "VmLck") == before
+    assert status_bytes(os.getpid(), "VmLck") == before
 
 
 def test_memory_is_unlocked_in_one_call(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above memory.high the kernel may suspend the helper for seconds after each call."""
-    before = told(os.getpid(), "VmLck")
-    for at in range(19, -1, -1):  # not in order, and with gaps
+    """Above memory.high, the kernel may suspend the helper for seconds after each call."""
+    before = status_bytes(os.getpid(), "VmLck")
+    for at in range(19, -1, -1):  # out of order, and with gaps
         change(helper, "lock", 2 * at, 1)
     change(helper, "unlock", 36, 3)
     calls: list[tuple[int, int]] = []
@@ -104,15 +104,15 @@ def test_memory_is_unlocked_in_one_call(helper: Helper, monkeypatch: pytest.Monk
     monkeypatch.setattr(pinhelper, "unlock", unlock)
     helper.give(5 * MIB + 1)
     assert len(calls) == 1
-    assert told(os.getpid(), "VmLck") - before == 13 * MIB - 4096
+    assert status_bytes(os.getpid(), "VmLck") - before == 13 * MIB - 4096
     assert helper.given == [("/file", 25 * MIB - 4096, 10 * MIB + 4096)]
     helper.give(100 * MIB)
     assert len(calls) == 2
-    assert told(os.getpid(), "VmLck") == before
+    assert status_bytes(os.getpid(), "VmLck") == before
 
 
-def test_what_is_given_is_not_what_was_refused(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses to split a range where a process has as many of them as it may have."""
+def test_ranges_whose_unlock_was_refused_are_not_reported(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses to split a range when the process has the maximum number of mappings."""
     change(helper, "lock", 0, 10)
     refused = [-1, 0]
     monkeypatch.setattr(pinhelper, "unlock", lambda *_: refused.pop(0))
@@ -125,7 +125,7 @@ def test_what_is_given_is_not_what_was_refused(helper: Helper, monkeypatch: pyte
     assert not helper.given and helper.files["/file"].locked == [(0, 10 * MIB)]
 
 
-def test_what_exceeds_memory_high_is_what_cannot_be_reclaimed(tmp_path: Path) -> None:
+def test_the_excess_over_memory_high_excludes_reclaimable_memory(tmp_path: Path) -> None:
     limits = HighLimits()
     limits.groups = []
     for name, high, used in (("a", "max", 900), ("b", "300", 500), ("c", "300", 450)):
@@ -147,21 +147,21 @@ def test_what_exceeds_memory_high_is_what_cannot_be_reclaimed(tmp_path: Path) ->
 MADV_DONTNEED_LOCKED = 24
 
 
-def test_what_is_not_mapped_any_more_is_locked_again(helper: Helper) -> None:
+def test_locked_pages_that_were_unmapped_are_locked_again(helper: Helper) -> None:
     for at in range(0, 40, 4):
         change(helper, "lock", at, 4)
     for at in (9, 37):
         assert pinhelper.libc.madvise(helper.files["/file"].address + at * MIB, MIB, MADV_DONTNEED_LOCKED) == 0
     assert helper.handle({"op": "check", "path": "", "look": 0}) == {"again": 0}
     found = [helper.handle({"op": "check", "path": "", "look": 1})["again"] for _ in range(10)]
-    assert sum(found) == 24 * MIB and 0 in found  # in pieces of 16 MiB
-    assert told(os.getpid(), "VmLck") >= 40 * MIB
+    assert sum(found) == 24 * MIB and 0 in found  # in steps of 16 MiB
+    assert status_bytes(os.getpid(), "VmLck") >= 40 * MIB
     assert helper.charges.all_mapped(helper.files["/file"].address, 40 * MIB)
 
 
-def test_what_was_unlocked_is_not_locked_again(helper: Helper) -> None:
-    """Unlocks begin and end elsewhere than the locks did."""
-    before = told(os.getpid(), "VmLck")
+def test_unlocked_ranges_are_not_locked_again(helper: Helper) -> None:
+    """The unlocked ranges have other borders than the locked ones."""
+    before = status_bytes(os.getpid(), "VmLck")
     change(helper, "lock", 0, 16)
     change(helper, "lock", 16, 8)
     change(helper, "unlock", 4, 2)
@@ -169,7 +169,7 @@ def test_what_was_unlocked_is_not_locked_again(helper: Helper) -> None:
     change(helper, "unlock", 23, 1)
     for _ in range(10):
         assert helper.handle({"op": "check", "path": "", "look": 1}) == {"again": 0}
-    assert told(os.getpid(), "VmLck") - before == 15 * MIB
+    assert status_bytes(os.getpid(), "VmLck") - before == 15 * MIB
 
 
 FIRST_PROCESS = """
@@ -187,14 +187,14 @@ service.stop()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and util-linux")
-def test_a_daemon_may_be_the_first_process_of_its_container(tmp_path: Path) -> None:
+def test_a_daemon_can_be_the_first_process_of_its_container(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(MIB))
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", FIRST_PROCESS]
     done = subprocess.run([*inside, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == [str(MIB)], done
 
 
-def test_a_helper_whose_daemon_is_gone_ends(tmp_path: Path) -> None:
+def test_a_helper_without_a_daemon_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", pinhelper.__file__, str(tmp_path), str(os.getppid())]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE) as helper:
         assert helper.wait(60) == 0
@@ -202,7 +202,7 @@ def test_a_helper_whose_daemon_is_gone_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[PinService]:
-    """A service whose helper has two files of 64 MiB, one of them locked."""
+    """A service whose helper has attached two files of 64 MiB and locked one of them."""
     if lockable_bytes() < UNLIMITED:
         pytest.skip("memory cannot be locked")
     service = PinService(lambda _path, _node: None, lambda *_failed: None, lambda _for_good: None)
@@ -216,15 +216,15 @@ def service(tmp_path: Path) -> Iterator[PinService]:
     service.stop()
 
 
-def told(pid: int, field: str) -> int:
-    """What the kernel says of a helper's memory."""
+def status_bytes(pid: int, field: str) -> int:
+    """Return a field of a process's memory status in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def locked(pid: int) -> int:
-    """What a helper has locked of the tests' files: with cgroup v2 it locks its own program too."""
+    """Return the bytes that a helper has locked in files of the tests; with cgroup v2 it also locks its own program."""
     total = size = 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         word, *rest = line.split()
@@ -238,21 +238,21 @@ def locked(pid: int) -> int:
 
 
 def unlock_every_second(service: PinService) -> None:
-    """As pins that are spread through a loop are given up."""
+    """Unlock every second MiB, as for pins spread through a loop."""
     for at in range(0, 64, 2):
         service.unlock("/a", at * MIB, MIB)
 
 
 CHANGES: dict[str, tuple[Callable[[PinService], None], int]] = {
     "parts": (unlock_every_second, 32),
-    "part of what was locked in two": (lambda service: service.unlock("/a", 15 * MIB, 2 * MIB), 62),
+    "a range across two locks": (lambda service: service.unlock("/a", 15 * MIB, 2 * MIB), 62),
     "detached": (lambda service: service.detach("/a"), 0),
-    "another in its place": (lambda service: service.rename("/b", "/a"), 0),
+    "replaced by another file": (lambda service: service.rename("/b", "/a"), 0),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_locked_is_known(service: PinService, change: str) -> None:
+def test_locked_bytes_follow_each_change(service: PinService, change: str) -> None:
     act, left = CHANGES[change]
     act(service)
     service.settle(60)
@@ -260,18 +260,18 @@ def test_what_is_locked_is_known(service: PinService, change: str) -> None:
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 0])
-def test_what_is_given_up_when_the_helper_has_died_is_not_locked_once_more(service: PinService, left: int) -> None:
-    """The OOM killer may have taken it: the same again would bring it back."""
+def test_ranges_released_after_the_helper_died_are_not_locked_again(service: PinService, left: int) -> None:
+    """The OOM killer may have killed it, and the same locks would trigger it again."""
     service.on_lost = lambda _for_good: service.unlock("/a", 0, 64 * MIB - left)
     before = service.pid
     os.kill(before, signal.SIGKILL)
-    service.unlock("/b", 0, MIB)  # who asks finds out
-    wait_until(lambda: service.pid != before and service.locked_bytes == left, "what is left is locked")
+    service.unlock("/b", 0, MIB)  # the request reveals the dead helper
+    wait_until(lambda: service.pid != before and service.locked_bytes == left, "the rest is locked again")
     service.lock("/b", 0, MIB)
     service.settle(60)
-    wait_until(lambda: service.locked_bytes == left + MIB, "it goes on")
+    wait_until(lambda: service.locked_bytes == left + MIB, "the service works again")
     assert locked(service.pid) == left + MIB
-    assert told(service.pid, "VmHWM") < 32 * MIB
+    assert status_bytes(service.pid, "VmHWM") < 32 * MIB
 
 
 PAGE = 4096
@@ -279,7 +279,7 @@ PAGE = 4096
 
 @pytest.fixture
 def map_count() -> int:
-    """How many parts the kernel lets one process have its memory in; no more than a test can fill."""
+    """Return the maximum number of mappings per process; skip the test if it cannot be reached."""
     count = int(holders.MAP_COUNT.read_text())
     if count > 1 << 17:
         pytest.skip(f"vm.max_map_count is {count}")
@@ -287,12 +287,12 @@ def map_count() -> int:
 
 
 def all_locked(service: PinService) -> int:
-    """Bytes that the kernel says the helpers have locked."""
+    """Return the bytes that the helpers have locked according to the kernel."""
     return sum(map(locked, service.pids))
 
 
-def test_more_runs_are_locked_than_one_process_may_have(service: PinService, tmp_path: Path, map_count: int) -> None:
-    """Every second page of a file: each of them takes two parts of a process' memory."""
+def test_more_ranges_are_locked_than_one_process_may_map(service: PinService, tmp_path: Path, map_count: int) -> None:
+    """Every second page of a file is locked; each takes two mappings."""
     failed: list[tuple[object, ...]] = []
     service.on_failed = lambda *what: failed.append(what)
     runs = map_count // 2 + 1000
@@ -306,24 +306,24 @@ def test_more_runs_are_locked_than_one_process_may_have(service: PinService, tmp
     assert not failed
     assert service.locked_bytes == all_locked(service) == before + PAGE * runs
     assert len(service.pids) > 1
-    service.lock("/many", PAGE, PAGE)  # between two of the first helper
+    service.lock("/many", PAGE, PAGE)  # between two ranges of the first helper
     service.rename("/many", "/much")
     service.unlock("/much", 0, 2 * PAGE * (runs // 2))
     service.settle(300)
     assert service.locked_bytes == all_locked(service) == before + PAGE * (runs - runs // 2)
-    os.kill(service.pids[1], signal.SIGKILL)  # while it is asked nothing
+    os.kill(service.pids[1], signal.SIGKILL)  # while no request is pending
     left = set(service.pids[:1])
-    wait_until(lambda: left < set(service.pids), "another one has what it had")
-    wait_until(lambda: service.locked_bytes == before + PAGE * (runs - runs // 2), "all is locked again")
+    wait_until(lambda: left < set(service.pids), "a new helper takes over its ranges")
+    wait_until(lambda: service.locked_bytes == before + PAGE * (runs - runs // 2), "all ranges are locked again")
     service.detach("/much")
     service.settle(60)
     assert service.locked_bytes == all_locked(service) == before
 
 
-def test_what_cannot_be_unlocked_counts_as_locked_and_is_tried_again(
+def test_a_refused_unlock_counts_as_locked_and_is_retried(
     service: PinService, tmp_path: Path, map_count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An unlock within a run needs two more parts of the process' memory."""
+    """An unlock inside a range needs two more mappings."""
     pages = map_count + 2000
     with (tmp_path / "many").open("wb") as file:
         file.truncate(PAGE * pages)
@@ -335,12 +335,12 @@ def test_what_cannot_be_unlocked_counts_as_locked_and_is_tried_again(
     assert service.locked_bytes == all_locked(service) > 64 * MIB + PAGE * (pages // 2 + 100)
     assert sum("cannot unlock" in record.message for record in caplog.records) == 1
     service.unlock("/many", 0, PAGE * (pages // 2))
-    wait_until(lambda: service.locked_bytes == 64 * MIB + PAGE * (pages // 4), "what was refused is unlocked")
+    wait_until(lambda: service.locked_bytes == 64 * MIB + PAGE * (pages // 4), "the refused ranges are unlocked")
     assert all_locked(service) == service.locked_bytes
 
 
-def test_a_helper_that_is_full_is_spared(service: PinService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours of a run go to its helper as long as that has room for the holes that unlocks may make."""
+def test_a_full_helper_gets_no_more_ranges(service: PinService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjacent ranges go to the same helper while it has mappings left for the holes that unlocks may make."""
     count = tmp_path / "max_map_count"
     count.write_text("8\n")
     monkeypatch.setattr(holders, "MAP_COUNT", count)

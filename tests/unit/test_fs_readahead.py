@@ -1,4 +1,4 @@
-"""Read-ahead of a device that several mounts change: one note for all partitions, and no value lost."""
+"""The read-ahead of a device that several mounts change: one saved value per disk, which is always restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmcache.fs.readahead import ReadAhead, read_ahead_file, restore_left
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of /sys in which `tmp_path` and /proc are on two partitions of one disk."""
+    """Return a /sys tree in which `tmp_path` and /proc are on two partitions of one disk."""
     monkeypatch.setattr(control, "directory", lambda _uid: str(tmp_path / "run"))
     root, disk = tmp_path / "root", tmp_path / "root/sys/devices/virtual/block/vdx"
     (disk / "queue").mkdir(parents=True)
@@ -44,9 +44,7 @@ def test_partitions_of_a_disk_share_its_setting(root: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_value_that_cannot_be_written_back_is_not_forgotten(
-    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_value_that_cannot_be_restored_is_kept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setting = read_ahead_file("/proc", root)
     assert setting is not None
     mount = ReadAhead("/proc", 32 << 10, root)
@@ -64,7 +62,7 @@ def test_a_value_that_cannot_be_written_back_is_not_forgotten(
     assert setting.read_text() == "128\n"
 
 
-def test_a_disk_that_is_gone_is_forgotten(root: Path, tmp_path: Path) -> None:
+def test_the_value_of_a_removed_disk_is_deleted(root: Path, tmp_path: Path) -> None:
     setting = read_ahead_file("/proc", root)
     assert setting is not None
     mount = ReadAhead("/proc", 32 << 10, root)
@@ -77,8 +75,8 @@ def test_a_disk_that_is_gone_is_forgotten(root: Path, tmp_path: Path) -> None:
         ReadAhead("/proc", 32 << 10, root)
 
 
-def test_a_note_that_was_cut_short_restores_nothing(root: Path, tmp_path: Path) -> None:
-    """By a full disk, or a machine that stopped: the setting had not been changed then."""
+def test_a_truncated_saved_value_is_ignored(root: Path, tmp_path: Path) -> None:
+    """A full disk or a crash can truncate it; the setting had not been changed at that time."""
     setting = read_ahead_file("/proc", root)
     assert setting is not None
     (tmp_path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Accessed bits and requests: which experts and extents are used, and by which programs."""
+"""Accessed bits and requests: experts and extents in use, and the programs that use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
 
 
-def test_a_use_that_a_request_has_shown_is_not_counted_again() -> None:
+def test_a_use_that_a_request_showed_is_counted_once() -> None:
     """The first use of an expert that is fetched, or whose tripwire is read, also sets its accessed bit."""
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state), state.mixtures
@@ -40,8 +40,8 @@ def test_a_use_that_a_request_has_shown_is_not_counted_again() -> None:
     assert state.counters.hit_bytes == 2 * mixture.sizes[9]
 
 
-def test_the_programs_that_read_a_file_are_known_from_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread stands for its program, until that ends."""
+def test_requests_identify_the_programs_that_read_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread id stands for its process until the process ends."""
     path = tmp_path / "file"
     path.write_bytes(bytes(2 * BLOCK_BYTES))
     code = (
@@ -68,8 +68,8 @@ def test_the_programs_that_read_a_file_are_known_from_requests(tmp_path: Path, m
     assert programs.of_node(status.st_ino) is None
 
 
-def test_accessed_bits_of_pages_that_several_programs_map_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not clear them."""
+def test_accessed_bits_of_shared_pages_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not clear the bits of pages that several programs map."""
     mixture = mixture_of(new_state(64 * MIB))
     tables = Mock(accessed=lambda _pid, addresses: [address != 0 for address in addresses])
     monkeypatch.setattr(samples, "PageTables", lambda: tables)

@@ -1,4 +1,4 @@
-"""Service threads are run again after failures, refused system calls are found at start, and the mount table is watched."""
+"""Service threads restart after failures, refused system calls are detected at start, the mount table is watched."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmcache.procfs import MountWatch, mounts
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Services:
-    """Services that are run again at once."""
+    """Return services that restart without a pause."""
     monkeypatch.setattr(services, "PAUSE_S", 0.0)
     return Services()
 
 
-def test_a_service_that_fails_is_run_again(quick: Services, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_fails_is_restarted(quick: Services, caplog: pytest.LogCaptureFixture) -> None:
     outcomes = iter([ValueError("one"), KeyError("two"), None])
 
     def work() -> None:
@@ -38,7 +38,7 @@ def test_a_service_that_fails_is_run_again(quick: Services, caplog: pytest.LogCa
     assert "service loader" in caplog.text and "ValueError: one" in caplog.text and "Traceback" in caplog.text
 
 
-def test_one_that_fails_again_and_again_ends(quick: Services) -> None:
+def test_a_service_that_keeps_failing_is_stopped(quick: Services) -> None:
     broken = threading.Event()
     names: list[str] = []
 
@@ -58,7 +58,7 @@ REFUSING = """
 import ctypes, struct, sys
 from llmcache.fs import syscalls
 libc = ctypes.CDLL(None, use_errno=True)
-# load the number of the call; refuse one with EPERM, allow all others
+# load the number of the call; refuse the given one with EPERM, allow all others
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
 filters = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in code))
 program = struct.pack("<H6xQ", len(code), ctypes.addressof(filters))
@@ -70,7 +70,7 @@ print(syscalls.refusal())
 @pytest.mark.parametrize(
     ("number", "name"), [(434, "pidfd_open"), (451, "cachestat"), (440, "process_madvise"), (9999, None)]
 )
-def test_a_system_call_that_a_container_refuses_is_known_at_start(number: int, name: str | None) -> None:
+def test_refused_system_calls_are_detected_at_start(number: int, name: str | None) -> None:
     done = subprocess.run([sys.executable, "-c", REFUSING, str(number)], capture_output=True, text=True, check=True)
     expected = (
         "None" if name is None else f"the kernel or a seccomp filter refuses the system call {name}: Operation not permitted"
@@ -78,7 +78,7 @@ def test_a_system_call_that_a_container_refuses_is_known_at_start(number: int, n
     assert done.stdout.strip() == expected
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to mount needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_the_mount_table_is_read_again_only_after_a_change(tmp_path: Path) -> None:
     looks: list[int] = []
     watch = MountWatch(lambda: looks.append(len(mounts())))

@@ -1,4 +1,4 @@
-"""Settings of a mount: their origins, errors that name the key, and how they are shown."""
+"""Settings of a mount: origins, errors that name the key, and their display."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def origins(flags: Mapping[str, Any], config: Path | None, environment: Mapping[
     return {name: (setting.value, setting.origin) for name, setting in found.items()}
 
 
-def test_flags_come_before_the_environment_before_the_file_before_defaults(config: Path) -> None:
+def test_precedence_is_flags_environment_file_defaults(config: Path) -> None:
     environment = {"LLMCACHE_MODE": "steer", "LLMCACHE_CACHE": "7G", "LLMCACHE_CI": "1", "HOME": "/"}
     found = origins({"cache": "8G", "mode": None, "pin": (), "options": ()}, config, environment)
     assert found["cache"] == ("8G", FLAG)
@@ -52,7 +52,7 @@ def test_flags_come_before_the_environment_before_the_file_before_defaults(confi
     assert mount_point("/x", str(config)) == "/x" and mount_point(None, str(config)) == "/b"
 
 
-def test_every_key_can_come_from_everywhere(tmp_path: Path) -> None:
+def test_every_key_can_be_set_in_every_way(tmp_path: Path) -> None:
     for key in KEYS:
         text = {"true or false": "true", "a list of strings": '["v"]'}.get(key.kind, '"v"')
         path = tmp_path / f"{key.name}.toml"
@@ -86,7 +86,7 @@ def test_wrong_keys_and_values_are_named(tmp_path: Path, text: str, said: str) -
         assert caught.value.hint == 'write pin = ["first", "second"]'
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_missing_and_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         read_file(str(tmp_path / "none"))
     (tmp_path / "f").write_text("[mount\n")
@@ -96,7 +96,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         mount_point(None, None)
 
 
-def test_the_environment_is_checked() -> None:
+def test_values_of_environment_variables_are_checked() -> None:
     assert origins({}, None, {"LLMCACHE_PIN": "a.gguf:b.gguf"})["pin"][0] == ("a.gguf", "b.gguf")
     for name, value, said in (
         ("LLMCACHE_RW", "maybe", "LLMCACHE_RW: 'maybe'"),
@@ -108,7 +108,7 @@ def test_the_environment_is_checked() -> None:
             mount.request_of(resolve(PLACES, None, {name: value}))
 
 
-def test_options_of_fstab_are_settings_mount_options_or_noise() -> None:
+def test_fstab_options_are_split_into_settings_and_mount_options() -> None:
     words = ["rw,nofail,_netdev,x-systemd.automount,cache=6G,pin=a,pin=b", "writable,access-log=/l.parquet,ro,mode,rw=1"]
     rest, own = split_options(words)
     assert own == {"cache": "6G", "pin": ("a", "b"), "rw": True, "access_log": "/l.parquet"}
@@ -121,7 +121,7 @@ def test_options_of_fstab_are_settings_mount_options_or_noise() -> None:
     assert request.options[0].endswith("nosuid,allow_other")
 
 
-def test_no_glob_for_spill_files_makes_a_mount_read_only(tmp_path: Path) -> None:
+def test_a_mount_without_spill_globs_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text("[mount]\nspill = []\n")
     for flags, config in (({"spill": ("",)}, None), ({}, str(tmp_path / "f.toml"))):
         request = mount.request_of(resolve({**PLACES, **flags}, config, {}))

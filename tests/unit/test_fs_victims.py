@@ -1,4 +1,4 @@
-"""Who leaves the page cache first, and that enough leaves but not more."""
+"""The order of eviction, and its amount: enough but not more."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def victims(state: CacheState) -> list[tuple[str, int]]:
 
 
 def squeeze(state: CacheState, bytes_to_go: int) -> None:
-    """A limit that asks for `bytes_to_go`."""
+    """Set a limit that requires evicting `bytes_to_go`."""
     state.limit_bytes = state.used_bytes - bytes_to_go
 
 
-def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_given_back() -> None:
+def test_spare_memory_is_used_and_only_what_others_need_is_released() -> None:
     state = new_state(8 * MIB)
     group = new_group(state, "file", 32)
     bring(state, group, list(range(4)), TOUCHED, LONG_AGO)
@@ -45,26 +45,26 @@ def test_memory_that_nobody_wants_is_filled_whole_and_only_what_is_wanted_is_giv
         state.set_slack(-2 * MIB)
         assert len(victims(state)) == 2
         state.set_slack(-20 * MIB)
-        assert state.room_bytes == 8 * MIB, "the budget stays"
+        assert state.room_bytes == 8 * MIB, "never less than the budget"
 
 
-def test_a_reader_has_room_made_for_several_extents_at_a_time() -> None:
+def test_eviction_for_a_reader_frees_several_extents_at_a_time() -> None:
     state = new_state(64 * MIB)
     group = new_group(state, "file", 80)
     group.note(0, 1, True)
     bring(state, group, list(range(1, 63)), TOUCHED, LONG_AGO)
-    assert victims(state) == [], "half of what is kept free is left"
+    assert victims(state) == [], "half of the reserve is still free"
     bring(state, group, [63], TOUCHED, LONG_AGO)
     assert victims(state) == [("file", extent) for extent in (1, 2, 3)]
 
 
-def test_just_enough_goes_oldest_touch_first() -> None:
+def test_no_more_than_needed_is_evicted_oldest_touch_first() -> None:
     state = new_state(4 * MIB)
     group = new_group(state, "file", 10)
     bring(state, group, [5, 1, 7, 2], TOUCHED, LONG_AGO)
     assert victims(state) == [], "while there is room"
     state.asked_bytes = MIB
-    assert victims(state) == [("file", 5)], "a warm-up gets the room of an extent"
+    assert victims(state) == [("file", 5)], "a warmup gets room for one extent"
     state.asked_bytes = 0
     squeeze(state, 2 * MIB)
     assert victims(state) == [("file", 5), ("file", 1)]
@@ -72,8 +72,8 @@ def test_just_enough_goes_oldest_touch_first() -> None:
     assert first[1:4] == (1, 5 * MIB, MIB)
 
 
-def test_who_stays_whatever_is_asked_for() -> None:
-    """What is pinned, on its way, just read, or fetched ahead for somebody; others go once."""
+def test_extents_in_use_are_never_evicted() -> None:
+    """Pinned, loading, just read and freshly prefetched extents stay; all others are chosen once each."""
     state = new_state(10 * MIB)
     group = new_group(state, "loop", 10, looping=True)
     bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
@@ -87,10 +87,10 @@ def test_who_stays_whatever_is_asked_for() -> None:
     state.limit_bytes = 0
     assert sorted(victims(state)) == [("loop", extent) for extent in (0, 2, 3, 5, 7)]
     group.members[0].node = None
-    assert victims(state) == [], "nothing can be dropped of a file without a node"
+    assert victims(state) == [], "pages of a file without a node cannot be dropped"
 
 
-def test_the_order_is_as_documented() -> None:
+def test_the_order_of_eviction_is_as_documented() -> None:
     state = new_state(100 * MIB)
     rows, hot = new_group(state, "rows", 40), new_group(state, "hot", 10)
     once, loop = new_group(state, "once", 4), new_group(state, "loop", 8, looping=True)
@@ -111,7 +111,7 @@ def test_the_order_is_as_documented() -> None:
     assert order == expected
 
 
-def test_closed_files_go_before_open_ones() -> None:
+def test_closed_files_are_evicted_before_open_ones() -> None:
     state = new_state(10 * MIB)
     opened, closed = new_group(state, "opened", 2), new_group(state, "closed", 2)
     open_it(state, opened)
@@ -122,8 +122,8 @@ def test_closed_files_go_before_open_ones() -> None:
     assert victims(state) == [("closed", 0), ("closed", 1)]
 
 
-def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
-    """The kernel dropped it in part, did not store it, or storage failed: it would stay charged for ever."""
+def test_charged_extents_can_be_evicted_whatever_happened_to_their_fetch() -> None:
+    """If the kernel drops an extent in part or does not store it, or storage fails, it must not stay charged forever."""
     state = new_state(10 * MIB)
     state.pool = BufferPool(2, 0)
     backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_what_is_charged_can_go_whatever_became_of_its_fetch() -> None:
     assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
 
 
-def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
+def test_bytes_of_experts_are_counted_while_they_are_cached() -> None:
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state, layers=1, mib=2), state.mixtures
 
@@ -162,11 +162,11 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
 
     for expert in range(4):
         miss(expert)
-    miss(1)  # the kernel had reclaimed some of it
+    miss(1)  # the kernel reclaimed part of it
     miss(2, works=False)
     assert mixture.kept == [0, 1, 3] and len(cache.hot) == 3
     with state.lock:
-        assert cache.missed(mixture, 0)  # on its way: nobody's victim
+        assert cache.missed(mixture, 0)  # loading, therefore no victim
         state.resident_bytes += 100 * MIB
         cache.used_bytes += 100 * MIB
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
@@ -176,29 +176,29 @@ def test_experts_are_counted_while_they_are_there_and_only_then() -> None:
     assert cache.used_bytes == 0
 
 
-def test_a_prompt_is_brought_in_ahead_and_leaves_before_what_tokens_use() -> None:
+def test_experts_of_a_prompt_are_prefetched_and_evicted_before_those_of_tokens() -> None:
     state = new_state(1024 * MIB)
     mixture, cache = mixture_of(state, experts=64, mib=1, used=4), state.mixtures
     with state.lock:
         for _token in range(20):
             for expert in (3, 9, 20, 21, 64, 70, 71, 99):
-                assert cache.missed(mixture, expert) == [expert], "tokens miss few of a layer at a time"
+                assert cache.missed(mixture, expert) == [expert], "tokens miss few experts of a layer at a time"
                 cache.arrived(mixture, expert, True)
                 if _token < 19:
                     cache.lost(mixture, expert)
-        brought: list[int] = []
+        fetched: list[int] = []
         for expert in range(64):
             if mixture.states[expert] == ABSENT:
-                brought += cache.missed(mixture, expert)
-        assert sorted(brought) == [expert for expert in range(64) if expert not in (3, 9, 20, 21)]
-        for expert in brought:
+                fetched += cache.missed(mixture, expert)
+        assert sorted(fetched) == [expert for expert in range(64) if expert not in (3, 9, 20, 21)]
+        for expert in fetched:
             cache.arrived(mixture, expert, True)
         coldest = cache.hot.coldest(64 - 4 - 12)
     assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
-    assert set(coldest) <= set(brought)
+    assert set(coldest) <= set(fetched)
 
 
-def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> None:
+def test_readahead_around_a_fault_is_dropped_unless_it_belongs_to_cached_experts() -> None:
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state), state.mixtures
     for expert in (4, 6, 8, 9, 10):
@@ -207,16 +207,16 @@ def test_what_the_kernel_reads_around_a_fault_is_dropped_unless_it_is_kept() -> 
     reach = 64 << 10
     cache.faulted(mixture, 5, reach, 0)
     cache.faulted(mixture, 3, reach, 0)
-    assert cache.victims() == [], "memory that nobody wants keeps it"
+    assert cache.victims() == [], "it stays in spare memory"
     squeeze(state, 0)
     cache.room_bytes = cache.used_bytes
     *around, victim = cache.victims()
     assert [(offset, length, charged) for _, offset, length, charged in around] == [(12 * MIB - reach, reach, 0)]
     assert victim[3] == 4 * MIB
-    assert [debt[3] for debt in cache.victims()] == [], "it is dropped once"
+    assert [debt[3] for debt in cache.victims()] == [], "it is dropped only once"
 
 
-def test_experts_are_dropped_in_whole_pages_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_dropped_in_whole_kernel_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "PAGE_BYTES", 16384)
     mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=3 * 4096)
     mixture.states[2] = mixture.states[4] = TOUCHED
@@ -224,36 +224,36 @@ def test_experts_are_dropped_in_whole_pages_of_the_kernel(monkeypatch: pytest.Mo
     assert mixture.own(3) == [(3 * MIB + 16384, MIB - 16384)], "without the pages that it shares"
 
 
-def test_what_the_kernel_reads_beyond_the_end_of_a_slice_is_no_use_of_the_next() -> None:
+def test_readahead_beyond_a_slice_is_not_a_use_of_the_next() -> None:
     mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1)
     start, tail = mixture.layout.starts[3], 7 * BLOCK_BYTES
 
     def own(offset: int, size: int, now_ns: int = NOW) -> bool:
         return mixture.reads_on(3, start + offset, size, now_ns)
 
-    assert not own(0, WINDOW_BYTES), "nothing comes in before it"
+    assert not own(0, WINDOW_BYTES), "the slice before it is not loading"
     mixture.states[2] = LOADING
-    assert own(0, tail) and own(tail, WINDOW_BYTES), "the rest of a window, and the next"
-    assert not own(tail + WINDOW_BYTES, WINDOW_BYTES), "who goes on from there is a program"
-    assert own(tail, WINDOW_BYTES) and own(0, tail) and not own(0, tail), "in any order, but once"
-    assert own(0, tail, NOW + 10**9), "and once again with the next token"
+    assert own(0, tail) and own(tail, WINDOW_BYTES), "the rest of a window, and the next window"
+    assert not own(tail + WINDOW_BYTES, WINDOW_BYTES), "reads beyond that come from a client"
+    assert own(tail, WINDOW_BYTES) and own(0, tail) and not own(0, tail), "in any order, but only once"
+    assert own(0, tail, NOW + 10**9), "and again with the next token"
     assert not mixture.reads_on(0, mixture.layout.starts[0], tail, NOW)
     mixture.states[2], mixture.came_ns[2] = TOUCHED, 2 * NOW
     assert own(0, tail, 2 * NOW + COMING_NS // 2) and not own(tail, WINDOW_BYTES, 2 * NOW + 2 * COMING_NS), (
-        "it came long ago"
+        "the slice before it was loaded long ago"
     )
     further, now_ns = 5 * WINDOW_BYTES // 4, 2 * NOW + 2 * 10**9
     mixture.came_ns[2] = now_ns
-    assert not own(further, WINDOW_BYTES, now_ns), "so far it does not reach"
-    assert not own(0, 2 * WINDOW_BYTES, now_ns + 10**9), "it came long ago"
+    assert not own(further, WINDOW_BYTES, now_ns), "beyond the reach of a window"
+    assert not own(0, 2 * WINDOW_BYTES, now_ns + 10**9), "the slice before it was loaded long ago"
     mixture.came_ns[2] = now_ns + 10**9
-    assert own(further, WINDOW_BYTES, now_ns + 10**9), "but where windows of twice that have been seen"
+    assert own(further, WINDOW_BYTES, now_ns + 10**9), "within reach once windows of twice the size were seen"
     mixture.sweeping = True
-    assert not own(0, tail, now_ns + 2 * 10**9), "a prompt reads all"
+    assert not own(0, tail, now_ns + 2 * 10**9), "a prompt reads all experts"
 
 
 def test_no_page_of_a_request_is_stored_before_the_reply() -> None:
-    """The kernel has them locked until then, and the reply waits for the rest of the slice to be stored."""
+    """The kernel keeps them locked until the reply, which waits for the rest of the slice to be stored."""
     state = new_state(64 * MIB)
     mixture = mixture_of(state, layers=1, mib=1, first_byte=1000)
     backing = Mock(size=9 * MIB, read_into=lambda _address, size, _offset: size)
@@ -268,7 +268,7 @@ def test_no_page_of_a_request_is_stored_before_the_reply() -> None:
     assert fetch.replied == (0, 16 * BLOCK_BYTES)
 
 
-def test_pages_between_experts_leave_with_the_last_of_them() -> None:
+def test_pages_shared_by_experts_are_dropped_with_the_last_of_them() -> None:
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state, layers=1, mib=1, first_byte=1000), state.mixtures
     with state.lock:
@@ -283,13 +283,13 @@ def test_pages_between_experts_leave_with_the_last_of_them() -> None:
     assert mixture.own(3) == [(between, last - between)]
 
 
-def test_who_was_asked_for_and_is_not_used_leaves_first() -> None:
-    """And not before its layer has been computed since; others may have been used since that was seen last."""
+def test_requested_but_unused_experts_are_evicted_first() -> None:
+    """They count as unused only after their layer was computed again: uses of resident experts are sampled."""
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state, layers=3), state.mixtures
 
-    def leaves() -> set[int]:
-        """Who leaves where one has to."""
+    def evicted() -> set[int]:
+        """Return the experts that are evicted when one has to be."""
         before = set(mixture.kept)
         squeeze(state, 0)
         cache.room_bytes = cache.used_bytes
@@ -304,18 +304,18 @@ def test_who_was_asked_for_and_is_not_used_leaves_first() -> None:
             cache.used(mixture, expert)
         for expert in (5, 9):
             mixture.trip(expert)
-        assert list(mixture.unused()) == [] and leaves() == {1}, "it is the last layer that is computed"
+        assert list(mixture.unused()) == [] and evicted() == {1}, "the last layer is being computed"
         mixture.reach(3)
-        assert list(mixture.unused()) == [], "its layer is being computed"
+        assert list(mixture.unused()) == [], "the layer of the expert is being computed"
         mixture.reach(11)
-        assert list(mixture.unused()) == [5], "and 9 would be used now"
-        assert leaves() == {5}, "though 3 was used less, as far as is known"
+        assert list(mixture.unused()) == [5], "9 could be in use now"
+        assert evicted() == {5}, "although 3 has fewer known uses"
         mixture.reach(17)
-        assert list(mixture.unused()) == [9] and leaves() == {9}
+        assert list(mixture.unused()) == [9] and evicted() == {9}
 
 
-def test_tokens_whose_uses_are_not_seen_make_what_was_used_before_older() -> None:
-    """As many as come round, as far as that is seen."""
+def test_tokens_with_unseen_uses_age_earlier_uses() -> None:
+    """The number of tokens is estimated from the observed layers."""
     left: dict[int, int] = {}
     for tokens in (0, 1000):
         state = new_state(64 * MIB)
@@ -335,11 +335,11 @@ def test_tokens_whose_uses_are_not_seen_make_what_was_used_before_older() -> Non
             least = cache.hot.least()
             assert least is not None
             left[tokens] = least
-    assert left == {0: 3, 1000: 1}, "the most used, unless that was long ago"
+    assert left == {0: 3, 1000: 1}, "the least used, and after many tokens the one used long ago"
 
 
-def test_what_a_token_is_seen_to_use_is_not_counted_as_unseen_too() -> None:
-    """However often that is looked at amid a token."""
+def test_observed_uses_are_not_also_counted_as_unseen() -> None:
+    """This holds for any number of checks during a token."""
     state = new_state(64 * MIB)
     mixture, cache = mixture_of(state), state.mixtures
     hot = cache.hot
@@ -356,7 +356,7 @@ def test_what_a_token_is_seen_to_use_is_not_counted_as_unseen_too() -> None:
     assert [call.args for call in cache.hot.skip.call_args_list] == [(4 - 3,), (4 - 2,), (4,)]
 
 
-def test_a_page_that_two_slices_share_is_dropped_with_neither() -> None:
+def test_a_page_shared_by_two_slices_is_not_dropped_with_one_of_them() -> None:
     mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=100)
     start, end = mixture.layout.starts[3], mixture.layout.starts[4]
     inside = (-(-start // BLOCK_BYTES) * BLOCK_BYTES, end // BLOCK_BYTES * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The architecture, held by the syntax trees: what may import what, how long a file may get, one class for each name."""
+"""The architecture, checked on syntax trees: allowed imports, libraries behind one file, optional and heavy libraries."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ PACKAGE = sorted((ROOT / "llmcache").rglob("*.py"))
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 ALL_FILES = [*PACKAGE, *TOOLS, *sorted((ROOT / "tests").rglob("*.py"))]
 
-# What each part of the package may import from the others; a part may always import itself.
+# The parts of the package that each part may import; every part may import itself.
 BASE = {"units", "errors", "files", "arrays", "procfs", "storage", "memory"}
 ALLOWED = {
     "errors": set(),
@@ -42,9 +42,9 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-# Libraries that exactly one file may touch, so that their quirks are handled in one place.
+# Libraries that only one file may import, so that their quirks are handled in one place.
 ONLY_IN = {"mfusepy": "llmcache/fs/vfs/libfuse.py", "fuse": "llmcache/fs/vfs/libfuse.py"}
-# Modules that need the libraries of an extra: all else works without them, and starts without the seconds that they take.
+# Modules that need the libraries of an extra; all others work without them and start faster.
 EXTRAS = {
     "llmcache.kv.transformers": {"torch", "transformers"},
     "llmcache.kv.bench.subject": {"torch", "transformers"},
@@ -59,7 +59,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below `node`; expressions have none."""
+    """Yield all statements below `node`; expressions contain none."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for child in getattr(node, block, []):
             yield child
@@ -68,7 +68,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Full names of all modules that `path` imports, also inside functions; `from a import b` gives "a" and "a.b"."""
+    """Return the full names of all modules that `path` imports, also in functions; `from a import b` gives "a" and "a.b"."""
     found: list[str] = []
     for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 def part_of(module: str) -> str:
-    """The part of the package that `module` (without "llmcache.") belongs to."""
+    """Return the part of the package that `module` (without "llmcache.") belongs to."""
     parts = (part for part in ALLOWED if f"{module}.".startswith(f"{part}."))
     return max(parts, key=len, default=module.split(".")[0])
 
@@ -100,7 +100,7 @@ def test_imports_point_one_way() -> None:
             assert part == own or part in ALLOWED[own], f"{path}: {own} must not import {name}"
 
 
-def test_a_library_is_touched_in_one_file() -> None:
+def test_a_wrapped_library_is_imported_in_one_file() -> None:
     for path in PACKAGE:
         assert all(ONLY_IN.get(name.split(".")[0], relative(path)) == relative(path) for name in imports(path)), path
 
@@ -109,7 +109,7 @@ def is_below(name: str, module: str) -> bool:
     return f"{name}.".startswith(f"{module}.")
 
 
-def test_what_needs_an_extra_is_imported_only_when_it_is_used() -> None:
+def test_libraries_of_extras_are_imported_only_when_used() -> None:
     for path in PACKAGE:
         own = relative(path).removesuffix(".py").replace("/", ".")
         used = {name.split(".")[0] for name in imports(path)}
@@ -121,7 +121,7 @@ def test_what_needs_an_extra_is_imported_only_when_it_is_used() -> None:
         assert not [name for name in names for module in foreign if is_below(name, module)], path
 
 
-# The daemon loads nothing large: its memory is beside the budget, and a mount starts in a moment.
+# The daemon imports nothing large: its memory comes on top of the budget, and a mount must start quickly.
 LARGE = {"numpy", "numba", "pyarrow", "matplotlib", "distributed", "scipy", "pandas"}
 DAEMON = [
     "llmcache.cli.mount",
@@ -141,5 +141,5 @@ DAEMON = [
 ]
 
 
-def test_the_daemon_loads_nothing_large() -> None:
+def test_the_daemon_imports_no_large_library() -> None:
     assert not LARGE & loaded(f"import {', '.join(DAEMON)}")

@@ -1,4 +1,4 @@
-"""GGUF headers: what is read from good ones, and what is wrong with bad ones."""
+"""GGUF headers: layouts of valid files and errors for invalid ones."""
 
 import tracemalloc
 from unittest.mock import Mock
@@ -15,7 +15,7 @@ F32_TYPE, Q8_0_TYPE = 0, 8
 
 
 def small(**changes: object) -> Gguf:
-    """A model of two tensors, 256 values of F32 and 64 of Q8_0."""
+    """Return a model of two tensors, 256 values of F32 and 64 of Q8_0."""
     gguf = Gguf(data_bytes=1024 + 68, **changes)  # type: ignore[arg-type]
     gguf.key("general.architecture", STRING, "llama").key("llama.block_count", U32, 1)
     gguf.array("tokenizer.ggml.tokens", STRING, [gguf.text(f"word {i}") for i in range(5)])
@@ -55,7 +55,7 @@ def test_every_value_type_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
-def test_the_alignment_of_the_file_counts(alignment: int) -> None:
+def test_the_alignment_of_the_file_is_used(alignment: int) -> None:
     gguf = Gguf(alignment=alignment, data_bytes=alignment * 16 + 4).key("general.alignment", U32, alignment)
     gguf.tensor("a", [1], F32_TYPE, 0).tensor("b", [1], F32_TYPE, alignment * 16)
     layout = layout_of(gguf.file())
@@ -63,16 +63,16 @@ def test_the_alignment_of_the_file_counts(alignment: int) -> None:
     assert layout.tensors[1].offset == layout.header_bytes + alignment * 16
 
 
-def test_shards_say_which_they_are() -> None:
+def test_shards_are_identified_by_their_headers() -> None:
     gguf = small().key("split.no", U16, 1).key("split.count", U16, 3)
-    assert layout_of(gguf.file(), "blob-123").shard == (1, 3), "whatever the file is called"
+    assert layout_of(gguf.file(), "blob-123").shard == (1, 3), "whatever the name of the file"
     assert layout_of(small().key("split.no", U16, 0).key("split.count", U16, 1).file()).shard is None
     empty = Gguf().key("split.no", U16, 0).key("split.count", U16, 2).header()
     layout = layout_of(empty)
     assert layout.tensors == () and layout.header_bytes == len(empty)
 
 
-def test_only_the_header_is_read_and_a_large_tokenizer_is_skipped_in_few_reads() -> None:
+def test_only_the_header_is_read_in_few_calls() -> None:
     gguf = small()
     read = Reads(gguf.file() + bytes(10_000_000))
     assert read_layout(read, len(read.content), "model.gguf") is not None and read.total_bytes < 70_000
@@ -89,7 +89,7 @@ def test_only_the_header_is_read_and_a_large_tokenizer_is_skipped_in_few_reads()
     assert read.furthest <= layout.header_bytes + 2**20
     content = small().file()
     layout = read_layout(lambda offset, size: content[offset : offset + min(size, 7)], len(content), "m.gguf")
-    assert layout is not None and len(layout.tensors) == 2, "a reader that gives less than asked is asked again"
+    assert layout is not None and len(layout.tensors) == 2, "short reads are continued"
 
 
 SAME_NAME = Gguf(data_bytes=64).tensor("t", [4], F32_TYPE, 0).tensor("t", [4], F32_TYPE, 32)
@@ -122,12 +122,12 @@ BAD_HEADERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_HEADERS.values(), ids=BAD_HEADERS)
-def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
+def test_invalid_headers_are_refused_with_a_reason(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_layout(*reading(content), "model.gguf")
 
 
-def test_errors_of_the_disk_pass_through_and_other_files_are_no_models() -> None:
+def test_disk_errors_pass_through_and_other_files_are_not_models() -> None:
     with pytest.raises(OSError, match="Input/output"):
         read_layout(Mock(side_effect=OSError(5, "Input/output error")), 100, "model.gguf")
     for content in (b"", b"GG", b"ELF and more", b"{}"):
@@ -141,6 +141,6 @@ def test_the_type_table_agrees_with_the_gguf_package() -> None:
     for kind, (values, size_bytes) in GGML_QUANT_SIZES.items():
         ours = GGML_TYPES[int(kind)]
         assert ours[0] == kind.name
-        # The package counts float32 scales in Q8_1; ggml has stored float16 since 2023. No file holds the type.
+        # The package counts float32 scales in Q8_1; ggml has stored float16 since 2023. No file contains this type.
         if kind.name != "Q8_1":
             assert ours[1:] == (values, size_bytes), kind.name

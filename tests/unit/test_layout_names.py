@@ -1,4 +1,4 @@
-"""Names of files in generated hub caches and Ollama stores, while links and manifests come, change and lie."""
+"""Names of blobs in generated hub caches and Ollama stores, with changing, hostile and missing links and manifests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def names(tmp_path: Path) -> Iterator[ModelNames]:
 
 
 def in_cache(snapshot: Path, name: str) -> str:
-    """The path, below the hub cache, of the blob that a link of a snapshot leads to."""
+    """Return the path, below the hub cache, of the blob that a link of a snapshot points to."""
     return f"/{snapshot.parents[1].name}/blobs/{blob_of(snapshot / name)}"
 
 
-def test_a_hub_cache_names_its_blobs(names: ModelNames, tmp_path: Path) -> None:
+def test_links_of_a_hub_cache_name_its_blobs(names: ModelNames, tmp_path: Path) -> None:
     snapshot = hub_snapshot(tmp_path, "org/tiny", {SHARDS[0]: b"one", SHARDS[1]: b"two", "sub/config.json": b"{}"})
     names.scan()
     blobs = [in_cache(snapshot, name) for name in SHARDS]
@@ -57,7 +57,7 @@ def test_a_directory_of_one_repository_names_its_blobs(tmp_path: Path) -> None:
     names.close()
 
 
-def test_revisions_and_caches_are_told_apart_where_their_files_differ(names: ModelNames, tmp_path: Path) -> None:
+def test_names_include_the_revision_or_cache_where_files_differ(names: ModelNames, tmp_path: Path) -> None:
     old = hub_snapshot(tmp_path / "a", "org/tiny", {SHARDS[0]: b"one", SHARDS[1]: b"old"}, "0" * 40)
     os.utime(old, ns=(0, 0))
     new = hub_snapshot(tmp_path / "a", "org/tiny", {SHARDS[0]: b"one", SHARDS[1]: b"new"}, "1" * 40)
@@ -68,13 +68,13 @@ def test_revisions_and_caches_are_told_apart_where_their_files_differ(names: Mod
     assert names.shown(shared) == f"org/tiny/{SHARDS[0]}"
     assert names.shown(first) == f"org/tiny@00000000/{SHARDS[1]}" and names.shown(second) == f"org/tiny@11111111/{SHARDS[1]}"
     assert f"org/tiny/{SHARDS[1]}" in names.all_of(first), "globs need not name the revision"
-    assert [*names.shards(shared)] == [(shared, second), (shared, first)], "those of the newest snapshot come first"
+    assert [*names.shards(shared)] == [(shared, second), (shared, first)], "shards of the newest snapshot come first"
     for directory, snapshot in (("b", other), ("c", third)):
         shown = names.shown(f"/{directory}{in_cache(snapshot, 'model.safetensors')}")
         assert shown == f"{directory}/models--org--other/snapshots/main/model.safetensors"
 
 
-def test_an_ollama_store_names_its_blobs(names: ModelNames, tmp_path: Path) -> None:
+def test_manifests_of_an_ollama_store_name_its_blobs(names: ModelNames, tmp_path: Path) -> None:
     store = tmp_path / ".ollama" / "models"
     ollama_model(store, "llama3.2:latest", {"model": b"weights", "template": b"{{ .Prompt }}", "projector": b"vision"})
     ollama_model(store, "llama3.2:3b", {"model": b"weights"})
@@ -89,8 +89,8 @@ def test_an_ollama_store_names_its_blobs(names: ModelNames, tmp_path: Path) -> N
     assert "llama3.2:latest" in {names.shown(f"/.ollama/models/blobs/{path.name}") for path in (store / "blobs").iterdir()}
 
 
-def test_the_blobs_of_a_store_may_be_behind_a_link(names: ModelNames, tmp_path: Path) -> None:
-    """People move them to a larger disk."""
+def test_the_blob_directory_of_a_store_may_be_a_link(names: ModelNames, tmp_path: Path) -> None:
+    """Users move the blobs to a larger disk."""
     ollama_model(tmp_path / "store", "llama3.2:3b", {"model": b"weights"})
     (tmp_path / "store" / "blobs").rename(tmp_path / "large")
     (tmp_path / "store" / "blobs").symlink_to("../large")
@@ -99,8 +99,8 @@ def test_the_blobs_of_a_store_may_be_behind_a_link(names: ModelNames, tmp_path: 
     assert names.shown(blob) == "llama3.2:3b"
 
 
-def test_names_come_and_go_with_links_and_manifests(names: ModelNames, tmp_path: Path) -> None:
-    """A manifest is rewritten where it is; its directory does not show that."""
+def test_names_follow_changes_of_links_and_manifests(names: ModelNames, tmp_path: Path) -> None:
+    """A manifest that is rewritten in place does not change its directory."""
     manifest = ollama_model(tmp_path, "llama3.2:3b", {"model": b"old"})
     names.refresh(60)
     (old,) = (f"/blobs/{path.name}" for path in (tmp_path / "blobs").iterdir())
@@ -131,7 +131,7 @@ def test_links_are_resolved_without_being_followed(names: ModelNames, tmp_path: 
         "whole": str(tmp_path / "real.gguf"),
         "deep/up": "../real.gguf",
         "current": "deep",
-        "through": "current/up",  # by a link to a directory, and from there by another
+        "through": "current/up",  # through a link to a directory, then through another link
         "back": "current/../real.gguf",
         "out": "../real.gguf",
         "far": "/etc/passwd",
@@ -144,10 +144,10 @@ def test_links_are_resolved_without_being_followed(names: ModelNames, tmp_path: 
     names.scan()
     assert set(names.links_to("/real.gguf")) == {"/plain", "/whole", "/deep/up", "/through", "/back"}
     assert set(names.outside) == {"/out", "/far", "/itself", "/one", "/other"}
-    assert names.shown("/real.gguf") == "real.gguf", "its own name says as much"
+    assert names.shown("/real.gguf") == "real.gguf", "its own name is as good as the links"
 
 
-def test_an_index_says_which_files_are_shards_where_their_names_do_not(names: ModelNames, tmp_path: Path) -> None:
+def test_an_index_lists_the_shards_if_their_names_do_not(names: ModelNames, tmp_path: Path) -> None:
     parts = ["consolidated.00.safetensors", "consolidated.01.safetensors"]
     index = json.dumps({"weight_map": {"a": parts[1], "b": parts[0]}}).encode()
     snapshot = hub_snapshot(tmp_path, "org/m", {parts[0]: b"0", parts[1]: b"1", "model.safetensors.index.json": index})
@@ -158,7 +158,7 @@ def test_an_index_says_which_files_are_shards_where_their_names_do_not(names: Mo
     os.unlink(snapshot / "model.safetensors.index.json")
     (snapshot / "model.safetensors.index.json").write_bytes(outside)
     names.scan()
-    assert not [*names.shards(blobs[1])], "an index names nothing outside its directory"
+    assert not [*names.shards(blobs[1])], "an index must not name files outside its directory"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_index_says_which_files_are_shards_where_their_names_do_not(names: Mo
      b"x" * (module.MANIFEST_BYTES + 1),
      b'{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../etc/passwd"}]}'],
 )  # fmt: skip
-def test_what_is_no_manifest_names_nothing(
+def test_invalid_manifests_are_ignored(
     names: ModelNames, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = ollama_model(tmp_path, "llama3.2:1b", {"model": b"weights"})
@@ -177,16 +177,16 @@ def test_what_is_no_manifest_names_nothing(
     names.scan()
     (blob,) = (f"/blobs/{path.name}" for path in (tmp_path / "blobs").iterdir())
     assert names.all_of(blob)[1:] == ("llama3.2:3b",)
-    assert not any(word in caplog.text for word in ("llama3.2", "passwd")), "the log names no model"
+    assert not any(word in caplog.text for word in ("llama3.2", "passwd")), "the log contains no names of models"
     if b"passwd" not in content:
         assert f"inode {bad.stat().st_ino} is ignored for names" in caplog.text
         caplog.clear()
         names.scan()
-        assert not caplog.records, "it is reported once"
+        assert not caplog.records, "it is reported only once"
 
 
-def test_what_is_no_regular_file_is_not_read(names: ModelNames, tmp_path: Path) -> None:
-    """Nor is a manifest behind a link that leads elsewhere."""
+def test_only_regular_files_are_read_as_manifests(names: ModelNames, tmp_path: Path) -> None:
+    """A manifest behind a link to another directory is not read either."""
     secret = tmp_path / "secret"
     manifest = ollama_model(tmp_path / "store", "llama3.2:3b", {"model": b"weights"})
     manifest.rename(secret)
@@ -197,8 +197,8 @@ def test_what_is_no_regular_file_is_not_read(names: ModelNames, tmp_path: Path) 
     assert names.all_of(blob) == (blob,)
 
 
-def test_bounds_hold(names: ModelNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count of shards in a name, the size of an index, and the number of links are anybody's choice."""
+def test_untrusted_counts_and_sizes_are_bounded(names: ModelNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users control the count of shards in a name, the size of an index, and the number of links."""
     (tmp_path / "m-00001-of-99999.gguf").symlink_to("blob")
     large = tmp_path / "model.safetensors.index.json"
     large.write_bytes(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}).encode())
@@ -215,7 +215,7 @@ def test_bounds_hold(names: ModelNames, tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 < len(names.links_to("/blob2")) < 20
 
 
-def test_names_stay_where_directories_cannot_be_seen_now(
+def test_names_are_kept_while_directories_cannot_be_read(
     names: ModelNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = ollama_model(tmp_path, "llama3.2:3b", {"model": b"weights"})
@@ -234,7 +234,7 @@ def test_names_stay_where_directories_cannot_be_seen_now(
     assert names.shown(blob) == blob[1:]
 
 
-def test_nothing_waits_for_a_scan_that_hangs(names: ModelNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_scan_does_not_block_lookups(names: ModelNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, go_on = threading.Event(), threading.Event()
     scandir = os.scandir
 
@@ -255,7 +255,7 @@ def test_nothing_waits_for_a_scan_that_hangs(names: ModelNames, tmp_path: Path, 
     assert names.shown(blob) == "llama3.2:3b"
 
 
-def test_manifests_have_layers_and_places() -> None:
+def test_manifests_are_parsed_and_located() -> None:
     row = {"mediaType": "application/vnd.ollama.image.tensor; name=a; dtype=F16", "digest": "sha256:" + "a" * 64}
     document = {"layers": [row, row | {"mediaType": "text/plain"}], "config": {"digest": "sha256:" + "b" * 64}}
     found = manifest_layers(json.dumps(document).encode())

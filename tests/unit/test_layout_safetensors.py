@@ -1,4 +1,4 @@
-"""safetensors headers: what is read from good ones, and what is wrong with bad ones."""
+"""safetensors headers: layouts of valid files and errors for invalid ones."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def changed(**entry: object) -> dict[str, object]:
     return {**GOOD, "t": {"dtype": "F32", "shape": [1], "data_offsets": [32, 36], **entry}}
 
 
-def test_tensors_are_found() -> None:
+def test_tensors_are_located() -> None:
     layout = layout_of(encoded(GOOD))
     assert layout.kind == "safetensors" and layout.shard is None and layout.has_output
     assert layout.header_bytes == len(encoded(GOOD)) - 32
@@ -43,11 +43,11 @@ def test_tensors_are_found() -> None:
     ]
     assert layout_of(encoded(GOOD), "x/model-00002-of-00003.safetensors").shard == (1, 3)
     assert layout_of(encoded(GOOD), "x/model-00001-of-00001.safetensors").shard is None
-    assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4, "an unknown type: by its offsets"
+    assert layout_of(encoded(changed(dtype="F3"), 40)).tensors[-1].size_bytes == 4, "unknown type: the size of its range"
 
 
-def test_a_file_is_recognized_whatever_its_name_is() -> None:
-    """A file that only begins like one is no model then, rather than a damaged one."""
+def test_a_file_is_recognized_by_its_content() -> None:
+    """Without the extension, a file with an invalid header is not a model, instead of a damaged one."""
     assert len(layout_of(encoded(GOOD), "0123456789abcdef").tensors) == 2
     for content in (
         encoded(GOOD)[:50],
@@ -68,8 +68,8 @@ def test_small_and_large_types_have_their_sizes(dtype: str, size_bytes: int) -> 
 
 
 def test_metadata_of_any_length_is_skipped() -> None:
-    told = {"a": '\\"}{' * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
-    layout = layout_of(encoded(json.dumps(GOOD | {"__metadata__": told}).encode() + b" " * 70_000))
+    metadata = {"a": '\\"}{' * 40_000, "é\ud83d": "\0" * 70_000, "": ""}
+    layout = layout_of(encoded(json.dumps(GOOD | {"__metadata__": metadata}).encode() + b" " * 70_000))
     assert [tensor.name for tensor in layout.tensors] == ["model.norm.weight", "lm_head.weight"]
 
 
@@ -102,7 +102,7 @@ def test_metadata_of_any_length_is_skipped() -> None:
         (encoded(GOOD, 31), "beyond the end"),
     ],
 )
-def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
+def test_invalid_headers_are_refused_with_a_reason(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_layout(*reading(content), "model.safetensors")
 
@@ -113,6 +113,6 @@ def test_the_index_names_the_shards() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"weight_map": 3}', b"\xff", b'{"weight_map": [1]}', b"[" * 99])
-def test_what_is_no_index_is_refused(text: bytes) -> None:
+def test_invalid_indexes_are_refused(text: bytes) -> None:
     with pytest.raises(DataError, match="not a safetensors index"):
         index_shards(text)

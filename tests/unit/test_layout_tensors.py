@@ -1,4 +1,4 @@
-"""What a model file holds: the order in which a decoder computes it, names of shards, layers, and slices of experts."""
+"""Layouts of model files: the order of computation, names of shards, layers, and expert slices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOE_LAYER = [
 
 
 def names(layer: list[str], layers: int, form: str, ends: tuple[str, str, str]) -> list[str]:
-    """Names of a model in the order of computing; `form` has the places of layer number and step."""
+    """Return tensor names in the order of computation; `form` has placeholders for layer number and step."""
     blocks = [form.format(number, step) for number in range(layers) for step in layer]
     return [ends[0], *blocks, ends[1], ends[2]]
 
@@ -58,8 +58,8 @@ def layout(tensor_names: list[str], shard: tuple[int, int] | None = None) -> Mod
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_regions_come_in_the_order_of_computing_wherever_they_lie(model: str) -> None:
-    """Only the embedding is read by rows; a tied one is the end of the loop."""
+def test_regions_are_in_the_order_of_computation(model: str) -> None:
+    """Only the embedding is read by rows; a tied embedding ends the loop."""
     first, *others = MODELS[model]
     shuffled = MODELS[model].copy()
     random.Random(7).shuffle(shuffled)
@@ -74,7 +74,7 @@ def names_in_order(*names: str) -> list[str]:
     return [region.name for region in layout(list(names)).regions()[1:]]
 
 
-def test_unknown_tensors_go_between_attention_and_feed_forward_and_an_encoder_before_its_decoder() -> None:
+def test_unknown_tensors_and_encoders_have_their_place_in_the_order() -> None:
     order = ["blk.0.attn_q.weight", "blk.0.novelty.weight", "blk.0.ffn_up.weight"]
     assert names_in_order(*reversed(order)) == order
     order = ["enc.blk.1.attn_q.weight", "dec.blk.0.attn_q.weight"]
@@ -94,7 +94,7 @@ def test_shards_are_ordered_as_one_model() -> None:
     whole = MODELS["gguf"]
     parts = [whole[:40], whole[40:80], whole[80:]]
     shards = [layout(part, shard=(number, 3)) for number, part in enumerate(parts)]
-    assert shards[0].regions()[1].role == "rows", "a lone shard does not count as tied unless told"
+    assert shards[0].regions()[1].role == "rows", "a single shard is not assumed to be tied"
     assert shards[0].regions(tied=True)[-1].role == "loop"
     found = order_shards(shards)
     assert [(index, region.role) for index, region in found[:3]] == [(0, "hot"), (1, "hot"), (2, "hot")]
@@ -105,7 +105,7 @@ def test_shards_are_ordered_as_one_model() -> None:
     assert (tied[-1][0], tied[-1][1].name, tied[-1][1].role) == (0, "token_embd.weight", "loop")
 
 
-def test_names_of_shards() -> None:
+def test_shard_names_are_parsed() -> None:
     first = shard_name("dir/llama-70b-00001-of-00003.gguf")
     last = shard_name("dir/llama-70b-00003-of-00003.gguf")
     assert first is not None and last is not None
@@ -119,7 +119,7 @@ def stored(names: list[str], size: int = 100, header: int = 50) -> ModelLayout:
     return ModelLayout("gguf", header, tuple(tensors))
 
 
-def test_layers_come_in_the_order_of_computation() -> None:
+def test_layers_are_in_the_order_of_computation() -> None:
     names = ["output.weight", "token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.attn_q.weight"]
     parts = list(Anatomy(stored(names)).parts())
     assert [part.name for part in parts] == [HEADER, "token_embd.weight", "blk.0", "blk.1", "output.weight"]
@@ -132,7 +132,7 @@ def test_layers_come_in_the_order_of_computation() -> None:
         ("token_embd.weight", "token_embd.weight"),
     ):
         assert Tensor(name, 0, 1, "").layer == layer
-    strange = list(Anatomy(stored([HEADER, OTHERS])).parts())  # a tensor may be called as what is no tensor
+    strange = list(Anatomy(stored([HEADER, OTHERS])).parts())  # a tensor may have the name of a special layer
     assert [(part.name, part.tensors) for part in strange] == [(HEADER, 0), (HEADER, 1), (OTHERS, 1)]
 
 
@@ -148,7 +148,7 @@ def test_every_byte_belongs_to_one_layer(layers: list[int]) -> None:
         assert part.size_bytes == 100 * sum(f"blk.{layer}" == part.name for layer in layers)
 
 
-def test_names_of_no_convention_do_not_make_it_large() -> None:
+def test_unconventional_names_do_not_add_unlimited_layers() -> None:
     found = Anatomy(stored([f"strange_{number}" for number in range(5000)]))
     parts = list(found.parts())
     assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
@@ -164,7 +164,7 @@ KINDS = {"gguf": (), "apart": ("--format", "safetensors"), "fused": ("--format",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path) -> None:
+def test_each_byte_of_an_expert_tensor_belongs_to_one_expert(kind: str, tmp_path: Path) -> None:
     (path,) = made(tmp_path / f"m.{'gguf' if kind == 'gguf' else 'safetensors'}", *SIZES, *KINDS[kind])
     layout = layout_of(path)
     experts = Experts(layout)
@@ -179,7 +179,7 @@ def test_every_byte_of_an_expert_tensor_is_one_experts(kind: str, tmp_path: Path
     assert sum(experts.sizes) == sum(tensor.size_bytes for tensor in mixed)
     assert sum(experts.bytes_of(expert) for expert in range(experts.count)) == sum(experts.sizes)
     assert all(len(experts.ranges(expert)) == 3 for expert in range(experts.count))
-    for tensor in mixed:  # an expert's range in each tensor is where its number says
+    for tensor in mixed:  # the range of an expert in each tensor follows from its number
         size = tensor.size_bytes // tensor.experts
         first = next(first for name, first, _ in experts.layers if name == tensor.layer)
         if tensor.experts > 1:

@@ -1,4 +1,4 @@
-"""The mount's policy in the simulator: access logs row by row, other traces by its rules, and damaged logs."""
+"""The mount as a simulated policy: replay of a mount's log, of other traces, and of damaged logs."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ def policy_for(trace: Trace, capacity: int, models: Models = UNKNOWN) -> tuple[P
 
 
 def hits_of(trace: Trace, capacity: int) -> tuple[list[int], Policy]:
-    """Return the hit blocks of each row, and the policy after the last."""
+    """Return the hit blocks of each row, and the policy after the last row."""
     policy, space = policy_for(trace, capacity)
     return policy.replay(space.place(trace), trace.count.astype(np.int64)).tolist(), policy
 
 
 def passes(file: int, mib: int, number: int, step: int = BLOCKS) -> list[Run]:
-    """Return runs of `step` blocks that read a file from front to back, several times."""
+    """Return runs of `step` blocks that read a file from front to back `number` times."""
     return [(file, first, step) for _ in range(number) for first in range(0, mib * BLOCKS, step)]
 
 
 @pytest.mark.parametrize("step", [1 << 15, BLOCKS, 64])
-def test_a_loop_hits_its_share_for_any_run_length(step: int) -> None:
+def test_hits_of_a_loop_do_not_depend_on_the_size_of_runs(step: int) -> None:
     trace = trace_of(passes(0, 128, 4, step), {"/loop": 128 * MIB})
     hits, policy = hits_of(trace, 50 * BLOCKS)
     in_passes = np.array(hits).reshape(4, -1).sum(1).tolist()
-    assert in_passes[0] == 0 and in_passes[1] <= 50 * BLOCKS, "the end of the first pass, until it is known to loop"
-    assert in_passes[2] >= 7 / 8 * in_passes[3], "all but what came before the second pass had proved it"
+    assert in_passes[0] == 0 and in_passes[1] <= 50 * BLOCKS, "the end of the first pass, before it is known to loop"
+    assert in_passes[2] >= 7 / 8 * in_passes[3], "all but the blocks read before the second pass confirmed the loop"
     assert 0.9 * 50 * BLOCKS < in_passes[3] <= len(policy.resident()) <= 50 * BLOCKS
 
 
-def test_soon_repeated_blocks_hit_and_new_blocks_of_a_missed_extent_do_not() -> None:
+def test_new_blocks_of_a_missed_extent_are_not_hits() -> None:
     trace = trace_of([(0, 0, 64), (0, 64, 64), (0, 32, 64), (0, 96, 64)], {"/loop": 100 * MIB})
     assert hits_of(trace, 100 * BLOCKS)[0] == [0, 0, 64, 32]
-    model = trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB})  # marked as looping from the start
+    model = trace_of(passes(0, 40, 2), {"/model.gguf": 40 * MIB})  # treated as a loop from the start
     assert hits_of(model, 60 * BLOCKS)[0] == [0] * 40 + [BLOCKS] * 40
 
 
-def test_small_files_are_evicted_page_by_page_in_lru_order() -> None:
+def test_pages_of_small_files_are_evicted_in_lru_order() -> None:
     runs = [(0, 0, 10), (0, 5, 10), (1, 0, 20), (0, 0, 5)]
     hits, policy = hits_of(trace_of(runs, {"/a.json": MIB, "/b.json": MIB}), 25)
     assert hits == [0, 5, 0, 0]
@@ -99,7 +99,7 @@ DENSE = 2 * MIB
 
 
 def mixture() -> ModelLayout:
-    """Return layers of a dense tensor and two tensors of eight experts, whose slices end within blocks."""
+    """Return layers of a dense tensor and two tensors of eight experts, whose slices end inside blocks."""
     tensors, at = [], 4096
     for layer in range(LAYERS):
         for name, size, experts in (
@@ -113,7 +113,7 @@ def mixture() -> ModelLayout:
 
 
 def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[Run, bool]]:
-    """Return the reads of each token: whole dense tensors, and the selected slices of expert tensors."""
+    """Return the reads of each token, whole dense tensors and slices of experts, each with a flag for experts."""
     runs: list[tuple[Run, bool]] = []
     for token in routing:
         for tensor in layout.tensors:
@@ -128,7 +128,7 @@ def tokens(layout: ModelLayout, routing: Sequence[Sequence[tuple[int, ...]]]) ->
 
 
 def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: float) -> tuple[float, Policy]:
-    """Return the share of the experts' blocks that hit in the last half of the tokens, and the policy."""
+    """Return the share of expert blocks that hit in the last half of the tokens, and the policy."""
     layout = mixture()
     runs, of_experts = zip(*tokens(layout, routing), strict=True)
     trace = trace_of(list(runs), {"/mixture.gguf": layout.tensors[-1].end})
@@ -140,13 +140,13 @@ def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: flo
     return float(hits[sparse].sum() / trace.count[sparse].sum()), policy
 
 
-def test_popular_experts_stay_and_a_missed_one_is_loaded_whole() -> None:
+def test_popular_experts_stay_and_missed_ones_are_loaded_whole() -> None:
     source = random.Random(1)
     share, policy = mixture_hits([[(0, source.randrange(1, EXPERTS)) for _ in range(LAYERS)] for _ in range(60)], 8.0)
-    assert 0.5 <= share < 0.75, "expert 0 of each layer always, others by chance; not a part of a missed one"
+    assert 0.5 <= share < 0.75, "expert 0 of each layer always hits, others by chance; no part of a missed expert hits"
     assert len(policy.resident()) <= 8 * MIB // BLOCK_BYTES
     routing = [[(token % EXPERTS, (token + 3) % EXPERTS)] * LAYERS for token in range(40)]
-    assert mixture_hits(routing, 20.0)[0] > 0.99, "all fit"
+    assert mixture_hits(routing, 20.0)[0] > 0.99, "all experts fit"
     assert mixture_hits(routing, 1.0)[0] < 0.1, "no room"
 
 
@@ -173,19 +173,19 @@ BEGIN: list[Any] = [
 ]
 
 
-def test_events_happen_before_their_row() -> None:
+def test_events_apply_before_their_row() -> None:
     rows = passes(0, 60, 4)
     halved, _ = hits_of(log_of(rows, [*BEGIN, [180, ["limit", 20 * MIB]]]), 40 * BLOCKS)
     steady, policy = hits_of(log_of(rows, BEGIN), 40 * BLOCKS)
     assert halved[:180] == steady[:180]
     assert sum(steady[180:]) == 40 * BLOCKS and sum(halved[180:]) == 20 * BLOCKS
     smaller, _ = hits_of(log_of(rows, [*BEGIN, [180, ["limit", 20 * MIB]]]), 20 * BLOCKS)
-    assert sum(smaller[180:]) == 10 * BLOCKS, "in proportion to what the mount had"
+    assert sum(smaller[180:]) == 10 * BLOCKS, "scaled to the capacity of the replay"
     _, after = hits_of(log_of(rows, [*BEGIN, [240, ["end", "0"]]]), 40 * BLOCKS)
     assert len(policy.resident()) == 40 * BLOCKS
     assert len(after.resident()) == 0 and after.evictions == 40 * BLOCKS
     pages = [(1, 0, 3), (1, 0, 3)]
-    assert hits_of(log_of(pages, BEGIN), 40 * BLOCKS)[0] == [0, 0], "pages of small files came from storage each time"
+    assert hits_of(log_of(pages, BEGIN), 40 * BLOCKS)[0] == [0, 0], "these pages were read from storage each time"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_events_happen_before_their_row() -> None:
         ("{", "events"),
     ],
 )
-def test_a_damaged_log_is_refused(events: Any, said: str) -> None:
+def test_a_damaged_log_is_refused_with_a_reason(events: Any, said: str) -> None:
     trace = log_of(passes(0, 60, 1), [])
     text = events if isinstance(events, str) else json.dumps(events)
     extra = {**trace.provenance.extra, "events": text}
@@ -214,7 +214,7 @@ def test_a_damaged_log_is_refused(events: Any, said: str) -> None:
         hits_of(trace, 40 * BLOCKS)
 
 
-def test_an_incomplete_log_is_replayed_like_any_trace() -> None:
+def test_an_incomplete_log_is_treated_like_any_trace() -> None:
     steer = log_of(passes(0, 60, 3), [], mode="steer")
     lossy = log_of(passes(0, 60, 3), [])
     lossy.provenance = dataclasses.replace(lossy.provenance, lost_events=1)
@@ -222,10 +222,10 @@ def test_an_incomplete_log_is_replayed_like_any_trace() -> None:
         assert sum(hits_of(trace, 60 * BLOCKS)[0]) == 120 * BLOCKS
 
 
-# The real trace of llama.cpp
+# The recorded trace of llama.cpp
 
 
-def test_the_real_trace_replays_to_the_results_of_the_mount() -> None:
+def test_the_recorded_trace_replays_to_the_hits_of_the_mount() -> None:
     trace = Trace.load(LLAMA)
     origin = trace.provenance
     budget = int(origin.extra["budget_bytes"])

@@ -1,4 +1,4 @@
-"""Generated models: right for llama.cpp, for the gguf package and for our own parser; the same bytes every time."""
+"""Generated models: readable by llama.cpp, the gguf package and our parser, and reproducible byte by byte."""
 
 import hashlib
 import math
@@ -42,11 +42,11 @@ def digest(paths: list[Path]) -> list[str]:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
 
 
-def test_the_same_arguments_give_the_same_bytes_and_others_others(tmp_path: Path) -> None:
+def test_the_bytes_depend_only_on_the_arguments(tmp_path: Path) -> None:
     first = made(tmp_path / "a" / "m.gguf", "--size", "3M")
     command = [sys.executable, str(TOOL), str(tmp_path / "b" / "m.gguf"), "--size", "3M"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-    second = [Path(line) for line in told.splitlines()]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    second = [Path(line) for line in output.splitlines()]
     other = made(tmp_path / "c" / "m.gguf", "--size", "3M", "--seed", "1")
     assert digest(first) == digest(second) != digest(other)
     (large,) = made(tmp_path / "d" / "m.gguf", "--size", "12M")
@@ -54,7 +54,7 @@ def test_the_same_arguments_give_the_same_bytes_and_others_others(tmp_path: Path
         assert abs(path.stat().st_size - size_bytes) < 0.2 * size_bytes
 
 
-def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None:
+def test_a_matching_file_is_kept_and_any_other_replaced(tmp_path: Path) -> None:
     (path,) = made(tmp_path / "m.gguf", "--size", "3M")
     first = path.stat()
     made(path, "--size", "3M")
@@ -68,7 +68,7 @@ def test_a_right_file_is_kept_and_a_wrong_one_made_again(tmp_path: Path) -> None
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.gguf", "m.gguf.json"]
 
 
-def test_what_cannot_be_made_is_explained(tmp_path: Path) -> None:
+def test_impossible_models_are_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wrong_type = ["x/m.safetensors", "--format", "safetensors", "--type", "q4_k_m"]
     other_size = ["x/m.gguf", "--like", "gpt-oss-20b", "--size", "3M"]
@@ -109,7 +109,7 @@ def types_of(path: Path) -> dict[str, tuple[str, int]]:
     [*(Shape(256, 768, 2000, layers, tied) for layers in (8, 13) for tied in (False, True)), replace(QWEN, layers=13)],
     ids=["8 layers", "8 layers tied", "13 layers", "13 layers tied", "qwen3moe"],
 )
-def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(shape: Shape, tmp_path: Path) -> None:
+def test_q4_k_m_has_the_tensor_types_of_llama_cpp(shape: Shape, tmp_path: Path) -> None:
     (source,) = make_model(tmp_path / "q8_0.gguf", shape, "gguf", 1, 0)
     (path,) = make_model(tmp_path / "q4_k_m.gguf", shape, "gguf", 1, 0, file_type="q4_k_m")
     code = (
@@ -127,7 +127,7 @@ def test_q4_k_m_has_the_types_that_llama_cpp_quantises_to(shape: Shape, tmp_path
 
 @pytest.mark.llama
 @pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
-def test_weights_are_as_large_as_those_of_trained_models(file_type: str, tmp_path: Path) -> None:
+def test_weights_have_the_scale_of_trained_models(file_type: str, tmp_path: Path) -> None:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -139,7 +139,7 @@ def test_weights_are_as_large_as_those_of_trained_models(file_type: str, tmp_pat
         assert abs(float(np.mean(values))) < 0.002 and float(np.std(values)) == pytest.approx(0.02, rel=0.05), tensor.name
 
 
-def test_q4_k_m_is_about_as_large_as_asked_for(tmp_path: Path) -> None:
+def test_q4_k_m_models_have_about_the_requested_size(tmp_path: Path) -> None:
     for size_bytes in (6_000_000, 60_000_000):
         (path,) = made(tmp_path / f"{size_bytes}.gguf", "--size", str(size_bytes), "--type", "q4_k_m")
         assert abs(path.stat().st_size - size_bytes) < 0.12 * size_bytes
@@ -153,7 +153,7 @@ def test_q4_k_m_is_about_as_large_as_asked_for(tmp_path: Path) -> None:
 )
 def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     first, *_ = made(tmp_path / "m.gguf", "--size", "3M", *args)
-    # In a process of its own: should the server crash, this test fails alone.
+    # In a separate process, so that a crash of the server fails only this test.
     code = (
         "import sys; from tools.bench.clients.server_tokens import answer, serve\n"
         "server = serve(sys.argv[1])\n"
@@ -162,13 +162,14 @@ def test_llama_cpp_loads_and_decodes(args: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(first)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment())
     assert result.returncode == 0, result.stderr
-    told = [float(word) for word in result.stdout.split()]
+    probabilities = [float(word) for word in result.stdout.split()]
     vocabulary = 8000 if "--experts" in args else 2000
-    assert len(told) == 4 and all(-math.log(vocabulary) < each < 0 for each in told), "neither NaN nor all alike"
+    assert len(probabilities) == 4
+    assert all(-math.log(vocabulary) < each < 0 for each in probabilities), "neither NaN nor uniform"
 
 
 @pytest.mark.parametrize(("name", "size_gb"), [("qwen3-30b-a3b", 18.6), ("gpt-oss-20b", 12.1)])
-def test_models_of_published_shapes_are_as_large_as_the_published_files(name: str, size_gb: float) -> None:
+def test_published_shapes_have_the_size_of_the_published_files(name: str, size_gb: float) -> None:
     shape, file_type = LIKE[name]
     tensors = gguf_tensors(shape, TYPES[file_type])
     assert sum(tensor.size_bytes for tensor in tensors) / 1e9 == pytest.approx(size_gb, rel=0.01)
@@ -202,7 +203,7 @@ def test_llama_cpp_chooses_experts_by_token_and_topic(shape: Shape, file_type: s
 
 @pytest.mark.llama
 @pytest.mark.parametrize(("shape", "file_type"), [(QWEN, "q4_k_m"), (GPT_OSS, "mxfp4")], ids=["qwen3moe", "gpt-oss"])
-def test_logits_of_published_architectures_are_of_ordinary_size(shape: Shape, file_type: str, tmp_path: Path) -> None:
+def test_logits_of_published_architectures_have_an_ordinary_spread(shape: Shape, file_type: str, tmp_path: Path) -> None:
     (path,) = make_model(tmp_path / "m.gguf", shape, "gguf", 1, 0, file_type=file_type)
     code = (
         "import sys, llama_cpp, numpy\n"

@@ -1,4 +1,4 @@
-"""`llmcache plot` as a user calls it, and its picture: cells, files that have a band, names, caption, bad input."""
+"""The `llmcache plot` command and its figure: cells, bands of files, names, caption, bad input."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def run(*args: str | Path) -> CompletedProcess[str]:
 
 
 def page_of(target: Path, *args: str | Path) -> Page:
-    told = run(*args, "-o", target, "--force")
-    assert (told.returncode, told.stdout, told.stderr) == (0, "", "")
+    done = run(*args, "-o", target, "--force")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     source = target.read_text()
     assert source.startswith("<!DOCTYPE html>")
     page = Page(source)
@@ -61,7 +61,7 @@ def page_of(target: Path, *args: str | Path) -> Page:
     return page
 
 
-def test_svg_has_its_caption_as_text_and_pictures_inside(trace: str, tmp_path: Path) -> None:
+def test_an_svg_has_text_and_embedded_images(trace: str, tmp_path: Path) -> None:
     target = tmp_path / "out.svg"
     assert run(trace, "-o", target).returncode == 0
     root = ET.parse(target).getroot()
@@ -73,7 +73,7 @@ def test_svg_has_its_caption_as_text_and_pictures_inside(trace: str, tmp_path: P
     assert len(links) == len(images) > 0 and all(link.startswith("data:image/png;base64,") for link in links)
 
 
-def test_a_page_has_the_picture_the_classes_and_the_conditions(trace: str, tmp_path: Path) -> None:
+def test_a_page_has_the_figure_the_classes_and_the_conditions(trace: str, tmp_path: Path) -> None:
     page = page_of(tmp_path / "out.html", trace)
     assert page.tags["img"] == 1 and page.tags["table"] == 1
     assert f"{MODEL}: blocks 0 to 999, 5,000 accesses, LOOP" in str(page.images[0]["alt"])
@@ -113,11 +113,11 @@ def test_layers_are_named_from_disk_and_from_a_copy(tmp_path: Path) -> None:
     assert "blk.0-3.attn_q.weight (4)" in page.text or "blk.0-3 (4)" in page.text
 
 
-def test_nothing_is_replaced_unasked(trace: str, tmp_path: Path) -> None:
+def test_files_are_replaced_only_with_force(trace: str, tmp_path: Path) -> None:
     target = tmp_path / "out.PNG"
     target.write_text("precious")
-    told = run(trace, "-o", target)
-    assert told.returncode == 2 and "-o: " in told.stderr and "--force" in told.stderr and target.read_text() == "precious"
+    done = run(trace, "-o", target)
+    assert done.returncode == 2 and "-o: " in done.stderr and "--force" in done.stderr and target.read_text() == "precious"
     assert run(trace, "-o", target, "--force").returncode == 0
     data = target.read_bytes()
     assert data.startswith(b"\x89PNG") and not list(tmp_path.glob("new-*"))
@@ -125,7 +125,7 @@ def test_nothing_is_replaced_unasked(trace: str, tmp_path: Path) -> None:
     assert width > 1000 and height > 500
 
 
-def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path) -> None:
+def test_bad_input_is_named_and_leaves_no_files(trace: str, tmp_path: Path) -> None:
     nothing = Trace.build([], [], [], [], files=[], provenance=Provenance("x"))
     empty, foreign = saved(nothing, tmp_path, "empty.parquet"), tmp_path / "foreign.parquet"
     foreign.write_text("no Parquet")
@@ -144,12 +144,12 @@ def test_bad_input_is_named_and_leaves_nothing(trace: str, tmp_path: Path) -> No
         ([trace, "-o", "/proc/out.png"], 3, "cannot write '/proc/out.png'"),
     ]
     for args, code, named in cases:
-        told = run(*args)
-        assert (told.returncode, told.stdout) == (code, "") and named in told.stderr and "Traceback" not in told.stderr
+        done = run(*args)
+        assert (done.returncode, done.stdout) == (code, "") and named in done.stderr and "Traceback" not in done.stderr
     assert not png.exists() and not list(tmp_path.glob("new-*"))
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     bad = '/a/<script>alert("$x^{$")</script>\n\x07模型.bin'
     files = [TraceFile(0, bad, 1, 1, 0, 0)]
     path = saved(Trace.build([1, 2], [0, 0], [0, 2**40], [1, 2**31], files=files, provenance=Provenance("x")), tmp_path)
@@ -159,19 +159,19 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     ET.parse(tmp_path / "out.svg")
 
 
-def test_a_large_trace_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     code = """
 import sys
 from llmcache.report import plot
 from llmcache.trace.record import TraceReader
 from tools.bench.machine import peak_bytes
 for path in sys.argv[1:]:
-    plot.plot(path, path + ".png", lambda files: lambda file: (), lambda *told: None, classes=False)
+    plot.plot(path, path + ".png", lambda files: lambda file: (), lambda *_: None, classes=False)
     print(peak_bytes())
 """
     paths = [_long(tmp_path / f"{rows}.parquet", rows) for rows in (1_000_000, 2_500_000)]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True, timeout=240)
-    # 1.5 million rows more are 49 MB of columns; the batches and what is left of them are fewer.
+    # 1.5 million more rows are 49 MB of columns; batches and aggregates take less.
     small, large = map(int, done.stdout.split())
     assert large - small < 40 << 20
 
@@ -193,7 +193,7 @@ def filled(trace: Trace, by_time: bool, width: int, height: int, batch: int) -> 
 
 
 @given(rows(), st.booleans(), st.integers(1, 40))
-def test_every_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, batch: int) -> None:
+def test_each_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, batch: int) -> None:
     trace = trace_of(accesses)
     by_time = by_time and len(trace) > 1
     grid, places = filled(trace, by_time, 16, 24, batch)
@@ -232,19 +232,21 @@ def test_names_do_not_overlap() -> None:
 
 
 def of_files(rows: list[Row], name: str) -> Trace:
-    """A trace of `rows` over as many files as there are, each called `name` with its number."""
+    """Return a trace of `rows` over as many files as they use, each named by `name` with its number."""
     files = [TraceFile(number, name.format(number), 0, 0, 0, 0) for number in range(1 + max(row[0] for row in rows))]
     return Trace.build(list(range(len(rows))), *zip(*rows, strict=True), files=files, provenance=Provenance("test"))
 
 
-def test_files_that_hardly_count_are_left_out_until_they_are_asked_for() -> None:
+def test_files_with_few_accesses_are_left_out_unless_requested() -> None:
     rows = [(0, 0, 1000, 2)] * 9 + [(1, 0, 5, 0)] * 20 + [(2, 0, 12, 0)] + [(number, 0, 5, 0) for number in range(3, 9)]
     trace = of_files(rows, "/f{}")
     shades = [Shade(number, 0, 5, "LOOP" if number == 0 else "SEQ") for number in range(9)]
     picture = picture_of(trace, "t", shades=shades)
     assert [band.file for band in picture.bands] == [0, 1, 2]  # most accesses; 1.1 % of them; 1.1 % of the blocks
-    told = caption(picture, trace)
-    assert "Not shown: 6 more files with 0.3% of the accesses, each below 1% of" in told and "--files '*'" in told
+    description = caption(picture, trace)
+    assert (
+        "Not shown: 6 more files with 0.3% of the accesses, each below 1% of" in description and "--files '*'" in description
+    )
     assert {shade.file for shade in picture.shades} == {0, 1, 2}
     many = of_files([(file % 20, 0, 10, 0) for file in range(200)], "/f{}\n")
     picture = picture_of(many, "t")

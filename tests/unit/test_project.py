@@ -24,13 +24,13 @@ def name_of(requirement: str) -> str:
 
 
 def imported(files: Iterator[Path]) -> set[str]:
-    """Top-level names of all modules that `files` import, without the standard library."""
+    """Return the top-level names of all modules that `files` import, without the standard library."""
     names = {name.split(".")[0] for path in files for name in imports(path)}
     return names - set(sys.stdlib_module_names) - {"llmcache"}
 
 
 def pins(name: str) -> dict[str, list[str]]:
-    """Pinned requirements of a file in requirements/: name to its lines (several with environment markers)."""
+    """Return the pinned requirements of a file in requirements/ by name; environment markers allow several lines."""
     found: dict[str, list[str]] = {}
     for line in (ROOT / "requirements" / name).read_text().splitlines():
         if line and not line.startswith("#"):
@@ -38,12 +38,12 @@ def pins(name: str) -> dict[str, list[str]]:
     return found
 
 
-def test_what_the_package_imports_is_what_it_depends_on() -> None:
+def test_declared_dependencies_match_the_imports() -> None:
     declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     for extra in ("cluster", "redis", "transformers"):
         declared |= {name_of(requirement) for requirement in PROJECT["optional-dependencies"][extra]}
     names = {"llama_cpp": "llama-cpp-python", "prometheus_client": "prometheus-client"}
-    declared.add("llama-cpp-python")  # of the extra, which brings gguf too, for tools
+    declared.add("llama-cpp-python")  # from the extra, which also brings gguf for tools
     found = {names.get(name, name) for name in imported((ROOT / "llmcache").rglob("*.py"))}
     assert found == declared
 
@@ -62,14 +62,14 @@ def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
         assert all("==" in line for lines in pinned.values() for line in lines)
 
 
-def test_files_of_pins_agree() -> None:
+def test_requirements_files_pin_the_same_versions() -> None:
     found: dict[str, list[str]] = {}
     for file in ("lock.txt", "llama.txt", "transformers.txt"):
         for name, lines in pins(file).items():
             assert found.setdefault(name, lines) == lines, f"{name} of requirements/{file}"
 
 
-def test_the_oldest_transformers_is_the_lower_bound() -> None:
+def test_the_oldest_tested_transformers_is_the_lower_bound() -> None:
     (declared,) = (line for line in PROJECT["optional-dependencies"]["transformers"] if line.startswith("transformers"))
     lowest = re.search(r">=([0-9.]+)", declared)
     assert lowest
@@ -79,7 +79,7 @@ def test_the_oldest_transformers_is_the_lower_bound() -> None:
     assert all(oldest[name] == llama[name] for name in set(oldest) & set(llama))
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     assert "version" in PROJECT["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", llmcache.__version__)
     released = re.findall(r"^## (\d\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Output of commands on a terminal: wide tables are split, long lines are wrapped, nothing is cut off."""
+"""Output on a terminal: wide tables are split, long lines are wrapped, and no text is cut off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def printed(capsys: pytest.CaptureFixture[str], parts: Sequence[str | Table]) ->
 
 @pytest.mark.parametrize("columns", [30, 80])
 @pytest.mark.parametrize("keys", [1, 2])
-def test_a_wide_table_is_split_and_each_part_has_the_key_columns(
+def test_a_wide_table_is_split_into_parts_with_row_names(
     columns: int, keys: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -39,7 +39,7 @@ def test_a_wide_table_is_split_and_each_part_has_the_key_columns(
     assert sorted(cells) == sorted(f"{row}{number}" for row in "fs" for number in range(keys - 1, 12))
 
 
-def test_headings_are_broken_before_a_table_is_split(
+def test_headings_are_wrapped_before_a_table_is_split(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -48,7 +48,7 @@ def test_headings_are_broken_before_a_table_is_split(
     assert 2 <= len(lines) - 2 <= 3 and lines[-1].split()[1:] == [f"s{number}" for number in range(12)]
 
 
-def test_output_to_a_pipe_is_not_changed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_to_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     line = " ".join(["words"] * 50)
     shown, title, head, *rows = printed(capsys, [line, wide_table()])

@@ -1,4 +1,4 @@
-"""Pages: every block escapes its text and loads nothing; the page of `llmcache simulate --report`, and its curves."""
+"""HTML pages: every block escapes its input and loads nothing; the page of `llmcache simulate --report` and its curves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tables_show_numbers_by_their_type() -> None:
     _, source = page_of([Table("t", ["a", "b", "c"], [["x", 1234567, 0.12345]], digits=2)])
     assert '<td class="number">1,234,567</td><td class="number">0.12</td>' in source
     _, source = page_of([Table("t", ["", ""], [["", "model.layers.0.self_attn.q_proj.weight"]])])
-    assert '<td class="long">' in source  # may be broken anywhere, like paths, so that a wide table fits in the window
+    assert '<td class="long">' in source  # wrapped like paths, because a wide table would be cut off at the window
     with pytest.raises(ValueError, match="2 cells, but the table has 1 columns"):
         page_of([Table("t", ["a"], [["x", "y"]])])
 
@@ -63,7 +63,7 @@ def simulation(tmp_path: Path) -> Simulation:
 
 
 def texts_of(page: Page) -> list[list[str]]:
-    """Return the texts of each SVG of the page."""
+    """Return the texts of each SVG on the page."""
     found = []
     for image in page.images:
         form, _, data = str(image["src"]).partition(";base64,")
@@ -74,7 +74,7 @@ def texts_of(page: Page) -> list[list[str]]:
 
 @pytest.mark.parametrize(("values", "label"), [((1.2, 4.5), "3"), ((0.003, 7e6), "1000"), ((4, 70), "20")])
 def test_ticks_of_logarithmic_axes_are_plain_numbers(values: tuple[float, float], label: str) -> None:
-    """Minor ticks, which have labels if the values span about a decade or less, are included."""
+    """Minor ticks have labels too if the values span less than about a decade."""
     with theme.style():
         figure, (panel,) = theme.grid_of(1)
         panel.plot(values, values)
@@ -85,7 +85,7 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers(values: tuple[float, float]
     assert label in ticks and not any("$" in (tick or "") for tick in ticks), ticks
 
 
-def test_axes_of_doubling_values_have_whole_numbers() -> None:
+def test_ticks_of_doubling_axes_are_plain_numbers() -> None:
     curve = (theme.POLICY_LOOKS["lru"], {0.25: 1.0, 2.0: 2.0, 16384.0: 3.0, 131072.0: 4.0})
     with theme.style():
         figure = theme.curves_figure({"panel": {"LRU": curve}}, "tokens", "seconds", doubling=True)
@@ -93,7 +93,7 @@ def test_axes_of_doubling_values_have_whole_numbers() -> None:
     assert labels == ["0.25", "2", "16,384", "131,072"]
 
 
-def test_a_page_has_figures_and_rows_of_every_trace_and_marks_modelled_values(simulation: Simulation) -> None:
+def test_a_page_has_figures_and_rows_of_every_trace(simulation: Simulation) -> None:
     source = report_page(simulation)
     page = Page(source)
     check_alone(page, source)
@@ -122,7 +122,7 @@ def test_the_smallest_simulation_has_a_page(tmp_path: Path) -> None:
     assert page.tags["img"] == 3 and "no reads" in page.text
 
 
-def test_the_line_of_lru_drops_where_its_loop_no_longer_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_curves_are_steps_at_the_size_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(trace_of(loop(500, 10, 50)), tmp_path)
     drawn = simulate_all([path], plan_of("lru,sieve", "10%,60%,100%", "500", None, False, drawn=True))
     figures: list[Figure] = []

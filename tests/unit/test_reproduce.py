@@ -1,4 +1,4 @@
-"""`llmcache reproduce`: verdicts follow from values by the rules in the papers' files; figures as they were, whole pages."""
+"""The `llmcache reproduce` command: verdicts from the rules of the papers, golden values of models, pages, errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.usefixtures("unlaid")
 
 
 def verdict(paper: str, name: str, values: Values) -> Verdict:
-    """What the rule of a claim says of values."""
+    """Return the verdict of a claim's rule on values."""
     return next(claim for claim in CLAIMS[paper] if claim.name == name).verdict(values)
 
 
 # The judge
 
 
-def test_conditions_mean_what_they_say_or_are_refused() -> None:
+def test_conditions_are_evaluated_or_refused() -> None:
     values = {"a": 1.0, "b": 3.0}
     true = ("a <= 1", "a > 1 or b > 2", "b > a", "b > -1e-3 and a > 5 or a < 2")
     assert all(holds(condition, values) for condition in true)
@@ -57,7 +57,7 @@ def test_conditions_mean_what_they_say_or_are_refused() -> None:
     )
 
 
-def test_what_is_not_measured_is_left_out_and_a_claim_of_what_is_needs_its_values() -> None:
+def test_claims_without_measurements_are_left_out() -> None:
     paper = read_paper("icecache")
     assert judge(paper, {}) == {}
     with pytest.raises(KeyError):
@@ -66,7 +66,7 @@ def test_what_is_not_measured_is_left_out_and_a_claim_of_what_is_needs_its_value
         paper.claims[0].verdict({"hits": 1.0})
 
 
-# hillinfer: what was measured; what the models give is held by golden figures
+# hillinfer: measured claims; golden figures cover the modelled ones
 
 FAST = {"full": 80.0, "h2o": 70.0, "prefetch": 60.0, "leoam": 50.0, "hillinfer-no-app": 20.0, "hillinfer": 10.0}
 
@@ -96,14 +96,14 @@ def accuracy(at_02: float, at_005: float) -> hill.Claims:
     ("found", "expected"),
     [
         (hill.transfer_values({0.2: {1024: 1.0, 2048: 0.5}, 0.3: {1024: 2.0, 2048: 0.4}}), [NO, PARTLY]),
-        (hill.run_values(runs()), [YES, YES, YES]),  # what ran here: speed-ups, parts, bytes over the link
+        (hill.run_values(runs()), [YES, YES, YES]),  # measured here: speed-ups, stages, bytes over the link
         ({"beta-here": sweep(9, 8, 2, 1, 9)}, [YES]),
         ({"beta-here": sweep(1, 2, 3, 4, 5)}, [NO]),
         (accuracy(0.5, 0.5), [NO, PARTLY]),
         (accuracy(0.95, 0.95), [YES, PARTLY]),
     ],
 )
-def test_hillinfer_is_judged_by_what_was_measured(found: hill.Claims, expected: list[Verdict]) -> None:
+def test_hillinfer_is_judged_by_measured_values(found: hill.Claims, expected: list[Verdict]) -> None:
     assert [verdict("hillinfer", name, values) for name, values in found.items()] == expected
 
 
@@ -113,7 +113,7 @@ ICE, TREE, PAGES = ice.JUDGED
 
 
 def answered(own: Sequence[int], full: Sequence[int]) -> TaskBench:
-    """Results in which the largest budget of IceCache answers `own`, and a small one nothing, where all answer `full`."""
+    """Return results that all answer `full`, except IceCache: `own` with the largest budget, nothing with a small one."""
     return bench({(STOCK, None): full, (ICE, 64): [0] * len(own), (ICE, 256): own})
 
 
@@ -130,9 +130,9 @@ LIKE_QUEST = replace(
     [
         ("every-passkey", ice.every_passkey, ICE, EVERY, MOST),
         ("keeps-99", ice.kept, ICE, ALL, FEWER),
-        ("keeps-99", ice.kept, ICE, answered([50, 50], [50, 50]), FEWER),  # it cannot know more than the model
+        ("keeps-99", ice.kept, ICE, answered([50, 50], [50, 50]), FEWER),  # as good as the full cache is enough
         ("quarter-of-the-budget", ice.quarter, TREE, EQUAL, WORSE),
-        ("outperforms", ice.outperforms, TREE, BETTER, EQUAL),  # as good is not better
+        ("outperforms", ice.outperforms, TREE, BETTER, EQUAL),  # equal is not better
         ("near-top-k", ice.near_exact, PAGES, BETTER, LIKE_QUEST),
     ],
 )
@@ -156,7 +156,7 @@ def document(directory: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, unlaid: None) -> Path:
-    """Page and document of each paper, done once: io-caching at 4 cache sizes, without pictures of accesses."""
+    """Write page and document of each paper once: io-caching at 4 cache sizes and without figures of accesses."""
     directory = tmp_path_factory.mktemp("results") / "new"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(io, "QUICK_STEPS", SIZES)
@@ -179,7 +179,7 @@ def test_a_document_and_its_page_have_every_claim_with_its_findings(name: str, w
         assert claim["kind"].startswith(("modelled", "measured", "computed"))
         assert f"ours ({claim['kind']})" in page.text and claim["paper"]["quote"] in page.text
         assert all("value" in of or (of["ours"] and of["values"]) for of in claim["findings"].values())
-        for of in claim["findings"].values():  # only times and bytes are so large
+        for of in claim["findings"].values():  # only times and bytes may be large
             assert all(value < 1e4 or key.endswith(("_ns", "bytes")) for key, value in of.get("values", {}).items())
     if name in papers_bench.MEASURES:
         machine = reproduce.measurements(name)["machine"]
@@ -188,7 +188,7 @@ def test_a_document_and_its_page_have_every_claim_with_its_findings(name: str, w
 
 
 @pytest.mark.parametrize("name", ["io-caching", "kelle", "hillinfer"])
-def test_what_is_modelled_is_what_it_was(name: str, written: Path) -> None:
+def test_modelled_findings_match_the_golden_values(name: str, written: Path) -> None:
     modelled = [claim for claim in document(written, name)["claims"] if not claim["kind"].startswith("measured")]
     found = {f"{name}, {claim['about']}, {claim['name']}": claim["findings"] for claim in modelled}
     golden = {key: one for key, one in GOLDEN.items() if key.startswith(name)}
@@ -203,7 +203,7 @@ def test_what_is_modelled_is_what_it_was(name: str, written: Path) -> None:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory in place of `llmcache/papers`, with the same measurements."""
+    """Use a directory with the same measurements in place of `llmcache/papers`."""
     for file in PAPERS.glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text())
     monkeypatch.setattr(reproduce, "PAPERS", tmp_path)
@@ -211,7 +211,7 @@ def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["hillinfer", "icecache"])
-def test_what_was_not_measured_is_said_to_be_missing(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_measurements_are_shown_with_their_reason(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theme, "figure_bytes", lambda *_: b"")
     file = saved / f"{name}.json"
     parts: tuple[str, ...] = ("transfers", "systems", "beta", "accuracy")
@@ -232,7 +232,7 @@ def test_measurements_that_cannot_be_read_are_refused_with_a_hint(saved: Path) -
         assert "tools/bench papers --measure hillinfer" in str(caught.value.hint)
 
 
-def test_measuring_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_measurements_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = papers_bench.transfers(quick=True)["rows"]
     assert {row["share"] for row in rows} == {0.2, 0.3} and all(row["seconds"] > 0 for row in rows)
@@ -246,11 +246,11 @@ def test_measuring_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert reproduce.measurements("io-caching") == saved and saved["quick"] and saved["missing"] == {"all": "no torch"}
 
 
-# What is written, and what not
+# Written files and errors
 
 
-def test_files_are_replaced_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replace(reproduce.reproduce("kelle", True, lambda _: None), blocks=dict)  # without its pictures
+def test_files_are_replaced_only_with_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(reproduce.reproduce("kelle", True, lambda _: None), blocks=dict)  # without its figures
     monkeypatch.setattr(reproduce, "reproduce", lambda *_: found)
     words, file = ["kelle", "-o", str(tmp_path / "new")], tmp_path / "new" / "kelle.json"
     assert run(*words).returncode == 0
@@ -281,7 +281,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Papers that cannot be recomputed, with their errors; all others are made up: a claim that has two variants."""
+    """Return the errors to raise by paper; all other papers have one invented claim with two variants."""
     errors: dict[str, Exception] = {}
 
     def make(name: str, quick: bool, _tell: Tell) -> Reproduction:
@@ -311,7 +311,7 @@ def test_the_index_counts_verdicts(failing: dict[str, Exception], tmp_path: Path
     assert shown.returncode == 0 and lines == [[name, "1", "1", "0"] for name in NAMES]
 
 
-def test_one_that_fails_does_not_take_away_the_others(failing: dict[str, Exception], tmp_path: Path) -> None:
+def test_a_failing_paper_does_not_affect_the_others(failing: dict[str, Exception], tmp_path: Path) -> None:
     failing[NAMES[1]] = EnvironmentProblem("torch is missing", "install it")
     failing[NAMES[2]] = RuntimeError("a bug")
     shown = run("all", "--quick", "-o", tmp_path)

@@ -1,4 +1,4 @@
-"""`llmcache run`: which files of a command are models, which directory is steered, and which variables an engine gets."""
+"""The `llmcache run` command: model files in a command, the directory to steer, and the engine's variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MB = 1_000_000
 
 
 def sparse(path: Path, size: int = 20 << 20, head: bytes = b"GGUF") -> Path:
-    """A file of `size` bytes that begins with `head`."""
+    """Write a file of `size` bytes that starts with `head`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(head)
@@ -25,7 +25,7 @@ def sparse(path: Path, size: int = 20 << 20, head: bytes = b"GGUF") -> Path:
     return path
 
 
-def test_model_files_are_known_by_their_content(tmp_path: Path) -> None:
+def test_model_files_are_recognized_by_their_content(tmp_path: Path) -> None:
     header = (2000).to_bytes(8, "little") + b'{"__metadata__":'
     found = {
         "sha256-abc": sparse(tmp_path / "sha256-abc"),
@@ -40,7 +40,7 @@ def test_model_files_are_known_by_their_content(tmp_path: Path) -> None:
     assert not models.is_model(str(tmp_path / "fifo"))
 
 
-def test_words_of_a_command_name_models(tmp_path: Path) -> None:
+def test_models_are_found_in_arguments_and_variables(tmp_path: Path) -> None:
     one, draft = sparse(tmp_path / "one.gguf"), sparse(tmp_path / "draft.gguf")
     shards = [sparse(tmp_path / f"s/big-0000{number}-of-00003.gguf") for number in (1, 2, 3)]
     sparse(tmp_path / "s/big-extra.gguf")
@@ -57,7 +57,7 @@ def test_words_of_a_command_name_models(tmp_path: Path) -> None:
     assert given("-p", "Hello", "", "--flag=", "no\0path") == []
 
 
-def test_a_directory_of_the_user_is_searched_below_and_each_file_found_once(tmp_path: Path) -> None:
+def test_directories_are_searched_and_each_file_is_found_once(tmp_path: Path) -> None:
     blob = sparse(tmp_path / f"hub/models--a--b/blobs/{'0' * 64}")
     for revision in "12":
         snapshot = tmp_path / f"hub/models--a--b/snapshots/{revision}/model.safetensors"
@@ -84,7 +84,7 @@ def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     (tmp_path / "links").mkdir()
     for file in (plain, blob, ollama):
         (tmp_path / "links" / file.name).symlink_to(file)
-        assert of(str(tmp_path / "links" / file.name)) == of(str(file)), "a mount of the links would not hold the file"
+        assert of(str(tmp_path / "links" / file.name)) == of(str(file)), "a mount of the links would not contain the file"
     nested = sparse(tmp_path / "plain/blobs/more/model.gguf")
     assert models.sources_of([str(plain), str(nested)]) == [str(plain.parent)]
 
@@ -93,13 +93,13 @@ def test_the_directory_that_names_a_blob_is_steered(tmp_path: Path) -> None:
     ("room_mb", "words", "variables", "expected"),
     [
         (40, [], {}, {"LLAMA_ARG_NO_REPACK": "1"}),
-        (80, [], {}, {}),  # the copy fits: repacked weights are faster
+        (80, [], {}, {}),  # the copy fits, and repacked weights are faster
         (40, ["--repack"], {}, {}),
         (40, ["-nr"], {}, {}),
         (40, [], {"LLAMA_ARG_REPACK": "1"}, {}),
     ],
 )
-def test_llama_cpp_is_kept_from_copying_what_does_not_fit(
+def test_repacking_is_disabled_if_the_copy_does_not_fit(
     tmp_path: Path, room_mb: int, words: list[str], variables: dict[str, str], expected: dict[str, str]
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -120,14 +120,14 @@ def test_llama_cpp_is_kept_from_copying_what_does_not_fit(
         (ClientFacts(1, "cat", 1 * MB, 0), None),
     ],
 )
-def test_copies_are_told_by_private_memory_and_mappings(client: ClientFacts, cause: str | None) -> None:
+def test_copies_are_detected_by_private_memory_and_mappings(client: ClientFacts, cause: str | None) -> None:
     found = find_copy(client, 1000 * MB, 700 * MB)
     assert (found.cause if found else None) == cause
     if found:
         assert found.remedy in str(found) and "llama-server (1)" in str(found)
 
 
-def test_commands_that_cannot_be_run(tmp_path: Path) -> None:
+def test_commands_that_cannot_be_run_have_their_exit_codes(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("x")
     for command, code in (
@@ -143,7 +143,7 @@ def test_commands_that_cannot_be_run(tmp_path: Path) -> None:
     assert resolve("sh", "/usr/bin:/bin").endswith("/sh")
 
 
-def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
+def test_a_program_without_its_interpreter_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "program"
     path.write_text("#!/nonexistent\n")
     path.chmod(0o755)
@@ -154,13 +154,13 @@ def test_a_program_without_its_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
-def test_processes_without_memory(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
+def test_processes_without_memory_are_refused(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
     with pytest.raises(LlmcacheError, match=text):
         models.check_process("--pid", 5)
 
 
-def test_user_of_a_command() -> None:
+def test_the_user_of_a_command_is_resolved() -> None:
     with pytest.raises(UsageError, match="user 'nosuch-user' does not exist"):
         user_of("nosuch-user", {})
     if os.geteuid() != 0:
@@ -176,7 +176,7 @@ def test_user_of_a_command() -> None:
     assert sudo.environment({"HOME": "/root", "PATH": "/bin", "XDG_RUNTIME_DIR": "/run/user/0"})["HOME"] == sudo.home
 
 
-def test_files_are_named_by_paths_or_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globs_select_files_by_path_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = sparse(tmp_path / "m/llama.gguf"), sparse(tmp_path / "m/qwen.gguf")
     monkeypatch.chdir(tmp_path)
     wanted = {

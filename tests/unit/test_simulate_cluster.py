@@ -1,4 +1,4 @@
-"""`--scheduler`: a Dask cluster of processes gives the rows of a local run; missing requirements are named."""
+"""The option `--scheduler`: a Dask cluster of processes gives the rows of a local run, and errors name their cause."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.unit.simulation_parts import loop, saved, trace_of
 
 @pytest.fixture(scope="module")
 def distributed() -> Any:
-    """Import the module on demand, because this takes longer than most tests."""
+    """Import the module only for tests that run, because the import takes longer than most tests."""
     return pytest.importorskip("distributed")
 
 
 @pytest.fixture(autouse=True)
 def _long_timeouts(distributed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give slow workers more time to answer."""
+    """Give a slow scheduler time to answer."""
     monkeypatch.setattr(cluster, "CONNECT_S", 120)
 
 
@@ -49,23 +49,23 @@ PLAN = Plan(("lru", "sieve", "belady"), AUTO, period_ns=10_000_000, curves=True)
 
 
 def test_a_cluster_gives_the_rows_of_a_local_run(address: str, traces: list[str]) -> None:
-    told: list[tuple[str, int, int]] = []
-    far = cluster.simulate_on(address, traces, PLAN, progress=lambda *what: told.append(what))
+    progress: list[tuple[str, int, int]] = []
+    far = cluster.simulate_on(address, traces, PLAN, progress=lambda *step: progress.append(step))
     near = simulate_all(traces, PLAN)
     assert far.results == near.results
     assert far.traces == near.traces
     assert [item.curve.hits.tolist() for item in far.curves] == [item.curve.hits.tolist() for item in near.curves]
-    assert {(name, in_all) for name, done, in_all in told if done == in_all} == {(traces[0], 3), (traces[1], 3)}
+    assert {(name, in_all) for name, done, in_all in progress if done == in_all} == {(traces[0], 3), (traces[1], 3)}
 
 
 def test_the_command_gives_the_same_json(address: str, traces: list[str]) -> None:
-    told = []
+    documents = []
     for options in ([], ["--scheduler", address]):
         done = called("simulate", *traces, "--policy", "lru", "--json", "--mrc", *options)
         assert done.returncode == 0, done.stderr
-        told.append(json.loads(done.stdout))
-    assert told[0] == told[1]
-    assert len(told[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
+        documents.append(json.loads(done.stdout))
+    assert documents[0] == documents[1]
+    assert len(documents[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
 
 
 def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
 
 
 @pytest.mark.timeout(600)  # Dask once took five minutes for one of these three instead of three seconds
-def test_no_scheduler(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_scheduler_is_an_error(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "tcp://127.0.0.1:1"
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(EnvironmentProblem, match=f"--scheduler: cannot reach a Dask scheduler at '{wrong}'"):
@@ -90,7 +90,7 @@ def test_a_missing_cluster_extra_is_named(traces: list[str], monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("threads", "tasks"), [(1, 3), (3, 3), (4, 6), (1000, 30)])
-def test_a_plan_is_cut_for_the_number_of_threads(threads: int, tasks: int) -> None:
+def test_a_plan_is_split_by_the_number_of_threads(threads: int, tasks: int) -> None:
     parts = cluster.parts_of(PLAN, threads)
     assert len(parts) == tasks
     assert [(part.policies[0], size) for part in parts for size in part.sizes] == [

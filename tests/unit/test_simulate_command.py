@@ -1,4 +1,4 @@
-"""`llmcache simulate`: rows as JSON, tables, bad input, Ctrl-C, and memory that does not grow with the trace."""
+"""The `llmcache simulate` command: rows as JSON, tables, bad input, Ctrl-C, and memory that stays constant."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_json_has_a_row_for_each_trace_policy_and_size(trace: str) -> None:
     assert found["traces"][0]["footprint_blocks"] == 200
 
 
-def test_sizes_may_be_shares_and_auto_has_ten(trace: str, tmp_path: Path) -> None:
+def test_sizes_can_be_percentages_and_the_default_has_ten(trace: str, tmp_path: Path) -> None:
     shares = document(trace, "--policy", "lru", "--cache", "2%,12.5%,100%")["results"]
     assert [row["cache_bytes"] for row in shares] == [4 * 4096, 25 * 4096, 200 * 4096]
     auto = document(trace, "--policy", "lru")["results"]
@@ -72,7 +72,7 @@ def test_the_curve_and_the_stalls_are_in_the_json(trace: str) -> None:
     assert curve["hits"][-1] == found["results"][0]["hits"]
     (stall,) = found["results"][0]["stalls"]
     assert stall["bw"] == 10**6
-    assert stall == found["traces"][0]["cold_stalls"][0]  # at this size only first references miss
+    assert stall == found["traces"][0]["cold_stalls"][0]  # at this size, only first references miss
     assert stall["stalled_slices"] == 2 and stall["worst_bytes"] == 160 * 4096
     assert stall["stall_s"] == pytest.approx(200 * 4096 / 1e6 - 2 * 0.01)
     assert found["period_s"] == 0.01
@@ -88,7 +88,7 @@ def test_tables_mark_modelled_values(trace: str) -> None:
     assert "LRU at all sizes: hit ratio up to 0.8113" in out
 
 
-def test_setup_adds_a_time_to_each_missed_block(trace: str) -> None:
+def test_setup_time_adds_to_each_missed_block(trace: str) -> None:
     args = [trace, "--policy", "lru", "--cache", "40Ki", "--bw", "500"]
     streamed, one_by_one = document(*args), document(*args, "--setup", "50us")
     (row,), (slow,) = streamed["results"], one_by_one["results"]
@@ -98,7 +98,7 @@ def test_setup_adds_a_time_to_each_missed_block(trace: str) -> None:
     assert (streamed["model"]["setup_ns"], one_by_one["model"]["setup_ns"]) == (0, 50_000)
 
 
-def test_a_report_is_only_replaced_with_force(trace: str, tmp_path: Path) -> None:
+def test_a_report_is_replaced_only_with_force(trace: str, tmp_path: Path) -> None:
     page = tmp_path / "out.html"
     args = ("simulate", trace, "--policy", "lru", "--cache", "50%", "--report", str(page))
     assert called(*args).returncode == 0 and page.read_text().startswith("<!DOCTYPE html>")
@@ -145,7 +145,7 @@ def test_bad_traces_are_named(tmp_path: Path) -> None:
     assert called("simulate", lost, timeless, "--policy", "lru", "--cache", "4Ki").returncode == 0
 
 
-def test_ctrl_c_ends_the_simulation_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_simulation_quietly(tmp_path: Path) -> None:
     path = saved(trace_of([(0, block % 50_000, 1, 0) for block in range(0, 7 * 40_000, 7)]), tmp_path)
     code = "import sys; from llmcache.cache import simulate; simulate.BATCH_ROWS = 1000\n"
     code += "import time\nold = simulate.PolicyCell.feed\n"
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_the_simulation_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "simulate", path, "--policy", "lru,sieve", "--cache", "10%,50%"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().startswith("fed")  # threads print concurrently
+        assert process.stdout.readline().startswith("fed")  # output of threads may interleave
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0
@@ -167,7 +167,7 @@ ROWS = 1 << 17
 
 
 def write(path: Path, batches: int) -> None:
-    """Write single-block rows at random within 100,000 blocks."""
+    """Write single-block rows spread over 100,000 blocks."""
     random = np.random.default_rng(1)
     with TraceWriter(path, [TraceFile(0, "/m", 1, 1, 0, 0)], Provenance("synthetic")) as writer:
         for batch in range(batches):
@@ -177,7 +177,7 @@ def write(path: Path, batches: int) -> None:
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """Runs in its own process, because a forked child inherits the peak of the test."""
+    """A separate process is used, because a fork would inherit the peak of the test."""
     code = """
 import sys
 from llmcache.cache.plan import Plan
@@ -190,17 +190,17 @@ for path in sys.argv[1:]:
     short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
     write(short, 2)
     write(long, 10)
-    # Compiles functions that are not in numba's cache yet, which needs as much memory again.
+    # Compile first what numba's cache lacks, which takes as much memory again.
     simulate.simulate_all([trace_of(loop(9, 9, 3))], Plan(("lru", "sieve"), (4096,), period_ns=10**6, curves=True))
-    # The rows alone are 31 bytes each, 8 times ROWS: 31 MiB more if they were kept.
+    # Kept rows would take 31 bytes each: 31 MiB for 8 times ROWS.
     command = [sys.executable, "-c", code, str(short), str(long)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     before, after = map(int, done.stdout.split())
     assert after - before < 22 * MIB
 
 
-def test_the_state_of_the_mounts_policy_does_not_grow_with_the_trace() -> None:
-    """Compares the allocations after random reads and after four times as many, which need 72 kB for their numbers."""
+def test_memory_of_the_mount_policy_does_not_grow_with_the_trace() -> None:
+    """Compare allocations after 3000 random reads and after 9000 more, which would take 72 kB if they were kept."""
     random = np.random.default_rng(1)
     kept_bytes: list[int] = []
     policy = policy_class("llmcache")(2000, 100_000)

@@ -1,4 +1,4 @@
-"""`llmcache size` from the command line: the paper's answers, JSON, exit codes."""
+"""The `llmcache size` command: the answers of the paper, JSON, exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answered(*args: str) -> dict[str, Any]:
     return document
 
 
-def test_the_smallest_cache_for_a_loop() -> None:
+def test_the_cache_for_a_loop_is_computed() -> None:
     text = size("--bw", "100", "--loop", "70M").stdout
     assert "loop cache  60 MB" in text and "total       64 MB" in text and "100 MB/s (given)" in text and "+30%" in text
     found = answered("--bw", "100", "--loop", "70M")
@@ -59,11 +59,11 @@ def test_the_smallest_cache_for_a_loop() -> None:
         (("--device", "phone"), "612 MB"),
     ],
 )
-def test_the_largest_loop_for_a_cache(args: tuple[str, ...], loop: str) -> None:
+def test_the_largest_loop_for_a_cache_is_computed(args: tuple[str, ...], loop: str) -> None:
     assert f"largest loop without stalls  {loop}" in size(*args).stdout
 
 
-def test_a_given_cache_is_evaluated() -> None:
+def test_stalls_of_a_given_cache_are_reported() -> None:
     free = size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
     assert "stall-free" in free
     text = size("--bw", "100", "--loop", "100M", "--cache", "64M").stdout
@@ -73,13 +73,13 @@ def test_a_given_cache_is_evaluated() -> None:
     assert (passes["tokens_per_s"], passes["tokens_per_s_lost"]) == (2.5, 7.5)
 
 
-def test_given_memory_is_evaluated() -> None:
-    """16 GB, a dense model of 22.6 GB, storage of 3 GB/s; T is assumed."""
+def test_speed_with_a_given_memory_is_reported() -> None:
+    """16 GB of memory, a dense model of 22.6 GB, storage of 3 GB/s, no period given."""
     call = ("--bw", "3GB/s", "--loop", "22.6G", "--ram", "16G")
     found = answered(*call)
     ram, mount, page_cache = found["ram"], found["ram"]["llmcachefs"], found["ram"]["page_cache"]
     assert (ram["ram_bytes"], ram["source"], found["period_source"]) == (16 * GB, "given", "assumed")
-    assert 15 * GB < ram["llmcachefs_cache_bytes"] < 15.2 * GB  # 5 % stay free
+    assert 15 * GB < ram["llmcachefs_cache_bytes"] < 15.2 * GB  # 5 % are reserved
     assert mount["missing_bytes"] == 22.6 * GB - mount["loop_cache_bytes"] and 0 < mount["missing_bytes"] < 7.7 * GB
     assert mount["tokens_per_s"] == pytest.approx(3 * GB / mount["missing_bytes"])
     assert page_cache["missing_bytes"] == 22.6 * GB and page_cache["tokens_per_s"] == pytest.approx(3 / 22.6)
@@ -91,7 +91,7 @@ def test_given_memory_is_evaluated() -> None:
     assert "no stalls   with 23.6 GB of memory, or storage at 75.7 GB/s" in text
 
 
-def test_a_model_gives_loop_and_hot_set(tmp_path: Path) -> None:
+def test_loop_and_hot_set_come_from_the_model(tmp_path: Path) -> None:
     path = gguf(tmp_path / "m.gguf", EMBEDDING, LAYER, OUTPUT)
     found = answered("--bw", "100", "--model", str(path))
     assert found["loop_bytes"] == 320 and found["model"]["row_bytes"] == 128
@@ -104,10 +104,10 @@ MIXTURE = Shape(256, 704, 2000, layers=2, tied=False, experts=16, used=2)
 
 
 @pytest.mark.parametrize(("model_format", "fused"), [("gguf", False), ("safetensors", False), ("safetensors", True)])
-def test_an_moe_model_reads_the_used_experts(tmp_path: Path, model_format: str, fused: bool) -> None:
+def test_an_moe_model_reads_only_the_experts_in_use(tmp_path: Path, model_format: str, fused: bool) -> None:
     path = make_model(tmp_path / f"m.{model_format}", MIXTURE, model_format, 1, 0, fused)[0]
     if model_format == "safetensors":
-        assert answered("--bw", "1", "--model", str(path))["mixture"] is None  # the number of used experts is unknown
+        assert answered("--bw", "1", "--model", str(path))["mixture"] is None  # the experts per token are unknown
         assert "an upper bound" in size("--bw", "1", "--model", str(path)).stdout
         (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2}))
     found = answered("--bw", "1", "--model", str(path), "--ram", "1G")
@@ -124,15 +124,15 @@ def test_an_moe_model_reads_the_used_experts(tmp_path: Path, model_format: str, 
     assert "all dense tensors and " in text and "upper bound" not in text
 
 
-def test_given_memory_is_evaluated_for_an_moe_model() -> None:
-    """Dense 4 GB and experts of 32 GB, storage of 3 GB/s: a token that reads 6 GB takes 2 s if nothing is cached."""
+def test_memory_for_an_moe_model_without_stalls() -> None:
+    """4 GB dense, 32 GB of experts, storage of 3 GB/s: without a cache, a token reads 6 GB in 2 s."""
     setting = SizingParameters(3 * GB, SECOND_NS // 10, 0)
     mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
     assert passes(mixture, 0, setting).tokens_per_s == pytest.approx(0.5)
     cache = mount_cache_bytes(mixture, need(mixture, setting).loop_cache_bytes, 0)
     assert passes(mixture, mount_keeps_bytes(mixture, cache, 0), setting).stall_free
     assert not passes(mixture, mount_keeps_bytes(mixture, cache - MB, 0), setting).stall_free
-    assert mount_keeps_bytes(mixture, 3 * GB, 0) < 3 * GB  # dense tensors are streamed, which needs a window
+    assert mount_keeps_bytes(mixture, 3 * GB, 0) < 3 * GB  # dense tensors are streamed and need a window
     assert mount_keeps_bytes(mixture, 50 * GB, 0) == 36 * GB
 
 
@@ -153,7 +153,7 @@ def test_weights_that_llama_cpp_copies_count_as_memory(tmp_path: Path) -> None:
     assert "llama.cpp copies 18 GB of the model, which does not fit: the kernel kills it" in said
 
 
-def test_even_routing_is_an_upper_bound_of_misses() -> None:
+def test_even_routing_bounds_the_misses_of_an_moe_model() -> None:
     setting = SizingParameters(GB, SECOND_NS // 10, 0)
     mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
     for kept in (3 * GB, 5 * GB, 12 * GB, 20 * GB, 35 * GB, 36 * GB):
@@ -189,7 +189,7 @@ WRONG: list[tuple[dict[str, str], int, str]] = [
 ]
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_options_are_named_with_their_exit_code() -> None:
     for options, code, named in WRONG:
         result = size(*(word for pair in options.items() for word in pair))
         assert result.returncode == code and result.stdout == "", options

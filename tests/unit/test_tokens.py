@@ -1,4 +1,4 @@
-"""From events to passes, tokens, causes and a summary: the parts of `llmcache tokens` that need no kernel."""
+"""From events to passes, tokens, causes and a summary: the parts of `llmcache tokens` that work without the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE: Key = (8, 99)
 
 @dataclass
 class Process:
-    """A process whose time is spent as a test says; `passes` sees its reads."""
+    """A simulated process that spends its time as a test says; `passes` observes its reads."""
 
     passes: Passes
     found: list[Pass]
@@ -60,7 +60,7 @@ class Process:
         self.found += self.passes.take(Event(self.now_ns, kind, 1, place, 0, 0, *sums))
 
     def token(self, compute_ms: float = 10, storage_ms: float = 0, rows: int = 1, has_later: bool = True) -> None:
-        """A pass, of which a fifth is computed after the layers."""
+        """Run one pass, a fifth of whose computation follows the layers."""
         self.read(Role.FIRST, rows)
         self.compute(compute_ms * 0.8)
         if storage_ms:
@@ -75,10 +75,10 @@ def process() -> Process:
     return Process(Passes(), [])
 
 
-def test_tokens_follow_one_another_and_their_parts_are_their_time(process: Process) -> None:
+def test_consecutive_tokens_have_their_compute_and_storage_time(process: Process) -> None:
     for _ in range(4):
         process.token(compute_ms=10, storage_ms=5)
-    assert len(process.found) == 3, "the last one is not known to be over"
+    assert len(process.found) == 3, "the end of the last token is not known yet"
     process.found += process.passes.finish()
     assert len(process.found) == 4
     for found in process.found[:3]:
@@ -89,12 +89,12 @@ def test_tokens_follow_one_another_and_their_parts_are_their_time(process: Proce
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_idle_time_after_a_token_is_no_part_of_it(process: Process, looks: bool) -> None:
+def test_idle_time_after_a_token_is_not_part_of_it(process: Process, looks: bool) -> None:
     process.token()
     process.token()
     for _ in range(20):
         process.sleep(490)
-        process.compute(10)  # a server that looks for work now and then
+        process.compute(10)  # a server that polls for work
         if looks:
             process.look()
     process.token()
@@ -103,13 +103,13 @@ def test_idle_time_after_a_token_is_no_part_of_it(process: Process, looks: bool)
     idle = process.found[1]
     assert idle.other_ns == 0
     assert idle.time_ns == (20 * MS if looks else 210 * MS), (
-        "what runs until the first look, or the next pass, belongs to it"
+        "time until the first look or the next pass belongs to the token"
     )
     assert [found.is_first for found in process.found] == [True, False, True]
 
 
 def test_a_pause_within_a_pass_is_part_of_it(process: Process) -> None:
-    """As where a GPU computes: the process sleeps between its first layer and its last one."""
+    """On a GPU, the process sleeps between the first and the last layer."""
     process.token()
     process.read(Role.FIRST)
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_a_pause_within_a_pass_is_part_of_it(process: Process) -> None:
     assert [found.time_ns // MS for found in process.found] == [10, 5000]
 
 
-def test_where_the_later_tensor_is_not_the_last_a_short_pause_after_it_is_part_of_the_pass(process: Process) -> None:
+def test_without_an_end_marker_a_short_pause_is_part_of_the_pass(process: Process) -> None:
     process.passes.restart(shows_end=False)
     for pause_ms in (500, 5000, 0):
         process.token()
@@ -129,16 +129,16 @@ def test_where_the_later_tensor_is_not_the_last_a_short_pause_after_it_is_part_o
     assert [found.time_ns // MS for found in process.found] == [510, 10]
 
 
-def test_each_row_of_a_batch_is_counted_and_the_parts_of_a_prompt_are_one_pass(process: Process) -> None:
+def test_rows_of_a_batch_are_counted_and_a_prompt_is_one_pass(process: Process) -> None:
     process.token()
-    process.token(rows=64, has_later=False)  # no logits of a part but the last
+    process.token(rows=64, has_later=False)  # only the last part of a prompt computes logits
     process.token(rows=64, has_later=False)
     process.token(rows=22)
     process.token()
     assert [(found.rows, found.time_ns // MS) for found in process.found] == [(1, 10), (150, 30)]
 
 
-def test_a_prompt_that_is_given_up_does_not_last_until_the_next_one(process: Process) -> None:
+def test_an_aborted_prompt_ends_before_the_next_one(process: Process) -> None:
     process.token()
     process.token(rows=64, has_later=False)
     process.sleep(60_000)
@@ -152,11 +152,11 @@ def test_a_prompt_that_is_given_up_does_not_last_until_the_next_one(process: Pro
     ]
 
 
-def test_a_lone_first_layer_shows_tokens(process: Process) -> None:
+def test_tokens_are_found_with_the_first_layer_alone(process: Process) -> None:
     for _ in range(200):
         process.token(has_later=False)
     assert process.passes.seems_lone
-    assert not process.found, "they could be the rows of one batch"
+    assert not process.found, "they could be rows of one batch"
     process.passes.restart(is_lone=True)
     process.read(Role.FIRST, 3)
     process.compute(10)
@@ -166,7 +166,7 @@ def test_a_lone_first_layer_shows_tokens(process: Process) -> None:
     assert [(found.rows, found.time_ns) for found in process.found] == [(3, 10 * MS), (1, 0)]
 
 
-def test_the_first_batch_of_a_process_is_one_pass_however_its_threads_come(process: Process) -> None:
+def test_the_first_batch_of_several_threads_is_one_pass(process: Process) -> None:
     process.read(Role.FIRST, 2)
     process.sleep(6)
     process.read(Role.FIRST, 2)
@@ -185,18 +185,18 @@ def made(compute_ms: int, rows: int = 1, is_first: bool = False, storage_ms: int
         ([made(300, 37, True), made(10), made(10)], "pdd"),
         ([made(300, 512, True), made(300, 512), made(20, 7), made(10)], "pppd"),
         ([made(10, 1, True), made(10), made(50, 5, True), made(10)], "ddpd"),  # a short prompt
-        ([made(10), made(11, 2), made(12, 4), made(13, 4)], "dddd"),  # sequences side by side
-        ([made(300, 37, True), made(15, 9), made(15, 9), made(15, 9)], "ppdd"),  # guessed tokens
+        ([made(10), made(11, 2), made(12, 4), made(13, 4)], "dddd"),  # parallel sequences
+        ([made(300, 37, True), made(15, 9), made(15, 9), made(15, 9)], "ppdd"),  # speculative decoding
         ([made(10), made(10, storage_ms=900), made(10)], "ddd"),  # slow because of storage
     ],
 )
-def test_prompts_are_told_from_tokens_by_their_rows(passes: list[Pass], kinds: str) -> None:
-    told = Kinds()
-    assert "".join(told.kind_of(one, are_rows_tokens=True)[0] for one in passes) == kinds
+def test_prompts_are_distinguished_from_tokens_by_rows(passes: list[Pass], kinds: str) -> None:
+    kinds_seen = Kinds()
+    assert "".join(kinds_seen.kind_of(one, are_rows_tokens=True)[0] for one in passes) == kinds
 
 
-def test_prompts_are_told_from_tokens_by_computing_where_rows_are_not_known() -> None:
-    told = Kinds()
+def test_prompts_are_distinguished_by_compute_time_without_rows() -> None:
+    kinds_seen = Kinds()
     passes = [
         made(300, is_first=True),
         made(10),
@@ -206,7 +206,7 @@ def test_prompts_are_told_from_tokens_by_computing_where_rows_are_not_known() ->
         made(11),
         made(11, is_first=True),
     ]
-    assert "".join(told.kind_of(one, are_rows_tokens=False)[0] for one in passes) == "pdddpdd"
+    assert "".join(kinds_seen.kind_of(one, are_rows_tokens=False)[0] for one in passes) == "pdddpdd"
 
 
 def layout(layers: int = 3, experts: int = 0, names: str = "gguf") -> ModelLayout:
@@ -220,7 +220,7 @@ def layout(layers: int = 3, experts: int = 0, names: str = "gguf") -> ModelLayou
     return ModelLayout("gguf" if names == "gguf" else "safetensors", 4096, tuple(tensors), None, 2 if experts else None)
 
 
-def test_the_best_clock_is_of_norms_from_begin_to_end() -> None:
+def test_the_best_clock_uses_the_first_and_last_norm() -> None:
     clocks = candidates({FILE: layout()})
     names = {role: place.name for role, place in clocks[0].places.items()}
     assert names == {Role.FIRST: "blk.0.attn_norm.weight", Role.LATER: "output_norm.weight"}
@@ -235,7 +235,7 @@ def test_the_best_clock_is_of_norms_from_begin_to_end() -> None:
             assert place.offset % 8 == 0
 
 
-def test_shards_make_one_clock_and_experts_none() -> None:
+def test_clocks_span_shards_and_never_use_experts() -> None:
     whole = layout(experts=4)
     shards = {
         (8, 1): ModelLayout("gguf", 4096, whole.tensors[:5], (0, 2), 2),
@@ -247,7 +247,7 @@ def test_shards_make_one_clock_and_experts_none() -> None:
     assert not [place for clock in clocks for place in clock.places.values() if "exps" in place.name or "embd" in place.name]
 
 
-def test_a_model_of_one_layer_and_files_without_layers() -> None:
+def test_clocks_of_models_with_one_or_no_layer() -> None:
     one = candidates({FILE: layout(layers=1)})
     assert {clock.places[Role.LATER].name for clock in one} == {"output_norm.weight", "output.weight"}
     no_output = ModelLayout("gguf", 4096, layout(layers=1).tensors[:4])
@@ -269,14 +269,14 @@ def test_waits_are_attributed_to_layers_and_experts() -> None:
     assert [place and place.layer for place in places] == ["blk.1", "blk.1", "blk.1", "blk.2"]
     assert places[0] == places[1] != places[2]
     assert places[3] == Where("blk.2")
-    assert attribution.where(7, FILE[1], page) == places[0], "overlayfs shows another device"
+    assert attribution.where(7, FILE[1], page) == places[0], "overlayfs reports another device"
     assert attribution.where(1, 1, 0) is None
     waits = {place: 30 for place in places if place is not None}
     causes = attribution.causes(waits, 90)
     assert attribution.experts_used == 6
     assert causes.experts_missed == 2
     assert causes.slowest == ("1", 60)
-    assert attribution.causes(waits, 9).slowest == ("1", 6), "threads that wait side by side share the time"
+    assert attribution.causes(waits, 9).slowest == ("1", 6), "concurrent waits of threads share the time"
     assert attribution.causes({}, 0).slowest is None
     assert Attribution({FILE: layout()}).causes(waits, 100).experts_missed is None
 
@@ -305,7 +305,7 @@ def token(number: int, storage_ms: int = 0, kind: str = "decode", rows: int | No
     )
 
 
-def test_the_summary_adds_tokens_up_without_prompts() -> None:
+def test_the_summary_adds_up_tokens_without_prompts() -> None:
     totals = Totals()
     totals.add(token(0, 90, "prefill", 50))
     for number in range(1, 101):
@@ -327,19 +327,19 @@ def test_the_summary_adds_tokens_up_without_prompts() -> None:
     assert document["slowest"][0]["time_ns"] == 100 * MS
 
 
-def test_unknown_rows_of_a_prompt_give_no_speed() -> None:
+def test_a_prompt_with_unknown_rows_has_no_speed() -> None:
     totals = Totals()
     totals.add(token(0, 0, "prefill", None))
     assert totals.summary().prefill_tokens_per_s is None
     assert "tokens/s" not in "\n".join(summary_lines(totals.summary()))
 
 
-def test_nothing_seen_is_said_with_its_reason() -> None:
+def test_a_summary_without_tokens_gives_the_reason() -> None:
     (line,) = summary_lines(Totals().summary(why_not="weights were copied"))
     assert "no tokens were seen: weights were copied" in line
 
 
-def test_the_row_of_a_token_stands_below_its_heading() -> None:
+def test_columns_of_a_token_line_up_with_the_heading() -> None:
     for name, value in (
         ("token", "7"),
         ("batch", "1"),
@@ -352,18 +352,18 @@ def test_the_row_of_a_token_stands_below_its_heading() -> None:
         assert token_line(token(7, 90))[:end].endswith(value)
 
 
-def test_the_row_of_an_interval_stands_below_its_heading() -> None:
+def test_columns_of_an_interval_line_up_with_the_heading() -> None:
     row = interval_line(Interval(0, 1000 * MS, 900 * MS, 5000, 7))
     for name, value in (("interval", "1.00 s"), ("CPU", "0.900 s"), ("read", "5.00 KB"), ("major faults", "7")):
         assert row[: INTERVAL_HEADING.index(name) + len(name)].endswith(value)
 
 
 @pytest.mark.parametrize(("values", "share", "expected"), [([], 0.99, 0), ([5], 0.99, 5), (list(range(1, 101)), 0.99, 99)])
-def test_quantiles_are_values_that_occurred(values: list[int], share: float, expected: int) -> None:
+def test_quantiles_are_observed_values(values: list[int], share: float, expected: int) -> None:
     assert quantile(values, share) == expected
 
 
-def test_without_root_the_counters_of_proc_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_counters_come_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(watch_module, "INTERVAL_S", 0.2)
     found: list[Interval] = []

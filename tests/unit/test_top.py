@@ -1,4 +1,4 @@
-"""`llmcache top`: rates and the span they are of, mounts that end or are others; how it looks, and that it always fits."""
+"""The `llmcache top` command: rates and their interval, mounts that end or change, and output that fits the terminal."""
 
 from __future__ import annotations
 
@@ -42,44 +42,16 @@ HEAT = heat(
     layer("blk.2", 20, 0, age_s=700.0, cells=cells(cold="9" * 16)),
 )
 
-WHOLE = """\
-/mnt/models steer, up 1 min 40 s                              every 1 s, q quits
-budget ████████████████████████████████████████▸▸▸▸▸▸▪▪▪▪················ 100 MB
-       █ pinned 60.0 MB   ▸ window 10.0 MB   ▪ pages 5.00 MB   · free 25.0 MB
-
-              since mount   last 2.0 s                  since mount   last 2.0 s
-to readers        1.00 GB     100 MB/s   byte hit ratio      60.0 %       50.0 %
-from storage       400 MB    50.0 MB/s   prefetch late       22.5 %       90.0 %
-fetched            390 MB    47.5 MB/s   prefetch wasted      2.5 %        0.0 %
-waits         since mount  half within   99 % within         in all   last 2.0 s
-late                    3         3 ms         30 ms        24.5 ms        1.2 %
-on demand               1        10 ms         10 ms        5.00 ms        0.0 %
-
-loop                          size   period  pinned  passes   readers
-model.gguf                  100 MB   500 ms    60 %      12   ─────────●────────
-
-model.gguf                    size  pinned        read   ░ streamed  · cold
-header                     1.00 MB   100 %           -   ███████████████████████
-token_embd.weight          19.0 MB     0 %         now   ▪▪▪····················
-blk.0                      20.0 MB    50 %         now   ████████████░░░░░░░░░░░
-blk.1                      20.0 MB    50 %         now   ██████▓▓▓▓▓▓░░▸▸▸▸░░░░░
-blk.2                      20.0 MB     0 %  12 min ago   ·······················
-"""
-
 
 def sample(*replies: dict[str, Any], warmth: dict[str, Any] = HEAT) -> Sample:
-    """What a watcher makes of these counters, the last of them."""
+    """Return the last sample of a watcher that receives these counters."""
     left = iter(replies)
     watcher = Watcher("/mnt/models", lambda _mount, question: next(left) if question["op"] == "stats" else warmth)
     return [watcher.sample() for _ in replies][-1]
 
 
-def text(of: Sample, width: int = 80, rows: int | None = None, hint: str = "") -> str:
-    return "".join(f"{line.plain.rstrip()}\n" for line in lines(of, width, rows, hint))
-
-
-def test_it_looks_like_this() -> None:
-    assert text(sample(BEFORE, stats()), hint="every 1 s, q quits") == WHOLE
+def text(of: Sample, rows: int | None = None) -> str:
+    return "".join(f"{line.plain.rstrip()}\n" for line in lines(of, 80, rows, ""))
 
 
 LAYERS = st.builds(
@@ -119,7 +91,9 @@ LOOPS = st.builds(
     st.none() | st.integers(1, 60),
     st.integers(0, 3),
 )
-def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows: int | None, more: int) -> None:
+def test_output_fits_the_terminal(
+    files: list[HeatFile], loops: list[LoopState], width: int, rows: int | None, more: int
+) -> None:
     found = lines(
         replace(sample(BEFORE, stats()), heat=tuple(files), loops=tuple(loops), left_out_files=more),
         width,
@@ -134,7 +108,7 @@ def test_it_fits(files: list[HeatFile], loops: list[LoopState], width: int, rows
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=40), st.integers(1, 50))
-def test_folding_loses_no_byte_and_keeps_the_order(layers: list[HeatLayer], rows: int) -> None:
+def test_folding_layers_keeps_all_bytes_and_the_order(layers: list[HeatLayer], rows: int) -> None:
     folded = fold(layers, rows)
     assert 1 <= len(folded) <= max(rows, 1)
     for name in ("tensors", "size_bytes", "pinned_bytes", "streamed_bytes"):
@@ -145,13 +119,13 @@ def test_folding_loses_no_byte_and_keeps_the_order(layers: list[HeatLayer], rows
 
 
 def loop_lines(*loops: dict[str, Any], rows: int | None = None) -> list[str]:
-    """The lines of the table of loops, without its header."""
+    """Return the lines of the table of loops, without its header."""
     shown = text(sample(stats(files=[file(f"/{number}", each) for number, each in enumerate(loops)])), rows=rows)
     table = shown[shown.index("\nloop ") + 1 :].partition("\n\n")[0]
     return table.splitlines()[1:]
 
 
-def test_a_loop_that_is_not_steered_whole_has_a_line_that_says_why() -> None:
+def test_a_loop_that_is_not_steered_whole_has_a_line_with_the_reason() -> None:
     left = loop(left=True, unused_bytes=40 * MB, steered_pass_bytes=1200 * MB, lru_pass_bytes=300 * MB)
     partly, old = loop(unused_bytes=40 * MB), loop()
     for key in ("left", "unused_bytes", "steered_pass_bytes", "lru_pass_bytes"):
@@ -164,7 +138,7 @@ def test_a_loop_that_is_not_steered_whole_has_a_line_that_says_why() -> None:
     ]
 
 
-def test_a_loop_is_shown_with_its_line_or_not_at_all() -> None:
+def test_a_loop_and_its_reason_are_shown_together_or_not_at_all() -> None:
     left = loop(left=True, steered_pass_bytes=2 * MB, lru_pass_bytes=MB)
     for rows in range(20, 60):
         lines = loop_lines(*[left] * 6, rows=rows)
@@ -173,26 +147,26 @@ def test_a_loop_is_shown_with_its_line_or_not_at_all() -> None:
         assert len(whole) == 12 or lines[-1] == f"and {6 - len(whole) // 2} more"
 
 
-def test_a_hit_ratio_is_unknown_where_no_hit_could_be_observed() -> None:
-    """In steer and in place, reads of resident data send no request."""
+def test_the_hit_ratio_is_unknown_if_hits_cannot_be_observed() -> None:
+    """In the modes steer and inplace, reads of resident data send no request."""
     for mode, ratio in (("steer", None), ("inplace", None), ("arena", 0.0)):
         seen = sample(*(stats(10.0 + n, mode=mode, hit_bytes=0, read_bytes=(1 + n) * MB) for n in range(2)))
         assert seen.interval is not None
         assert seen.total.hit_ratio == seen.interval.hit_ratio == ratio
 
 
-# What is made of a mount's replies
+# Processing of replies
 
 
 class Mount:
-    """Replies with the counters that it is given, one after the other; an error is raised."""
+    """Replies with the given counters in order; errors among them are raised."""
 
     def __init__(self, *replies: dict[str, Any] | Exception) -> None:
         self.replies = list(replies)
         self.asked: list[str] = []
         self.now_s = 0.0
-        self.takes_s = 0.0  # to tell heat
-        self.answers_s = 0.0  # to tell counters
+        self.takes_s = 0.0  # duration of a heat reply
+        self.answers_s = 0.0  # duration of a counters reply
 
     def __call__(self, _mount: str, question: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(question["op"])
@@ -221,7 +195,7 @@ def test_the_interval_is_a_whole_period_of_the_slowest_loop_in_use() -> None:
     assert spans == [None, 1, 2, 3, 4, 5, 5, 5, 5]
 
 
-def test_the_interval_is_what_has_moved_since_the_last_look_at_the_same_mount() -> None:
+def test_the_interval_is_the_difference_to_the_last_sample_of_the_same_mount() -> None:
     watcher = Mount(at(100, 100), at(102, 500), at(1, 3), at(2, 5)).watcher()
     first, second, other, later = (watcher.sample() for _ in range(4))
     assert first.interval is None and first.total.read_bytes == 100 * MB
@@ -232,8 +206,8 @@ def test_the_interval_is_what_has_moved_since_the_last_look_at_the_same_mount() 
     assert later.interval is not None and later.interval.read_bytes == 2 * MB
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    """Files are not remembered, nor counters for longer than the slowest loop needs."""
+def test_memory_of_the_watcher_is_bounded() -> None:
+    """The watcher stores no files, and counters only for as long as the slowest loop needs."""
     moment = iter(range(150))
 
     def reply(_mount: str, question: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +220,7 @@ def test_what_is_remembered_is_bounded() -> None:
             watcher.sample()
 
 
-def test_a_mount_that_ends_is_said_to_have_ended_and_not_where_there_was_none() -> None:
+def test_a_mount_that_ends_is_distinguished_from_a_missing_one() -> None:
     none = MountProblem("no llmcachefs is mounted on /mnt", "hint")
     with pytest.raises(MountProblem, match=r"(?m)^no llmcachefs is mounted on /mnt$"):
         Mount(none).watcher().sample()
@@ -258,12 +232,12 @@ def test_a_mount_that_ends_is_said_to_have_ended_and_not_where_there_was_none() 
 
 
 def replies(good: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects that are not quite as they should be."""
-    return documents([good]).map(lambda told: told if isinstance(told, dict) else {**good, "files": told})
+    """Generate malformed variations of a reply."""
+    return documents([good]).map(lambda found: found if isinstance(found, dict) else {**good, "files": found})
 
 
 @given(replies(stats()) | st.just(stats()), replies(heat(layer("blk.0"), layer("blk.1"))))
-def test_whatever_a_daemon_of_another_tells_is_shown_or_refused(counters: dict[str, Any], warmth: dict[str, Any]) -> None:
+def test_any_reply_of_a_foreign_daemon_is_shown_or_refused(counters: dict[str, Any], warmth: dict[str, Any]) -> None:
     watcher = Watcher("/mnt", lambda _mount, question: counters if question["op"] == "stats" else warmth)
     try:
         samples = [watcher.sample(), watcher.sample()]
@@ -275,7 +249,7 @@ def test_whatever_a_daemon_of_another_tells_is_shown_or_refused(counters: dict[s
 
 
 @pytest.mark.parametrize("takes_s", [0.0, 1.0])
-def test_heat_is_asked_for_the_more_seldom_the_longer_it_takes(takes_s: float) -> None:
+def test_slow_heat_replies_are_requested_more_rarely(takes_s: float) -> None:
     mount, looks = Mount(), 100
     mount.takes_s, watcher = takes_s, mount.watcher()
     for _ in range(looks):
@@ -286,7 +260,7 @@ def test_heat_is_asked_for_the_more_seldom_the_longer_it_takes(takes_s: float) -
     assert 1 < asked * takes_s <= HEAT_SHARE * mount.now_s + 1 if takes_s else asked == looks
 
 
-def test_the_document_is_json_in_base_units() -> None:
+def test_the_json_document_uses_base_units() -> None:
     facts = at(12, 500, waits={"late": waits(10**10), "demand": waits()})
     watcher = Mount(at(10, 100, waits={"late": waits(), "demand": waits()}), facts).watcher()
     assert watcher.sample().document()["interval"] is None
@@ -295,6 +269,6 @@ def test_the_document_is_json_in_base_units() -> None:
     budget = {"budget": 100, "limit": 100, "pinned": 60, "window": 10, "other": 5, "free": 25, "daemon": 22}
     assert found["budget"] == {"mode": "steer", **{f"{name}_bytes": size * MB for name, size in budget.items()}}
     assert found["interval"]["read_bytes_per_s"] == 200 * MB and found["total"]["late_ratio"] == 0.225
-    assert found["interval"]["late_waits"]["median_s"] is None  # longer than the last bound
+    assert found["interval"]["late_waits"]["median_s"] is None  # beyond the last bucket
     assert found["loops"][0]["path"] == "/model.gguf" and found["loops"][0]["readers"] == [0.5]
     assert found["heat"][0]["layers"][0]["name"] == "blk.0"

@@ -1,4 +1,4 @@
-"""The parts of a recording that need no privilege: journal, mounts, names, mappings, options, what a mount keeps locked."""
+"""Parts of a recording that need no privileges: journal, file names, mappings, options, bytes locked by a mount."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def batch(start_ns: int, file: int) -> Columns:
 
 
 def written(path: Path) -> RecordingWriter:
-    """A journal of three batches, as a recorder that was killed leaves it; each batch brings a file."""
+    """Write a journal of three batches, each with a new file, as a killed recorder leaves it."""
     journal = RecordingWriter(recording_of(path), PROVENANCE, force=False)
     for number in range(3):
         journal.append(batch(10 * number, number), [TraceFile(number, f"/data/{number}", 1, number, 0, 0)], number)
     return journal
 
 
-def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
+def test_a_truncated_or_damaged_journal_is_readable(tmp_path: Path) -> None:
     journal = written(tmp_path / "run.parquet")
     path, whole = journal.path, journal.path.read_bytes()
     with open_trace(path) as found:
@@ -71,15 +71,15 @@ def test_a_journal_is_readable_however_it_ends(tmp_path: Path) -> None:
     path.write_bytes(whole)
     journal.close()
     with open_trace(path) as found:
-        assert found.provenance.note == PROVENANCE.note, "it was not cut short"
+        assert found.provenance.note == PROVENANCE.note, "it is complete"
     whole = path.read_bytes()
     for at in range(len(whole) - 1000, len(whole) - 100, 31):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with suppress(DataError), open_trace(path) as found:
-            assert found.rows == 15, "what is damaged is no end"
+            assert found.rows == 15, "damage is not taken for the end"
 
 
-def test_a_journal_that_exists_is_not_overwritten_and_what_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_existing_journal_is_not_overwritten_and_other_files_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "run.parquet").path
     with pytest.raises(UsageError, match="exists"):
         RecordingWriter(path, PROVENANCE, force=False)
@@ -88,14 +88,14 @@ def test_a_journal_that_exists_is_not_overwritten_and_what_is_none_is_refused(tm
         open_trace(path)
 
 
-def test_layers_of_an_overlay() -> None:
+def test_layers_of_an_overlay_are_listed() -> None:
     options = "rw,lowerdir=/a\\:b:/c,upperdir=/up,workdir=/w"
     mount = Mount(1, 0, "/", "/merged", "overlay", options)
     assert list(mount.layers("/merged/x/y")) == ["/up/x/y", "/a:b/x/y", "/c/x/y"]
     assert not list(Mount(1, 0, "/", "/merged", "ext4", options).layers("/merged/x"))
 
 
-def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
+def test_open_deleted_and_unknown_files_have_names(tmp_path: Path) -> None:
     kept, gone = tmp_path / "kept", tmp_path / "gone (deleted)"
     kept.write_bytes(b"x" * 5000)
     gone.write_bytes(b"y" * 100)
@@ -116,8 +116,8 @@ def test_names_of_open_deleted_and_unknown_files(tmp_path: Path) -> None:
         assert {file.path for file in names.files} >= {str(tmp_path / "renamed"), str(gone)}
 
 
-def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "path_of", lambda *_: None)  # as on FUSE, which cannot open files by inode
+def test_a_closed_file_is_named_when_it_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "path_of", lambda *_: None)  # FUSE cannot open files by inode
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(9000))
     stat = path.stat()
@@ -134,7 +134,7 @@ def test_a_file_that_was_closed_is_named_when_it_is_seen_again(tmp_path: Path, m
     assert names.unnamed == 0
 
 
-def test_a_new_mapping_replaces_what_it_covers() -> None:
+def test_a_new_mapping_replaces_the_range_that_it_covers() -> None:
     space = AddressSpace([FileMapping(0x1000, 0x9000, 1, 10, 0, "")])
     space.put(FileMapping(0x3000, 0x5000, 1, 20, 7, ""))
     address = np.array([0x1000, 0x2FFF, 0x3000, 0x4FFF, 0x5000, 0x8FFF, 0x9000, 0x0], np.uint64)
@@ -145,7 +145,7 @@ def test_a_new_mapping_replaces_what_it_covers() -> None:
     assert space.files(address)[1].tolist() == [10, 30, 30, 30, 30, 30, 0, 0]
 
 
-def test_faults_belong_to_the_mapping_of_their_time() -> None:
+def test_faults_belong_to_the_mapping_at_their_time() -> None:
     paths: dict[tuple[int, int], str] = {}
     spaces = AddressSpaces(paths)
     time = struct.Struct("<IIQ")
@@ -164,14 +164,14 @@ def test_faults_belong_to_the_mapping_of_their_time() -> None:
     assert paths[os.makedev(8, 1), 6] == "/data/file"
 
 
-def test_options_that_cannot_be() -> None:
+def test_invalid_options_are_named() -> None:
     for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
         with pytest.raises(UsageError, match=named):
             CaptureSettings(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
 
 
 def answering(program: Path) -> subprocess.Popen[bytes]:
-    """A process of a copy of cat, once it has answered: until it is executed it has no name of its own."""
+    """Start a copy of cat and wait for a reply, because before exec it does not have its own name."""
     process = subprocess.Popen([program, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"x")
@@ -179,8 +179,8 @@ def answering(program: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_process_is_found_by_its_name(tmp_path: Path) -> None:
-    name = f"model-{os.getpid()}-server"  # longer than the kernel's name of a process
+def test_a_process_is_found_by_name(tmp_path: Path) -> None:
+    name = f"model-{os.getpid()}-server"  # longer than the process name in the kernel
     shutil.copy(shutil.which("cat") or "", tmp_path / name)
     with pytest.raises(EnvironmentProblem, match=f"no process is called '{name}'") as missing:
         target_of((name,))
@@ -206,23 +206,23 @@ OTHER = TraceFile(1, "/etc/hosts", 1, 8, 0, BLOCK)
 
 
 def passes(extra: str, shown_blocks: int = 600) -> TraceClasses:
-    """The classes of six passes over the first blocks of FILE, 100 at a time, with what was locked beside them."""
+    """Return the classes of six passes over the first blocks of FILE in rows of 100, with locked bytes in `extra`."""
     first = [block for _ in range(6) for block in range(0, shown_blocks, 100)]
     times = [number * 10**8 for number in range(len(first))]
     provenance = Provenance("test", extra={LOCKED: extra} if extra else {})
     return classify(Trace.build(times, 0, first, 100, MAP, files=[FILE, OTHER], provenance=provenance).batches())
 
 
-def test_the_loop_is_what_was_seen_and_what_was_locked() -> None:
+def test_locked_bytes_are_added_to_the_loop() -> None:
     found = passes(locked_extra({0: 300 * BLOCK, 1: BLOCK}))
-    assert found.locked == (LockedLoop(FILE.path, 300 * BLOCK),), "what is in no loop is not counted"
+    assert found.locked == (LockedLoop(FILE.path, 300 * BLOCK),), "bytes outside loops are not counted"
     assert (found.totals.loop_at_once_bytes, found.totals.locked_loop_bytes) == (600 * BLOCK, 300 * BLOCK)
     assert found.size_command == f"llmcache size --loop {900 * BLOCK / 1e6:.10g}M --hot 0M"
     assert found.document("t")["locked"] == [{"path": FILE.path, "bytes": 300 * BLOCK}]
     assert any("1.23 MB of /mnt/models/m.gguf, locked by its mount" in line for line in summary(found))
 
 
-def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
+def test_locked_bytes_are_the_smaller_of_two_replies() -> None:
     answers = {FILE.path: [500, 300], OTHER.path: [0]}
     asked = LockedBytes(lambda file: answers[file.path].pop(0))
     asked.begin([FILE, OTHER])
@@ -236,7 +236,7 @@ def test_the_smaller_of_two_answers_was_locked_all_the_time() -> None:
     assert silent.by_file == {} and silent.remarks == [said]
 
 
-def test_what_is_noted_is_checked() -> None:
+def test_recorded_locked_bytes_are_validated() -> None:
     assert locked_extra({}) == "" and passes("").locked == () and locked_bytes(Provenance("test")) == {}
     for text in ("[1]", "{", '{"x": 1}', '{"0": []}'):
         with pytest.raises(DataError, match="locked_bytes"):
@@ -244,7 +244,7 @@ def test_what_is_noted_is_checked() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
-def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
+def test_locked_bytes_come_from_the_mount_of_the_file(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
     mount = Mount(30, 0x2B, "/", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
     files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
     request = Mock(return_value={"mode": mode, "files": files})
@@ -257,7 +257,7 @@ def test_the_mount_below_a_file_is_asked(monkeypatch: pytest.MonkeyPatch, mode: 
         mountpoint.locked_bytes(FILE)
 
 
-def test_a_mount_in_place_is_asked_about_files_below_both_of_its_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_in_place_mount_is_found_from_both_of_its_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     mount = Mount(30, FILE.dev, "/", "/mnt/models", mountpoint.IN_PLACE, "rw")
     loops = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}]
     monkeypatch.setattr(mountpoint, "mounts", dict)
@@ -268,8 +268,8 @@ def test_a_mount_in_place_is_asked_about_files_below_both_of_its_directories(mon
     assert list(found.values()) == [300, 300, 0]
 
 
-def test_names_of_mappings_may_have_line_breaks() -> None:
-    """The kernel escapes line feeds in maps, and no carriage returns, of which the name of any mapped file may have some."""
+def test_names_of_mappings_may_contain_line_breaks() -> None:
+    """The kernel escapes line feeds in maps but not carriage returns, which any file name may contain."""
     fd = os.memfd_create("a\rb")
     os.ftruncate(fd, 4096)
     with mmap.mmap(fd, 4096):

@@ -1,4 +1,4 @@
-"""`llmcache info` and `llmcache convert`: output, refusals and exit codes."""
+"""The `llmcache info` and `llmcache convert` commands: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.unit.trace_parts import FILES, PROVENANCE, trace
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A Parquet trace of four rows."""
+    """Write a Parquet trace of four rows."""
     trace(op=(0, 1, 2, 0), miss=(0, 1, 2, 0), pid=(5, 6, 5, 5)).save(tmp_path / "in.parquet")
     return tmp_path / "in.parquet"
 
 
-def test_info_as_json_has_everything(source: Path) -> None:
+def test_info_prints_all_facts_as_json(source: Path) -> None:
     assert json.loads(called("info", source, "--json").stdout) == {
         "schema": "llmcache.info/1",
         "trace": str(source),
@@ -52,7 +52,7 @@ def test_info_as_json_has_everything(source: Path) -> None:
     }
 
 
-def test_names_in_a_trace_cannot_steer_a_terminal(tmp_path: Path) -> None:
+def test_names_in_a_trace_are_escaped(tmp_path: Path) -> None:
     columns = {"t_ns": [1], "file": [0], "first": [0], "count": [1]}
     with TraceWriter(tmp_path / "in.parquet", [TraceFile(0, "/\x1b[2J\udcff", 0, 0, 0, 0)], PROVENANCE) as writer:
         writer.append(columns)
@@ -61,7 +61,7 @@ def test_names_in_a_trace_cannot_steer_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.csv", "OUT.CSV", "out.oracleGeneral", "out.parquet"])
-def test_convert_writes_every_format_and_replaces_nothing_unasked(name: str, source: Path) -> None:
+def test_convert_writes_every_format_and_replaces_only_with_force(name: str, source: Path) -> None:
     target = source.with_name(name)
     target.write_text("precious")
     refused = called("convert", source, target)
@@ -73,7 +73,7 @@ def test_convert_writes_every_format_and_replaces_nothing_unasked(name: str, sou
     assert sorted(entry.name for entry in source.parent.iterdir()) == sorted(["in.parquet", name])
 
 
-def test_parquet_to_parquet_keeps_everything(source: Path) -> None:
+def test_converting_parquet_to_parquet_keeps_the_trace(source: Path) -> None:
     target, before = source.with_name("out.parquet"), Trace.load(source)
     assert called("convert", source, target).returncode == 0 and Trace.load(target).equals(before)
     assert called("convert", source, source, "--force").returncode == 0 and Trace.load(source).equals(before)
@@ -94,7 +94,7 @@ NEGATIVE = bytes(20) + b"\xff" * 4 + bytes(24)  # the next access of the first r
         (None, "in.csv", "out.parquet", 2, "does not exist"),
     ],
 )
-def test_bad_input_has_its_exit_code_and_leaves_nothing(
+def test_bad_input_has_its_exit_code_and_leaves_no_files(
     written: bytes | None, name: str, target: str, code: int, message: str, tmp_path: Path
 ) -> None:
     if written is not None:
@@ -116,14 +116,14 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     ("target", "message"),
     [("out.strace", ".strace cannot be written"), ("out.txt", "the ending '.txt'"), ("none/out.csv", "is not a directory")],
 )
-def test_targets_that_cannot_be_written(target: str, message: str, source: Path) -> None:
+def test_impossible_targets_are_refused(target: str, message: str, source: Path) -> None:
     done = called("convert", source, source.parent / target)
     assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.oracleGeneral", "out.parquet"])
-def test_a_place_without_room_is_an_environment_problem(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full stands for a full disk: everything can be opened and nothing written."""
+def test_a_full_disk_is_an_environment_error(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full stands for a full disk: it can be opened but not written."""
 
     def full(path: Path) -> int:
         path.symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""CSV traces: what is understood, and which field a refusal names."""
+"""CSV traces: accepted forms, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_bytes_become_blocks(tmp_path: Path) -> None:
         "\na,1,2,r\n\n",
     ],
 )
-def test_forms_that_mean_the_same(text: str, tmp_path: Path) -> None:
+def test_equivalent_forms_are_accepted(text: str, tmp_path: Path) -> None:
     assert blocks(read(text, tmp_path)) == [("a", 0, READ)]
 
 
@@ -67,7 +67,7 @@ def test_forms_that_mean_the_same(text: str, tmp_path: Path) -> None:
         ("", "rows: .* has no accesses"),
     ],
 )
-def test_a_refusal_names_the_field(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_field(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read(text, tmp_path)
     assert caught.value.hint
@@ -81,14 +81,14 @@ def test_times_are_compared_across_chunks(tmp_path: Path) -> None:
         read("\n".join(lines), tmp_path)
 
 
-def test_paths_that_are_not_text_survive(tmp_path: Path) -> None:
+def test_paths_that_are_not_utf_8_are_preserved(tmp_path: Path) -> None:
     read(b'"/m/\xff\xfe,\n""x""",0,1,r\n', tmp_path)
     convert(tmp_path / "t.csv", tmp_path / "u.csv")
     with open_trace(tmp_path / "u.csv") as reader:
         assert reader.files[0].path == '/m/\udcff\udcfe,\n"x"'
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_a_trace_is_written_as_csv(tmp_path: Path) -> None:
     trace(t_ns=(1, 2, 2, 1700000000123456789), op=(0, 1, 2, 0)).save(tmp_path / "t.parquet")
     convert(tmp_path / "t.parquet", tmp_path / "t.csv")
     assert (tmp_path / "t.csv").read_text() == (

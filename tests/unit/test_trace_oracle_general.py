@@ -1,4 +1,4 @@
-"""libCacheSim's format: objects become runs of blocks, blocks become objects, and the next access is right."""
+"""libCacheSim's format: conversion of objects to runs of blocks and back, with the next access of each."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def read(path: Path) -> Trace:
         return reader.read()
 
 
-def test_sizes_are_rounded_up_and_objects_keep_apart(tmp_path: Path) -> None:
+def test_sizes_are_rounded_up_and_objects_do_not_overlap(tmp_path: Path) -> None:
     path = tmp_path / "t.oracleGeneral"
     loaded = read(write(path, (5, 7, 4097, 4), (5, 3, 0, -1), (6, 8, 4096, -1), (9, 7, 1, -1), (9, 99, 8192, -1)))
-    # In the order of ids: 3 (1 block), a gap of 3 (ids 4 to 6), 7 (2 blocks), 8 (1), the most of a gap, 99 (2).
+    # In the order of ids: 3 (1 block), a gap of 3 (ids 4 to 6), 7 (2 blocks), 8 (1), the largest possible gap, 99 (2).
     assert loaded.first.tolist() == [4, 0, 6, 4, 7 + GAP]
     assert loaded.count.tolist() == [2, 1, 1, 1, 2]
     assert loaded.t_ns.tolist() == [5 * 10**9, 5 * 10**9, 6 * 10**9, 9 * 10**9, 9 * 10**9]
     assert [file.size_bytes for file in loaded.files] == [(9 + GAP) * 4096]
     assert loaded.provenance.tier == "oracleGeneral"
     loaded = read(write(path, (0, 2**64 - 1, 1, -1), (0, 0, 2**32 - 1, -1), (0, 2**63, 1, -1)))
-    assert loaded.first.tolist() == [2**20 + 2 * GAP + 1, 0, 2**20 + GAP], "ids of 64 bits find a place"
+    assert loaded.first.tolist() == [2**20 + 2 * GAP + 1, 0, 2**20 + GAP], "64-bit ids are mapped"
     assert loaded.count.tolist() == [1, 2**20, 1]
 
 
-def test_a_refusal_names_the_field(tmp_path: Path) -> None:
+def test_errors_name_the_field(tmp_path: Path) -> None:
     path, good = tmp_path / "t.oracleGeneral", (5, 1, 1, -1)
     for records, message in (
         ([good, (4, 2, 1, -1)], "time: record 1 has 4"),
@@ -54,7 +54,7 @@ def test_a_refusal_names_the_field(tmp_path: Path) -> None:
         read(path)
 
 
-def test_every_block_is_a_record_with_its_second(tmp_path: Path) -> None:
+def test_each_block_becomes_a_record_with_its_second(tmp_path: Path) -> None:
     trace(t_ns=(0, 10**9, 2 * 10**9 - 1, 7 * 10**9)).save(tmp_path / "t.parquet")
     convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")
     records = np.fromfile(tmp_path / "t.oracleGeneral", RECORD)
@@ -67,7 +67,7 @@ def test_every_block_is_a_record_with_its_second(tmp_path: Path) -> None:
 
 
 def test_the_next_access_is_found_across_chunks(tmp_path: Path) -> None:
-    """Two passes over 400,000 blocks: every block comes again, more than one chunk later."""
+    """Two passes over 400,000 blocks: every block is accessed again, more than one chunk later."""
     rows, size = 20, 20_000
     first = np.tile(np.arange(rows) * size, 2)
     made = trace(np.arange(2 * rows), 0, first, size, files=[TraceFile(0, "/x", 0, 0, 0, 0)])
@@ -78,8 +78,8 @@ def test_the_next_access_is_found_across_chunks(tmp_path: Path) -> None:
     assert np.array_equal(following[:half], np.arange(half) + half + 1) and (following[half:] == -1).all()
 
 
-def test_libcachesim_reads_what_is_written(tmp_path: Path) -> None:
-    """Its misses by Belady's rule, which depend on every next access being right, are those counted here."""
+def test_libcachesim_reads_the_written_file(tmp_path: Path) -> None:
+    """Its misses with Belady's rule depend on every next access, and match those counted here."""
     libcachesim = pytest.importorskip("libcachesim")
     SHAPES["ai_translate"]().save(tmp_path / "t.parquet")
     convert(tmp_path / "t.parquet", tmp_path / "t.oracleGeneral")

@@ -1,4 +1,4 @@
-"""Traces in memory and in Parquet: what is kept, foreign and damaged files that are refused, what a writer leaves."""
+"""Traces in memory and in Parquet: saving and loading, foreign and damaged files, and failures of the writer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmcache.trace.record import (
 from tests.unit.trace_parts import FILES, PROVENANCE, blocks, trace, write_parquet
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_trace_is_loaded_unchanged(tmp_path: Path) -> None:
     made = trace()
     assert {name: getattr(made, name).dtype for name in COLUMNS} == COLUMNS
     assert (len(made), made.accesses, made.end.tolist()) == (4, 9, [3, 8, 5, 3])
@@ -54,30 +54,30 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         ({"pid": -1}, "pid: -1 to -1"),
     ],
 )
-def test_impossible_rows_are_refused_by_name(columns: dict[str, Any], message: str) -> None:
+def test_impossible_rows_are_refused_by_field(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message.replace("(", r"\(")) as caught:
         trace(**columns)
     assert caught.value.hint
 
 
-def test_files_may_have_grown_but_not_without_end() -> None:
+def test_files_may_have_grown_within_limits() -> None:
     assert trace(first=(0, 7, 500, 0)).accesses == 9
-    # Beyond anything that was written: a read there is wrong; after such a write it is right.
+    # Far beyond the end, a read is an error, unless a write there precedes it.
     with pytest.raises(DataError, match="far beyond the end"):
         trace(first=(2**30, 7, 2**30, 0))
     assert trace(first=(2**30, 7, 2**30, 0), op=(WRITE, 0, 0, 0)).accesses == 9
 
 
-def test_a_file_that_no_file_is_is_refused() -> None:
+def test_impossible_files_are_refused_by_field() -> None:
     for field in ("id", "dev", "inode", "generation", "size_bytes"):
         with pytest.raises(DataError, match=field):
             dataclasses.replace(FILES[0], **{field: -1})  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"path '\\ud800' is not a valid path"):
         TraceFile(0, "\ud800", 0, 0, 0, 0)
-    assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode gives it
+    assert TraceFile(0, "\udcff", 0, 0, 0, 0).path == "\udcff"  # as os.fsdecode returns it
 
 
-def test_a_writer_learns_files_and_provenance_late(tmp_path: Path) -> None:
+def test_files_and_provenance_can_be_set_after_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     with TraceWriter(path) as writer:
         writer.append({"t_ns": [5], "file": [3], "first": [10], "count": [2], "op": WRITE})
@@ -87,7 +87,7 @@ def test_a_writer_learns_files_and_provenance_late(tmp_path: Path) -> None:
         writer.provenance = Provenance("capture", lost_events=4)
     loaded = Trace.load(path)
     assert blocks(loaded) == [("/late", 10, WRITE), ("/late", 11, WRITE), ("/late", 0, MAP)]
-    assert loaded.files[0].size_bytes == 12 * 4096, "a file is as large as what was written to it"
+    assert loaded.files[0].size_bytes == 12 * 4096, "a file is at least as large as the writes to it"
     assert loaded.provenance == Provenance("capture", lost_events=4)
 
 
@@ -100,14 +100,14 @@ def test_a_writer_learns_files_and_provenance_late(tmp_path: Path) -> None:
         ([trace(), trace()], "t_ns: row 4 has 1"),
     ],
 )
-def test_a_writer_refuses_what_does_not_fit(appended: list[Any], message: str, tmp_path: Path) -> None:
+def test_a_writer_refuses_invalid_rows(appended: list[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message), TraceWriter(tmp_path / "t.parquet") as writer:
         for rows in appended:
             writer.append(rows)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     trace().save(path)
     before = path.read_bytes()
@@ -118,7 +118,7 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_streamed_in_constant_memory(tmp_path: Path) -> None:
-    """3 M rows are 84 MB of columns: written and read in parts, they take a part of it."""
+    """Three million rows are 84 MB of columns; writing and reading in batches takes less."""
     code = """
 import sys
 import numpy as np
@@ -138,7 +138,7 @@ with TraceReader(path) as reader:
 
 
 def info(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Returns exit code and stderr of `llmcache info PATH`."""
+    """Return exit code and stderr of `llmcache info PATH`."""
     with pytest.raises(SystemExit) as caught:
         cli.run(cli.app, "llmcache", ["info", str(path)])
     assert isinstance(caught.value.code, int)
@@ -146,13 +146,13 @@ def info(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 def metadata(**changes: Any) -> bytes:
-    """The metadata of a good trace with some entries replaced; None leaves one out."""
+    """Return the metadata of a valid trace with some entries replaced; None removes an entry."""
     document = json.loads(encode(FILES, PROVENANCE)) | changes
     return json.dumps({name: value for name, value in document.items() if value is not None}).encode()
 
 
 def file_entry(**changes: Any) -> list[dict[str, Any]]:
-    """A file table of which the first entry is changed; None leaves a field out."""
+    """Return a file table whose first entry is changed; None removes a field."""
     table: list[dict[str, Any]] = json.loads(encode(FILES, PROVENANCE))["files"]
     table[0] = {name: value for name, value in (table[0] | changes).items() if value is not None}
     return table
@@ -198,7 +198,7 @@ def test_a_foreign_file_is_bad_data(case: str, tmp_path: Path, capsys: pytest.Ca
     assert error.startswith("llmcache: error: ") and "\nhint: " in error and "Traceback" not in error
 
 
-def test_a_wrong_row_is_found_where_it_is_streamed(tmp_path: Path) -> None:
+def test_a_wrong_row_is_found_while_streaming(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "t.parquet", {"t_ns": np.array([3, 2, 1, 0], np.uint64)})
     with TraceReader(path) as reader, pytest.raises(DataError, match="t_ns: row 1 has 2, the row before it 3"):
         list(reader.batches(1))
@@ -208,7 +208,7 @@ def test_a_damaged_file_is_bad_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = write_parquet(tmp_path / "t.parquet", {})
     assert info(path, capsys) == (0, "")
     data = path.read_bytes()
-    flipped = data[:60] + bytes([data[60] ^ 1]) + data[61:]  # in the first page: only its checksum tells
+    flipped = data[:60] + bytes([data[60] ^ 1]) + data[61:]  # in the first page, where only the checksum detects it
     for damaged in (data[: len(data) // 2], data[:-1], flipped, b"t_ns,file\n", b""):
         path.write_bytes(damaged)
         code, error = info(path, capsys)
@@ -220,8 +220,8 @@ def test_a_damaged_file_is_bad_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 3 and "cannot read" in error and "symbolic links" in error
 
 
-def test_every_byte_of_damage_is_found_or_harmless(tmp_path: Path) -> None:
-    """Whatever byte is changed, here every seventh: the trace is refused by name, or it is the same trace."""
+def test_damage_of_any_byte_is_detected_or_harmless(tmp_path: Path) -> None:
+    """For every seventh byte, a changed trace is refused or loads unchanged."""
     path = tmp_path / "t.parquet"
     trace().save(path)
     good, same = path.read_bytes(), 0

@@ -1,4 +1,4 @@
-"""The traces in the tree: generated ones are what the paper says of each, recorded ones what their programs did."""
+"""The traces in the tree: generated ones match the paper's descriptions, recorded ones match their programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sample = functools.cache(make_traces.sample)
 
 
 def touched(trace: Trace, path: str, op: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Every block of a file touched, in order, with repeats."""
+    """Return every touched block of a file in order, with repeats."""
     number = next(file.id for file in trace.files if file.path.endswith(path))
     rows = (trace.file == number) & (True if op is None else trace.op == op)
     first, count = trace.first[rows].astype(np.int64), trace.count[rows].astype(np.int64)
@@ -33,8 +33,8 @@ def touched(trace: Trace, path: str, op: int | None = None) -> np.ndarray[tuple[
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_is_valid_and_says_that_it_is_made_up(name: str) -> None:
-    """Its seed decides everything, and the tree has what is generated."""
+def test_every_shape_is_valid_and_marked_as_synthetic(name: str) -> None:
+    """The seed determines the trace, and the tree contains the generated trace."""
     made = sample(name)
     assert made.provenance.tier == "synthetic" and made.provenance.clock == "invented"
     assert "Synthetic: " in made.provenance.note and "invented" in made.provenance.note
@@ -47,14 +47,14 @@ def test_every_shape_is_valid_and_says_that_it_is_made_up(name: str) -> None:
     assert Trace.load(ROOT / "traces" / f"{name}.parquet").equals(made), "run tools/make_traces.py"
 
 
-def test_shapes_are_what_the_paper_says_of_them() -> None:
-    assert not SHAPES["gemini"](99).equals(SHAPES["gemini"]()), "its seed counts"
+def test_shapes_have_the_properties_that_the_paper_describes() -> None:
+    assert not SHAPES["gemini"](99).equals(SHAPES["gemini"]()), "the seed matters"
     assert [name for names in GROUPS.values() for name in names] == list(SHAPES)
     assert [len(GROUPS[group]) for group in ("on_device", "remote")] == [4, 4]
     for name in GROUPS["remote"]:
         made = SHAPES[name]()
         prompts = np.bincount(touched(made, "prompts.dat"))
-        assert prompts.max() <= 3, "saved, read to be sent, and read once more where the request failed"
+        assert prompts.max() <= 3, "saved, read for sending, and read again if the request failed"
         assert (np.bincount(touched(made, "prompts.dat", WRITE)) <= 1).all()
         assert (prompts == 3).any() == (name == "claude")
     waits = np.diff(SHAPES["claude"]().t_ns.astype(np.int64))
@@ -67,7 +67,7 @@ def test_shapes_are_what_the_paper_says_of_them() -> None:
     assert (kilobytes.first.reshape(-1, 4) == kilobytes.first[::4, None]).all()
 
 
-def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:
+def test_the_table_of_traces_is_up_to_date_and_traces_are_small() -> None:
     readme = (ROOT / "traces" / "README.md").read_text()
     assert make_traces.with_table(readme, [sample(name) for name in SHAPES]) == readme
     size = sum((ROOT / "traces" / f"{name}.parquet").stat().st_size for name in SHAPES)
@@ -75,7 +75,7 @@ def test_the_table_of_traces_is_theirs_and_they_are_small() -> None:
     assert {path.stem for path in (ROOT / "traces").glob("*.parquet")} >= set(SHAPES)
 
 
-def test_the_tool_writes_what_it_is_asked_for(
+def test_the_tool_writes_the_requested_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["make_traces.py", str(tmp_path / "out"), "gemini", "--seed", "3"])
@@ -105,7 +105,7 @@ def classes(trace: Trace) -> TraceClasses:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_have_the_size_of_what_a_step_reads_and_its_period(name: str, traces: dict[str, Trace]) -> None:
+def test_recorded_loops_have_the_size_and_period_of_a_step(name: str, traces: dict[str, Trace]) -> None:
     trace = traces[name]
     found = classes(trace)
     assert found.totals.loop_bytes == pytest.approx(fact(trace, "loop_bytes"), rel=0.02)
@@ -113,10 +113,10 @@ def test_loops_have_the_size_of_what_a_step_reads_and_its_period(name: str, trac
     assert main.op == READ_OP and main.passes >= 10
     assert main.period_ns == pytest.approx(1e9 * fact(trace, "step_s"), rel=0.05)
     missed = int(trace.count[trace.miss == MISS].sum())
-    assert missed > 0.5 * trace.accesses, "a loop that does not fit comes from storage"
+    assert missed > 0.5 * trace.accesses, "a loop that does not fit is read from storage"
 
 
-def test_a_model_that_is_read_into_memory_is_read_once(traces: dict[str, Trace]) -> None:
+def test_a_model_loaded_without_mmap_is_read_once(traces: dict[str, Trace]) -> None:
     trace = traces["llama-no-mmap"]
     (row,) = classes(trace).rows
     assert row.kind == SEQ
@@ -124,7 +124,7 @@ def test_a_model_that_is_read_into_memory_is_read_once(traces: dict[str, Trace])
     assert set(trace.miss.tolist()) == {UNKNOWN}
 
 
-def test_a_loop_of_reads_is_exact(traces: dict[str, Trace]) -> None:
+def test_a_recorded_read_loop_is_exact(traces: dict[str, Trace]) -> None:
     trace = traces["read-loop"]
     (row,) = classes(trace).rows
     blocks = 64 * 2**20 // BLOCK_BYTES

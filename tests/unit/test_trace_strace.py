@@ -1,4 +1,4 @@
-"""Logs of strace: offsets per open file description, descriptors across dup, fork, threads and exec, forms of lines."""
+"""Logs of strace: offsets per open file description, descriptors across dup, fork, threads and exec, and line formats."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def read(text: str, directory: Path) -> Trace:
 
 
 def rows(loaded: Trace) -> Rows:
-    """(path, first block, blocks, op) of every row."""
+    """Return (path, first block, blocks, op) of every row."""
     paths = {file.id: file.path for file in loaded.files}
     columns = zip(loaded.file.tolist(), loaded.first.tolist(), loaded.count.tolist(), loaded.op.tolist(), strict=True)
     return [(paths[file], first, count, op) for file, first, count, op in columns]
 
 
-# Each case is a log and the rows it means.
+# Each case is a log and its expected rows.
 CASES: dict[str, tuple[str, Rows]] = {
-    "reads go on where the last ended": (
+    "reads continue where the last ended": (
         """openat(AT_FDCWD, "/m", O_RDONLY) = 3
 read(3, "\\177ELF"..., 4096) = 4096
 read(3, "x) = 9", 8192) = 5000
@@ -42,7 +42,7 @@ read(3, "", 8192) = 0
 """,
         [("/m", 0, 1, READ), ("/m", 1, 2, READ)],
     ),
-    "writes too, and short ones": (
+    "writes continue too, also short ones": (
         """creat("/o", 0600) = 4
 write(4, "abc", 3) = 3
 write(4, "d"..., 9000) = 4096
@@ -139,7 +139,7 @@ read(3, "x"..., 4096) = -1 EBADF (Bad file descriptor)
 """,
         [("/m", 1, 1, READ), ("/n", 2, 1, READ)],
     ),
-    "appends go to the end, wherever the offset is": (
+    "appends write at the end, whatever the offset": (
         """openat(AT_FDCWD, "/log", O_WRONLY|O_CREAT|O_TRUNC|O_APPEND, 0600) = 3
 write(3, "x"..., 5000) = 5000
 lseek(3, 0, SEEK_SET) = 0
@@ -186,7 +186,7 @@ mmap(NULL, 4096, PROT_READ, MAP_SHARED, 3, 0) = -1 ENOMEM (Cannot allocate memor
 """,
         [("/m", 38, 2, MAP), ("/m", 1, 2, MAP)],
     ),
-    "paths beside descriptors make up for what was not seen": (
+    "paths next to descriptors replace unseen opens": (
         """read(3</m, with comma and \\76>, "x"..., 4096) = 4096
 pread64(0</n>, "x"..., 4096, 4096) = 4096
 read(5<pipe:[27]>, "x", 1) = 1
@@ -211,7 +211,7 @@ read(6, "x", 1) = 1
 """,
         [('/work/mé "x"', 0, 1, READ), ("/data/n", 0, 1, READ), ("/data/o", 0, 1, READ)],
     ),
-    "a name can come to mean another file": (
+    "a name can be reused for another file": (
         """openat(AT_FDCWD, "/m", O_RDONLY) = 3
 read(3, "x", 1) = 1
 rename("/m", "/old") = 0
@@ -225,7 +225,7 @@ write(6, "x", 1) = 1
 """,
         [("/m", 0, 1, READ), ("/m", 0, 1, WRITE), ("/m", 0, 1, READ), ("/m", 0, 1, WRITE)],
     ),
-    "what takes a number that a file had": (
+    "other objects reuse descriptor numbers": (
         """openat(AT_FDCWD, "/m", O_RDONLY) = 3
 openat(AT_FDCWD, "/n", O_RDONLY) = 4
 openat(AT_FDCWD, "/o", O_RDONLY) = 5
@@ -239,7 +239,7 @@ read(3, "x", 1) = 1
 """,
         [("/q", 0, 1, READ)],
     ),
-    "no devices": (
+    "devices are ignored": (
         """openat(AT_FDCWD, "/dev/urandom", O_RDONLY) = 3
 read(3, "x", 8) = 8
 openat(AT_FDCWD, "/proc/self/maps", O_RDONLY) = 4
@@ -253,17 +253,17 @@ read(5, "x", 8) = 8
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_log_means(case: str, tmp_path: Path) -> None:
+def test_a_log_has_the_expected_rows(case: str, tmp_path: Path) -> None:
     log, expected = CASES[case]
     assert rows(read(log, tmp_path)) == expected
 
 
-def test_what_a_log_means_beside_its_rows(tmp_path: Path) -> None:
-    loaded = read(CASES["a name can come to mean another file"][0], tmp_path)
+def test_generations_mappings_and_pids_are_known_from_a_log(tmp_path: Path) -> None:
+    loaded = read(CASES["a name can be reused for another file"][0], tmp_path)
     assert [(file.path, file.generation) for file in loaded.files] == [("/m", 0), ("/m", 1), ("/m", 2)]
     assert loaded.file.tolist() == [0, 1, 0, 2]
     provenance = read(CASES["mappings"][0], tmp_path).provenance
-    assert provenance.extra["mapped_ranges"] == "2", "their touches are not seen: Belady would not be exact"
+    assert provenance.extra["mapped_ranges"] == "2", "touches of mappings are not in the log: Belady would not be exact"
     assert "mapped_ranges" in (why_not_exact(provenance) or "")
     log = """100 openat(AT_FDCWD, "/m", O_RDONLY) = 3
 100 clone(child_stack=0x7f, flags=CLONE_VM|CLONE_FILES|CLONE_THREAD) = 101
@@ -271,7 +271,7 @@ def test_what_a_log_means_beside_its_rows(tmp_path: Path) -> None:
 101 clone(child_stack=NULL, flags=SIGCHLD) = 102
 102 read(3, "x", 1) = 1
 """
-    assert read(log, tmp_path).pid.tolist() == [100, 102], "threads are of their process"
+    assert read(log, tmp_path).pid.tolist() == [100, 102], "threads have the pid of their process"
 
 
 LINES = ('openat(AT_FDCWD, "/m", O_RDONLY) = 3', 'read(3, "x", 1) = 1', 'read(3, "x", 1) = 1')
@@ -290,7 +290,7 @@ LINES = ('openat(AT_FDCWD, "/m", O_RDONLY) = 3', 'read(3, "x", 1) = 1', 'read(3,
         (("1700000000.9 ", "1700000000.8 ", "1700000001.0 "), (1700000000900000000, 1700000001000000000), "-ttt"),
     ],
 )  # fmt: skip
-def test_times_and_processes_in_every_form(
+def test_times_and_pids_in_every_format(
     prefixes: tuple[str, ...], times: tuple[int, int], clock: str, tmp_path: Path
 ) -> None:
     for pid in ("", "77 ", "[pid    77] "):
@@ -300,7 +300,7 @@ def test_times_and_processes_in_every_form(
         assert set(loaded.pid.tolist()) == {77 if pid else 0}
 
 
-def test_provenance_counts_what_is_uncertain(tmp_path: Path) -> None:
+def test_provenance_counts_uncertain_lines(tmp_path: Path) -> None:
     log = """execve("/usr/bin/app", ["app", "-m", "/m"], 0x7f /* 3 vars */) = 0
 100 read(9, "x", 1) = 1
 100 read(3</m>, "x", 1) = 1
@@ -335,7 +335,7 @@ strace: Process 101 attached
         ("1700000009.0 close(3) = 0\n1700000005.0 close(3) = 0", r"time: line 2 is 4\.000000 s before the one above"),
     ],
 )
-def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_strace_logs_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(text, tmp_path)
 
@@ -361,14 +361,14 @@ os.write(log, b"y" * 5000)
 os.preadv(fd, [bytearray(10), bytearray(9000)], 8192)
 os.sendfile(os.open("out", os.O_WRONLY | os.O_CREAT), fd, 4096, 8192)
 """
-MEANS = [
+EXPECTED = [
     ("m", 0, 25, WRITE), ("m", 0, 2, READ), ("m", 17, 1, READ), ("m", 1, 3, READ), ("m", 3, 1, READ),
     ("log", 0, 2, WRITE), ("log", 1, 2, WRITE), ("m", 2, 3, READ), ("m", 1, 2, READ), ("out", 0, 2, WRITE),
 ]  # fmt: skip
 
 
 def strace_problem() -> str | None:
-    """Why strace cannot be run here; None if it can."""
+    """Return why strace cannot be run here; None if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed (apt-get install strace)"
     tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
@@ -376,7 +376,7 @@ def strace_problem() -> str | None:
 
 
 @pytest.mark.parametrize("options", ["-f -tt -yy -T", "-f -r"])
-def test_a_real_log_means_what_the_program_did(options: str, tmp_path: Path) -> None:
+def test_a_real_log_has_the_accesses_of_the_program(options: str, tmp_path: Path) -> None:
     if problem := strace_problem():
         pytest.skip(problem)
     log = tmp_path / "t.strace"
@@ -385,6 +385,6 @@ def test_a_real_log_means_what_the_program_did(options: str, tmp_path: Path) -> 
     with open_trace(log) as reader:
         loaded = reader.read()
     ours = [(Path(path).name, *rest) for path, *rest in rows(loaded) if Path(path).parent == tmp_path]
-    assert ours == MEANS
-    # The two appends: that the log was empty before is not in the calls.
+    assert ours == EXPECTED
+    # For the two appends: the log does not show that the file was empty.
     assert loaded.provenance.extra["guessed_offsets"] == "2"

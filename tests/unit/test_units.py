@@ -39,7 +39,7 @@ MB = 10**6
         (parse_duration, {"1m30s": 90 * 10**9, "1.5h": 5400 * 10**9, "2min": 120 * 10**9}),
     ],
 )
-def test_texts_are_understood(parse: Callable[[str], int], texts: dict[str, int]) -> None:
+def test_values_are_parsed(parse: Callable[[str], int], texts: dict[str, int]) -> None:
     assert {text: parse(text) for text in texts} == texts
 
 
@@ -55,7 +55,7 @@ NO_DURATIONS = ["", "s", "-1s", "1m30", "1 fortnight", "1s!", "9999999999999d"]
         *((parse_duration, "duration", text) for text in NO_DURATIONS),
     ],
 )
-def test_what_means_nothing_is_named_in_the_error(parse: Callable[[str], int], kind: str, text: str) -> None:
+def test_invalid_values_are_named_in_the_error(parse: Callable[[str], int], kind: str, text: str) -> None:
     with pytest.raises(UsageError, match=kind) as caught:
         parse(text)
     assert f"'{text}'" in caught.value.message and caught.value.hint and caught.value.exit_code == 2
@@ -67,13 +67,13 @@ DURATIONS = {0: "0 ns", 470_000_000: "470 ms", 999_999_999: "1.00 s", 1_050_000_
 DURATIONS |= {125 * 10**9: "2 min 5 s", 12_000 * 10**9: "3 h 20 min", -5_000: "-5.00 µs"}
 
 
-def test_values_are_written_with_three_digits_in_the_unit_that_suits() -> None:
+def test_values_are_formatted_with_three_digits_and_a_unit() -> None:
     assert {value: format_size(value) for value in SIZES} == SIZES
     assert {value: format_duration(value) for value in DURATIONS} == DURATIONS
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_value_or_a_usage_error(text: str) -> None:
+def test_any_text_gives_a_value_or_a_usage_error(text: str) -> None:
     for parse in (parse_size, parse_rate, parse_duration, parse_bandwidth, parse_size_with_unit):
         try:
             assert 0 <= parse(text) < 2**63

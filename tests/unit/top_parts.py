@@ -1,4 +1,4 @@
-"""Counters of a mount, heat and layers, as small as tests of `llmcache top` and of the metrics need them."""
+"""Minimal counters, heat and layers of a mount for the tests of `llmcache top` and of the metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MB = 1_000_000
 
 
 def waits(*waited_ns: int) -> dict[str, Any]:
-    """Waits, counted."""
+    """Return the histogram of these waits."""
     found = Waits()
     for each in waited_ns:
         found.add(each)
@@ -19,20 +19,20 @@ def waits(*waited_ns: int) -> dict[str, Any]:
 
 
 def loop(pinned_mb: int = 60, **more: Any) -> dict[str, Any]:
-    """A loop of 100 MB, with one reader in its middle."""
+    """Return a loop of 100 MB with one reader in its middle."""
     facts: dict[str, Any] = {"bytes": 100 * MB, "period_s": 0.5, "pinned_bytes": pinned_mb * MB, "window_bytes": 10 * MB}
     facts |= {"passes": 12, "guessed": False, "readers": [0.5], "unused_bytes": 0}
     return facts | {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None} | more
 
 
 def file(path: str, *loops: dict[str, Any], size_mb: int = 100) -> dict[str, Any]:
-    """A file of the counters."""
+    """Return the counters of one file."""
     kind = "loop" if loops else "hot"
     return {"path": path, "size_bytes": size_mb * MB, "class": kind, "open": True, "loops": list(loops)}
 
 
 def stats(uptime_s: float = 100.0, **more: Any) -> dict[str, Any]:
-    """What {"op": "stats"} replies, after 1000 MB were read and 400 of them came from storage."""
+    """Return the reply to {"op": "stats"} after 1000 MB of reads, 400 MB of which came from storage."""
     facts: dict[str, Any] = {
         "schema": "llmcache.stats/1",
         "mode": "steer",
@@ -65,25 +65,25 @@ def stats(uptime_s: float = 100.0, **more: Any) -> dict[str, Any]:
 
 
 def cells(digit: str = "0", **more: str) -> dict[str, str]:
-    """Strips of 16 cells: `digit` ninths pinned."""
+    """Return the strips of 16 cells, each pinned to `digit` ninths."""
     return {"pinned": digit * 16, "window": "0" * 16, "pages": "0" * 16, "cold": "0" * 16} | more
 
 
 def layer(name: str, size_mb: int = 20, pinned_mb: int = 10, **more: Any) -> dict[str, Any]:
-    """A layer of the heat, pinned in its first half."""
+    """Return a layer of the heat map whose first half is pinned."""
     facts = {"name": name, "tensors": 9, "bytes": size_mb * MB, "pinned_bytes": pinned_mb * MB, "window_bytes": 0}
     facts |= {"pages_bytes": 0, "streamed_bytes": (size_mb - pinned_mb) * MB, "cold_bytes": 0, "age_s": 0.2, "experts": None}
     return facts | {"cells": cells(pinned="9" * 8 + "0" * 8)} | more
 
 
 def heat(*layers: dict[str, Any], path: str = "/model.gguf", left_out_files: int = 0) -> dict[str, Any]:
-    """What {"op": "heat"} replies, of one file."""
+    """Return the reply to {"op": "heat"} for one file."""
     files = [{"path": path, "size_bytes": 100 * MB, "extent_bytes": 1 << 20, "layers": list(layers), "left_out_layers": 0}]
     return {"schema": "llmcache.heat/1", "mode": "steer", "files": files, "left_out_files": left_out_files}
 
 
 def as_layer(facts: dict[str, Any]) -> HeatLayer:
-    """A layer of the heat as a sample has it."""
+    """Convert a layer of a heat reply to the form that samples use."""
     return HeatLayer(
         **{("size_bytes" if key == "bytes" else key): value for key, value in facts.items() if key != "experts"}
     )

@@ -1,4 +1,4 @@
-"""Small traces and files of them for tests."""
+"""Small traces, in memory and as files."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def trace(
     files: Sequence[TraceFile] = FILES,
     **columns: Any,
 ) -> Trace:
-    """Returns a trace of four rows, of which some columns are replaced."""
+    """Return a trace of four rows; keyword arguments replace its columns."""
     return Trace.build(t_ns, file, first, count, files=files, provenance=PROVENANCE, **columns)
 
 
 @st.composite
 def traces(draw: st.DrawFn, most_rows: int = 60) -> Trace:
-    """Traces of up to three files and some rows."""
+    """Generate traces of up to three files."""
     rows = draw(st.integers(1, most_rows))
 
     def column(values: st.SearchStrategy[int]) -> list[int]:
         return draw(st.lists(values, min_size=rows, max_size=rows))
 
-    # Any bytes are a path; those that are no text become what the system's calls make of them.
+    # A path may be any bytes; os.fsdecode maps bytes that are not valid UTF-8.
     text = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1)
     names = text | st.binary(min_size=1).map(lambda raw: os.fsdecode(raw.translate(None, b"\0\r"))).filter(bool)
     paths = draw(st.lists(names, min_size=3, max_size=3, unique=True))
@@ -57,14 +57,14 @@ def traces(draw: st.DrawFn, most_rows: int = 60) -> Trace:
 
 
 def blocks(of: Trace) -> list[tuple[str, int, int]]:
-    """Returns (path, block, op) of every access, in order."""
+    """Return (path, block, op) of every access, in order."""
     paths = {file.id: file.path for file in of.files}
     rows = zip(of.file.tolist(), of.first.tolist(), of.count.tolist(), of.op.tolist(), strict=True)
     return [(paths[file], block, op) for file, first, count, op in rows for block in range(first, first + count)]
 
 
 def write_parquet(path: Path, columns: dict[str, Any], metadata: bytes | None = None, nullable: bool = False) -> Path:
-    """Write Parquet that no TraceWriter would write: `columns` in place of those of `trace()`; None leaves one out."""
+    """Write Parquet that TraceWriter would not write: `columns` replace those of `trace()`; None omits a column."""
     good = dict(zip(SCHEMA.names, trace().columns, strict=True))
     arrays = {name: pa.array(values) for name, values in {**good, **columns}.items() if values is not None}
     fields = [pa.field(name, array.type, nullable=nullable) for name, array in arrays.items()]
@@ -76,7 +76,7 @@ def write_parquet(path: Path, columns: dict[str, Any], metadata: bytes | None = 
 
 @dataclass(frozen=True)
 class KnownModels:
-    """`llmcache.cache.models.Models` that knows this of every file, or of those in `only`."""
+    """A `llmcache.cache.models.Models` that gives the same answer for every file, or for the files in `only`."""
 
     tensors: Sequence[Named] = ()
     mixture: ExpertSlices | None = None

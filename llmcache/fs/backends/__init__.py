@@ -1,1 +1,1 @@
-"""How that is done: in place, in the page cache of a FUSE mount (steer), or in memory of the daemon (arena)."""
+"""How extents enter and leave the page cache: in place, through FUSE (steer), or from memory of the daemon (arena)."""

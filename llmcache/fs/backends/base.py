@@ -1,11 +1,12 @@
-"""What an engine needs of its means: a back end that brings extents in and drops them, what holds pins, and memory.
+"""Interfaces that the engine works through: back ends, pin stores and the memory for fetches.
 
-The engine decides: what loops, what is kept, who comes next, who goes. A back end does it, over FUSE (`fuse.py`) or in place
-(`inplace.py`), and tells the engine what is opened, read and closed. Methods that say so expect the engine's lock.
+The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE
+(`fuse.py`) or in place (`inplace.py`), and reports opens, reads and closes to the engine. A pin store keeps pinned extents
+in memory. Methods that expect the engine's lock say so.
 
-Memory for fetches is page-aligned: a bounded pool that never blocks, and a small bounce buffer per thread. A caller that
-finds the pool empty reads just the bytes it needs through its own bounce buffer: a reply must never wait for a buffer that
-somebody holds who waits for that reply.
+Memory for fetches is page-aligned: a bounded pool that never blocks, and a small bounce buffer for each thread. A reader
+that finds the pool empty reads only the bytes of its request, through its bounce buffer: a reply must not wait for a buffer
+whose user may itself wait for that reply.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class MemoryRegion:
 
 @dataclass(eq=False)
 class BufferFetch(Fetch):
-    """A read at `offset` into memory of this process: `region` holds the data once it is done.
+    """A read at `offset` into memory of this process: `region` contains the data once it is done.
 
-    `replied`: bytes that readers have; `stored`: the rest is in the page cache. `load`: of which it is a piece; `extent` is
-    the number of the expert then.
+    `replied`: (start, end) of the bytes that readers received. `stored`: set once the rest is in the page cache. `load`: the
+    expert of which the fetch reads a piece; `extent` is then the expert's number.
     """
 
     region: MemoryRegion = field(kw_only=True)
@@ -55,27 +56,27 @@ class BufferFetch(Fetch):
 
 
 class ClientReads(NamedTuple):
-    """Bytes that the kernel has read from storage, in place: for clients by itself, and for the daemon and its helper."""
+    """Bytes that the kernel has read from storage in place: for clients, and for the daemon with its pin helpers."""
 
     client_bytes: int
     own_bytes: int
 
 
 class BufferPool:
-    """Memory of `count` times BUFFER_BYTES, in buffers of that size or, for files of hundreds of GiB, fewer larger ones.
+    """Buffers of BUFFER_BYTES, `count` in all; files of hundreds of GiB use fewer, larger ones.
 
-    `reserve` times BUFFER_BYTES of it are only handed out on demand, not for fetching ahead.
+    Fetching ahead leaves `reserve` buffers free for fetches that a reader waits for.
     """
 
     def __init__(self, count: int, reserve: int) -> None:
         self.free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
-        self._left_bytes = count * BUFFER_BYTES  # not handed out; what is in `free` is part of it
+        self._left_bytes = count * BUFFER_BYTES  # not handed out, including buffers in `free`
         self.count = count
         self.reserve = reserve
         self._bounce = threading.local()
 
     def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Returns a buffer of `size` bytes or more, or None when there is none for this purpose. Engine's lock held."""
+        """Return a buffer of `size` bytes or more, or None if none is free for this purpose. Lock held."""
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
             return None
@@ -93,12 +94,12 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: MemoryRegion) -> None:
-        """Takes a buffer back. The caller holds the engine's lock."""
+        """Put a buffer back. Lock held."""
         self.free.append(buffer)
         self._left_bytes += buffer.size
 
     def bounce(self) -> MemoryRegion:
-        """Returns this thread's own buffer of BOUNCE_BYTES."""
+        """Return this thread's buffer of BOUNCE_BYTES."""
         region: MemoryRegion | None = getattr(self._bounce, "region", None)
         if region is None:
             region = self._bounce.region = MemoryRegion(BOUNCE_BYTES)
@@ -106,113 +107,119 @@ class BufferPool:
 
 
 class KernelNotifier(Protocol):
-    """What a back end needs of the FUSE session; both return 0 or -errno and release the GIL."""
+    """The calls of the FUSE session that a back end needs. Both return 0 or -errno and release the GIL."""
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Puts `length` bytes at `address` into the page cache of `nodeid`."""
+        """Store `length` bytes at `address` into the page cache of `nodeid`."""
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drops a range of the page cache of `nodeid`."""
+        """Invalidate a range of the page cache of `nodeid`."""
 
 
 class Backend(Protocol):
-    """How extents come into the page cache and leave it."""
+    """Moves extents into and out of the page cache."""
 
     in_place: bool
-    """True for the files' own pages: there before a group begins, and right whatever becomes of it."""
+    """True if the page cache belongs to the files of SOURCE: pages exist before a group begins, and stay valid after it."""
     large_extent: int
-    """Bytes of an extent of a large file."""
+    """Bytes of an extent in a large file."""
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Begins to serve; may follow `stop`. `notifier`: of the FUSE session, if there is one."""
+        """Begin to serve; may follow `stop`. `notifier`: of the FUSE session, if there is one."""
 
     def stop(self) -> None:
-        """Loaders have ended and groups are gone: gives up what they left."""
+        """Discard remaining work, after loaders and groups have ended."""
 
     def close(self) -> None:
-        """Ends what `stop` leaves for another `start`; once nothing can hang any more if this process is killed."""
+        """Release what `stop` keeps for another `start`, once no client can hang if this process is killed."""
 
     def guards(self, mountpoint: str) -> bool:
-        """Has a process watch this one, if others wait for it; False once the mount is gone, unmounted by others."""
+        """Ensure that a sentinel process watches this one where clients would hang; False if the mount was unmounted."""
 
     def follows(self, group: Group) -> bool:
-        """True if it is worth running ahead of the readers of `group`. Lock held."""
+        """Return True if loaders should fetch ahead of the readers of `group`. Lock held."""
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
-        """Claims an extent that nobody waits for; what it returns brings it in. None: not now. Lock held."""
+        """Claim an extent that no reader waits for; return the job that fetches it, or None if that is not possible now.
+
+        Lock held.
+        """
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
-        """Has a whole extent in the page cache that is else read page by page; False if that cannot be."""
+        """Populate a whole extent that is otherwise read by pages; return False if that fails."""
 
     def keys(self, group: Group) -> set[tuple[int, int]]:
-        """Return device and inode of the group's files, as clients have them open and mapped."""
+        """Return device and inode of the group's files as they appear in the clients' descriptors and mappings."""
 
     def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` that were read from storage so far, by clients and by this process. Lock held."""
+        """Return the bytes of `group` read from storage up to now, by clients and by this process. Lock held."""
 
     def client_reads(self) -> ClientReads | None:
-        """Return what was read from storage without a request to this process; None where that cannot be."""
+        """Return the bytes that the kernel read from storage without a request to this process; None if there are none."""
 
     def faults(self) -> dict[str, int]:
-        """Return counters of what steering has missed, for `llmcache stats`."""
+        """Return the counters `lost_touches` and `refused_advice`, or nothing, for `llmcache stats`."""
 
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return those of `extents` that are not in the page cache. Lock held."""
 
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """Make the next touch of resident extents visible; returns those of `extents` for which that worked."""
+        """Make the next touch of resident extents observable; return those of `extents` for which that worked."""
 
     def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """End the exposure of `extents`; returns those that were touched since, as far as no request or event showed it."""
+        """End the exposure of `extents`; return those that were touched since and for which no request or event was seen."""
 
     def find_experts(self, mixture: Mixture) -> None:
-        """Find which experts are resident, as the kernel had them alone until now. Only in place."""
+        """Find the resident experts of a file that was left to the kernel. In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drops parts, (offset, bytes; 0: all behind), of a file from the page cache; may wait for who reads them.
+        """Drop parts, (offset, bytes; 0: to the end), of a file from the page cache; may wait for READs of them.
 
-        `written`: also what was written lately, which has to be on storage before.
+        `written`: also dirty pages, which are written to storage first.
         """
 
 
 class Holder(Protocol):
-    """How pins are kept. Every method expects the engine's lock; those that have a body are right for who has no memory."""
+    """Keeps pins. Every method expects the engine's lock.
+
+    The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
+    """
 
     def brings_region(self, group: Group, extent: int) -> bool:
-        """True if `region` will give memory for `extent`, as far as can be told before the reference."""
+        """Return True if `region` is expected to return memory for `extent`."""
         return False
 
     def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
-        """Memory that holds `extent`, or that it is read into to stay, by the core's verdict; else None."""
+        """Return the memory that contains `extent`, or into which it is read to stay, by the core's verdict; else None."""
         return None
 
     def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
-        """`region`, which came from `region`, now contains `extent`."""
+        """Keep `region`, which the method `region` returned and which now contains `extent`."""
         return
 
     def stored(self, group: Group, fetch: Fetch) -> None:
-        """The extent of `fetch` is complete in the page cache."""
+        """Pin the extent of `fetch`, which is now complete in the page cache, if the plan wants it."""
         return
 
     def skips_trip(self, group: Group, extent: int) -> bool:
-        """True if the extent is stored whole, because it will be pinned there."""
+        """Return True if the extent is stored whole, without a tripwire, because it will be pinned."""
         return False
 
     def pin_ready(self, group: Group) -> None:
-        """Pins what the plan wants and the page cache already holds."""
+        """Pin the extents that the plan wants and the page cache has."""
         return
 
     def release(self, group: Group, extents: list[int]) -> None:
-        """Gives `extents` up: no longer pinned."""
+        """Unpin `extents`."""
         return
 
     def lock_again(self, group: Group, extents: list[int]) -> None:
-        """Lock pages of pinned extents that were dropped and have come back."""
+        """Lock pages of pinned extents again that were dropped and have been read again."""
         return
 
     def settle(self) -> None:
-        """Wait until locks and unlocks that were requested so far are done. Without the engine's lock."""
+        """Wait until the locks and unlocks requested before are done. Without the engine's lock."""
         return
 
     def pinned(self, group: Group) -> list[int]:
-        """Returns the extents that are pinned."""
+        """Return the extents that are pinned."""

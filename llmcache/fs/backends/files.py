@@ -1,12 +1,12 @@
-"""The files below SOURCE, in place: watched, opened and mapped once somebody reads them, looked after, and let go.
+"""The files below SOURCE and the client processes that read them, in mode inplace.
 
-And the programs that read them: where they have them mapped, so that pages can be dropped from under their mappings. A page
-that a program has mapped leaves the page cache only through that mapping: `process_madvise(MADV_PAGEOUT)` on it, as root or
-with CAP_SYS_PTRACE and CAP_SYS_NICE. Pages that several programs have mapped the kernel does not take on that word; they are
-made the first ones for it to take (MADV_COLD). The program notices nothing but a fault when it comes back.
+Each file is watched. It is opened and mapped once a client reads it, and closed after its last client. The mappings of
+clients are recorded, because a mapped page can be dropped only through the mapping, by `process_madvise(MADV_PAGEOUT)`. That
+needs root, or CAP_SYS_PTRACE and CAP_SYS_NICE. MADV_PAGEOUT does not reclaim pages that several processes map; for those,
+MADV_COLD makes the kernel reclaim them first under pressure. The client notices only a page fault at its next access.
 
-Locks, in this order: `Files.turn`, of those who change what is known of files; `Files.lock`, which keeps programs while they
-are given advice; the engine's, as in `state`. Who holds one of the last two never waits for storage.
+Locks, in this order: `Files.turn` for changes of the table of files, `Files.lock` while clients are given advice (they stay
+in the table), the engine's lock as described in `state.py`. A thread that holds one of the last two never waits for storage.
 """
 
 from __future__ import annotations
@@ -44,62 +44,63 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCAN_S, SCAN_REST = 1.0, 50  # SOURCE is walked so often, and rests for so many times as long as that took
-CHECK_S = 0.25  # from one look at programs and deleted files to the next
-LOOK_REST = 20  # looks at the paths of files rest for so many times as long as they took
-QUIET_NS = 2_000_000_000  # a file that was changed less than this ago is left alone
-IDLE_NS = 10_000_000_000  # a file that nobody has touched for this long may have been closed
-WHOLE_STEP = 32  # extents
-FAILURES_MAX = 16  # no large folios on this file system, or no memory in one piece
-LEAST_WINDOWS = 8  # of less the large folios do not pay: the kernel reclaims them whole
+SCAN_S, SCAN_REST = 1.0, 50  # between walks of SOURCE; at least this multiple of the time that the last walk took
+CHECK_S = 0.25  # between checks of clients and deleted files
+LOOK_REST = 20  # pause between checks of the files' paths, as a multiple of the time that the last one took
+QUIET_NS = 2_000_000_000  # a file that was modified less than this ago is not steered
+IDLE_NS = 10_000_000_000  # a file that no client has touched for this time may have been closed
+WHOLE_STEP = 32  # one extent in this number is observed, if the loop is pinned whole
+FAILURES_MAX = 16  # then the file system has no large folios, or memory is fragmented
+LEAST_WINDOWS = 8  # fewer windows are read in single pages: large folios do not pay there, as they are reclaimed whole
 HEAD_BYTES = 16 << 10
-READAHEAD_BYTES = 128 << 10  # a call brings no more than the device's read-ahead, or its largest request
-_LOOK_NS = 100_000_000  # a program's mappings are read again at the earliest
+READAHEAD_BYTES = 128 << 10  # one POSIX_FADV_WILLNEED reads at most the device's readahead, or its largest request
+_LOOK_NS = 100_000_000  # between reads of a client's mappings
 
 
-Found = dict[tuple[int, int], tuple[str, os.stat_result]]
+FilesByKey = dict[tuple[int, int], tuple[str, os.stat_result]]
 """Path and status of each file, by device and inode."""
 
 
 class Program:
-    """A process that was seen to read; OSError if it is gone. `ended` once it is."""
+    """A client process that was seen to read. OSError if it has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.refused = 0  # times that advice was refused
+        self.refused = 0  # times that the kernel refused advice
         self._fd = os.pidfd_open(pid)
         self._end = select.poll()
         self._end.register(self._fd, select.POLLIN)
-        self._parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # by device and inode: (offset, address, bytes)
         self._looked_ns = 0
 
     @property
     def ended(self) -> bool:
-        """True once the process is no more."""
+        """True once the process has ended."""
         return bool(self._end.poll(0))
 
     def close(self) -> None:
-        """Lets go of the process."""
+        """Close the pidfd."""
         os.close(self._fd)
 
     def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
-        """Where bytes of a file are mapped; 0 where they are not."""
-        found = [0] * len(offsets)
+        """Return the addresses at which bytes of a file are mapped; 0 for bytes that are not."""
+        addresses = [0] * len(offsets)
         for at, address, size in self._parts.get((dev, ino), ()):
             shift, end = address - at, at + size
-            found = [offset + shift if at <= offset < end else old for offset, old in zip(offsets, found, strict=True)]
-        return found
+            pairs = zip(offsets, addresses, strict=True)
+            addresses = [offset + shift if at <= offset < end else old for offset, old in pairs]
+        return addresses
 
     def cool(self, addresses: Sequence[int]) -> None:
-        """Clears the accessed bits of the pages at `addresses`, unless others map them too."""
+        """Clear the accessed bits of the pages at `addresses`, unless other processes map them too."""
         self._advise([(address, BLOCK_BYTES) for address in addresses], syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
-        """True if it has mapped the file, when it was last looked at."""
+        """Return True if it had mapped the file when its mappings were last read."""
         return (dev, ino) in self._parts
 
     def has(self, dev: int, ino: int) -> bool:
-        """True if it has the file mapped or open now, as far as can be seen."""
+        """Return True if it has the file mapped or open now, as far as /proc shows."""
         self.look(again=True)
         if self.maps(dev, ino):
             return True
@@ -112,12 +113,12 @@ class Program:
         return False
 
     def look(self, *, again: bool = False) -> None:
-        """Reads its mappings, unless that was done just now."""
+        """Read its mappings, unless they were just read."""
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns < _LOOK_NS and not again:
             return
         self._looked_ns = now_ns
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/maps", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 span, _, offset, device, inode = line.split(None, 5)[:5]
@@ -125,11 +126,11 @@ class Program:
                     continue
                 start, end = (int(part, 16) for part in span.split("-"))
                 major, minor = (int(part, 16) for part in device.split(":"))
-                found.setdefault((os.makedev(major, minor), int(inode)), []).append((int(offset, 16), start, end - start))
-        self._parts = found
+                parts.setdefault((os.makedev(major, minor), int(inode)), []).append((int(offset, 16), start, end - start))
+        self._parts = parts
 
     def advise(self, dev: int, ino: int, parts: Sequence[tuple[int, int]], advice: int) -> bool:
-        """Gives advice on parts, (offset, bytes), of a file wherever they are mapped; False if they are mapped nowhere."""
+        """Give advice on parts, (offset, bytes), of a file wherever they are mapped; return False if they are not mapped."""
         if not self._parts.get((dev, ino)):
             self.look()
         mapped: list[tuple[int, int]] = []
@@ -151,35 +152,36 @@ class Program:
                         log.warning("process %d: the kernel refuses advice on its memory: %s", self.pid, error.strerror)
                     self.refused += 1
                     return
-                self.look()  # it has changed its mappings
+                self.look()  # its mappings have changed
                 taken = parts[0][1]
             ends = itertools.accumulate(size for _, size in parts)
             parts = parts[sum(end <= taken for end in ends) :]
 
 
 def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> int:
-    """Has the kernel read what is absent of parts, (offset, bytes), of a file; returns the bytes that were. OSError.
+    """Make the kernel read the absent pages of parts, (offset, bytes), of a file; return the bytes read. OSError.
 
-    In single pages; in larger folios as far as it makes them, where `window`, the bytes that it reads ahead, is told.
+    In single pages; if `window`, the bytes that the kernel reads ahead, is given, in folios as large as the kernel makes
+    them.
     """
-    own, read = -1, 0
+    own_fd, read = -1, 0
     try:
         for offset, length in parts:
             blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
             absent = blocks - syscalls.cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
-            if large and own < 0:
-                with contextlib.suppress(OSError):  # no more files can be opened
-                    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose windows are nobody else's
-                    os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # and twice as large
-            if large and own >= 0:
-                _read_windows(own, offset, length, 2 * window)
+            if large and own_fd < 0:
+                with contextlib.suppress(OSError):  # no free descriptor
+                    own_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # with readahead state of its own
+                    os.posix_fadvise(own_fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the window
+            if large and own_fd >= 0:
+                _read_windows(own_fd, offset, length, 2 * window)
             elif absent > 0:
                 _will_need(fd, offset, length)
             read += max(0, absent) * BLOCK_BYTES
     finally:
-        if own >= 0:
-            os.close(own)
+        if own_fd >= 0:
+            os.close(own_fd)
     return read
 
 
@@ -189,22 +191,22 @@ def _will_need(fd: int, offset: int, length: int) -> None:
 
 
 def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
-    """Has the kernel read most of a part of a file as it does for who reads one window after the other: in ever larger
-    folios (mm/readahead.c), which take a third of the processor time to be read and dropped again.
+    """Make the kernel read most of a part of a file as for a sequential reader, in folios of growing size (mm/readahead.c).
 
-    The page at which it is to begin with the next window bears a mark: a byte of it is asked for, and not waited for. The
-    first window follows pages that are there, and is about as long; it bears the mark at its end, all others where they
-    begin. Behind the last mark is more than a window, so that a program that comes to it has the kernel read nothing.
+    Large folios take a third of the CPU time to be read and dropped again. The kernel marks the page at which it begins to
+    read the next window; reading a byte of that page without waiting triggers it. The first window follows resident pages
+    and is about as long as they are; its mark is at its end, later marks are at the beginning. Behind the last mark remains
+    more than a window, so that the kernel reads nothing when a client reaches the mark.
     """
     byte, end = bytearray(1), offset + length
     at = mark = offset + min(HEAD_BYTES, length)
     size = 0
     _will_need(fd, offset, at - offset)
-    with contextlib.suppress(OSError):  # a file system that always waits
+    with contextlib.suppress(OSError):  # the file system does not support RWF_NOWAIT
         while at + window < end:
             with contextlib.suppress(BlockingIOError):
                 os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
-            if size < window:  # it grows, and is cut to whole folios
+            if size < window:  # windows grow, and are cut to whole folios
                 size = syscalls.cached_blocks(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
@@ -216,62 +218,62 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
 
 @dataclass(eq=False)
 class MappedFile:
-    """A file as this process has it open, and mapped in the way that makes its faults bring huge pages in."""
+    """An open file, mapped so that page faults of this process read huge pages."""
 
     backing: Backing
     address: int
     length: int
-    window: int = 0  # bytes that the kernel reads ahead
-    reads: int = 0  # and drops, under way: it is not closed before they have ended
-    failures: int = 0  # faults that brought no huge page in, less those that did
-    whole_ns: int = 0  # when all that loops was pinned
-    renewed: int = 0  # extents that have been renewed, or need not be
-    renewal_s: float = 0.0  # that it took
+    window: int = 0  # readahead of the kernel in bytes
+    reads: int = 0  # reads and drops under way, which end before the file is closed
+    failures: int = 0  # faults that did not read a huge page, less those that did
+    whole_ns: int = 0  # when the loop was pinned whole
+    renewed: int = 0  # extents that were renewed, or need not be
+    renewal_s: float = 0.0  # time that it took
 
     @classmethod
     def of(cls, backing: Backing, window: int = 0) -> MappedFile:
-        """Maps a file. OSError."""
+        """Map a file. OSError."""
         length = backing.size
         address = syscalls.mmap(backing.fd, length)
-        with contextlib.suppress(OSError):  # a kernel without huge pages reads ahead in small ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages uses readahead in small pages
             syscalls.madvise(address, length, syscalls.MADV_HUGEPAGE)
-            syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # else it reads two where one faults
+            syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # otherwise a fault reads two huge pages
         return cls(backing, address, length, window)
 
     def bring(self, offset: int, length: int) -> int:
-        """Has the kernel read what is absent of a part that begins at a huge page; returns the bytes read. OSError."""
+        """Make the kernel read the absent pages of a part that begins at a huge page; return the bytes read. OSError."""
         fd, read, end = self.backing.fd, 0, offset + length
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
             wanted = -(-size // BLOCK_BYTES)
-            there = syscalls.cached_blocks(fd, start, size)
-            if there >= wanted:
+            resident = syscalls.cached_blocks(fd, start, size)
+            if resident >= wanted:
                 continue
-            read += (wanted - there) * BLOCK_BYTES
-            if not there and size == HUGE_BYTES and self.failures < FAILURES_MAX:
+            read += (wanted - resident) * BLOCK_BYTES
+            if not resident and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-                there = syscalls.cached_blocks(fd, start, size)
-                self.failures = max(-FAILURES_MAX, self.failures + (1 if there < wanted else -1))
-            if there < wanted:
+                resident = syscalls.cached_blocks(fd, start, size)
+                self.failures = max(-FAILURES_MAX, self.failures + (1 if resident < wanted else -1))
+            if resident < wanted:
                 read_ahead(fd, [(start, size)], self.window)
-        self._let_go(offset, length)
+        self._unmap_pages(offset, length)
         return read
 
     def is_huge(self, offset: int, length: int) -> bool:
-        """True if a part that begins at a huge page, and is there, is huge pages but for what is no whole one. OSError."""
+        """Return True if a resident part that begins at a huge page is in huge pages, except for its short end. OSError."""
         whole = length // HUGE_BYTES * HUGE_BYTES
         for start in range(offset, offset + whole, HUGE_BYTES):
             syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-        found = syscalls.huge_bytes(self.address + offset, whole)
-        self._let_go(offset, length)
-        return found == whole
+        huge = syscalls.huge_bytes(self.address + offset, whole)
+        self._unmap_pages(offset, length)
+        return huge == whole
 
-    def _let_go(self, offset: int, length: int) -> None:
-        # Pages that this process has mapped too would not be dropped through a program's mapping.
+    def _unmap_pages(self, offset: int, length: int) -> None:
+        # Pages that this process also maps could not be dropped through a client's mapping.
         syscalls.madvise(self.address + offset, -(-length // BLOCK_BYTES) * BLOCK_BYTES, syscalls.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Ends it, unless a read may be under way for ever."""
+        """Close and unmap the file, unless a read of it may hang."""
         self.backing.close()
         if not self.backing.kept:
             syscalls.munmap(self.address, self.length)
@@ -279,20 +281,20 @@ class MappedFile:
 
 @dataclass(eq=False)
 class File:
-    """One regular file of SOURCE: watched whole, and in extents once somebody reads it. `first`: place of its extents."""
+    """A regular file of SOURCE: watched as a whole, or by extents once a client reads it."""
 
     number: int
     path: str
     status: os.stat_result
-    first: int = -1
-    mapping: MappedFile | None = None  # while somebody reads it
+    first: int = -1  # place of its extents in the table of the BPF programs
+    mapping: MappedFile | None = None  # while a client has it open
     group: Group | None = None
-    step: int = 1  # of its extents so many are passed over for one that is told of
-    first_run: int = -1  # the place of its runs of slices
-    unplaced: bool = False  # its extents found no places: it is watched whole until there are some
-    programs: dict[int, Program | None] = field(default_factory=dict)  # by pid; None for this process (a warm-up)
-    warmups: int = 0  # of this process, that have it open
-    looked_ns: int = 0  # when it was last seen whether its programs still have it
+    step: int = 1  # one extent in this number is observed
+    first_run: int = -1  # place of its runs of slices
+    unplaced: bool = False  # there was no room for its extents: it is watched as a whole until there is
+    programs: dict[int, Program | None] = field(default_factory=dict)  # by PID; None for a warm-up, and for PID 0
+    warmups: int = 0  # warm-ups that have it open
+    looked_ns: int = 0  # when it was last checked whether its clients still have it open
 
     @property
     def key(self) -> tuple[int, int]:
@@ -301,24 +303,24 @@ class File:
 
     @property
     def readers(self) -> list[Program]:
-        """The programs, without this process. They stay while `Files.lock` is held."""
-        return [program for program in list(self.programs.values()) if program is not None]  # at once: others add to them
+        """The clients, without this process. They stay open while `Files.lock` is held."""
+        return [program for program in list(self.programs.values()) if program is not None]  # a copy, as other threads add
 
     @property
     def mappers(self) -> int:
-        """How many programs have it mapped. `Files.lock` held."""
+        """The number of clients that map it. `Files.lock` held."""
         return sum(program.maps(*self.key) for program in self.readers)
 
 
 class Places:
-    """`count` places in a row, of which stretches are taken and given back."""
+    """Allocator of stretches in a table of `count` places."""
 
     def __init__(self, count: int) -> None:
-        self._free = [(0, count)]  # (first, behind the last) of each stretch, in order; no two touch
-        self._taken: dict[int, int] = {}  # first place -> how many
+        self._free = [(0, count)]  # (first, end) of each free stretch, sorted and merged
+        self._taken: dict[int, int] = {}  # first place -> length of the stretch
 
     def take(self, count: int) -> int | None:
-        """The first of `count` free places in a row, None if there are none."""
+        """Return the first of `count` free places in a row, or None if there are none."""
         for at, (first, end) in enumerate(self._free):
             if end - first >= count:
                 self._free[at : at + 1] = [(first + count, end)] if end - first > count else []
@@ -328,15 +330,15 @@ class Places:
 
     @property
     def free(self) -> int:
-        """How many are free, in a row or not."""
+        """Number of free places, in a row or not."""
         return sum(end - first for first, end in self._free)
 
     def taken_at(self, first: int) -> int:
-        """How many were taken at `first`."""
+        """Return the length of the stretch that was taken at `first`."""
         return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
-        """Gives back what was taken at `first`, if anything was."""
+        """Free the stretch that was taken at `first`, if there is one."""
         if (count := self._taken.pop(first, None)) is None:
             return
         end = first + count
@@ -350,38 +352,38 @@ class Places:
 
 
 class Files:
-    """The files below SOURCE and who reads them: found, opened, looked after and let go, by `run` and by warm-ups."""
+    """The table of files below SOURCE and of their clients, maintained by the thread `run` and by warm-ups."""
 
     def __init__(self, touches: Touches, engine: Engine) -> None:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
-        self.window = 0  # bytes that the kernel reads ahead
-        self.read_ahead: ReadAhead | None = None  # what it is to read ahead while files do not fit
+        self.window = 0  # readahead of the kernel in bytes
+        self.read_ahead: ReadAhead | None = None  # the setting to use while the files do not fit
         self.turn, self.lock = threading.Lock(), threading.Lock()
-        self._dev = os.fstat(self.tree.fd).st_dev  # what is mounted below SOURCE is not seen through MOUNT
+        self._dev = os.fstat(self.tree.fd).st_dev  # file systems mounted below SOURCE are not visible through MOUNT
         self._numbers = iter(range(1, 1 << 32))
-        self._asked: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places, self._runs = Places(PLACES), Places(RUNS)
-        self._too_many = False  # files, which was said
-        self._advised = False  # --read-ahead, for experts, which was logged
-        self._refused = 0  # times that advice was refused, on the memory of programs that have ended
-        self._unknown = False  # a reader without a number in this pid namespace, which was logged
+        self._too_many = False  # logged that there are too many files
+        self._advised = False  # logged the advice to use --read-ahead for experts
+        self._refused = 0  # times that advice was refused on the memory of clients that have ended
+        self._unknown = False  # logged that a client is outside this PID namespace
 
     @property
     def refused(self) -> int:
-        """How often the kernel has refused advice on the memory of a program: pages mapped there cannot be dropped."""
+        """How often the kernel has refused advice on a client's memory, so that pages mapped there cannot be dropped."""
         return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:
-        """The file that has this number in the kernel."""
+        """Return the file with this inode number."""
         return self.by_key.get((self._dev, node or 0))
 
     @contextlib.contextmanager
     def mapped(self, file: File) -> Iterator[MappedFile | None]:
-        """The file's mapping, which stays for the moment; None if it has none."""
+        """Yield the file's mapping, which stays open in the `with` block; None if the file is not open."""
         with self.engine.state.lock:
             mapping = file.mapping
             if mapping is not None:
@@ -396,7 +398,7 @@ class Files:
 
     @contextlib.contextmanager
     def opened(self, file: File) -> Iterator[int]:
-        """A descriptor of the file for the moment, its mapping's if it has one. OSError."""
+        """Yield a descriptor of the file: its mapping's if it has one, otherwise a temporary one. OSError."""
         with self.mapped(file) as mapping:
             if mapping is not None:
                 yield mapping.backing.fd
@@ -410,29 +412,29 @@ class Files:
     # Touches, on the observing thread
 
     def ask(self, file: File, pid: int) -> None:
-        """Has a file opened, or a program noted as its reader, soon."""
+        """Request that a file is opened soon, or a client recorded as its reader."""
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
-            self._asked.put((file, pid))
+            self._requests.put((file, pid))
 
     def stop(self) -> None:
-        """Ends `run`."""
-        self._asked.put(None)
+        """Make `run` return."""
+        self._requests.put(None)
 
     # The thread
 
     def begin(self) -> None:
-        """Called before MOUNT is seen: the read-ahead with which a file is opened stays its own. EnvironmentProblem."""
+        """Set the readahead before MOUNT is visible, because a file keeps the one it was opened with. EnvironmentProblem."""
         with self.turn:
             try:
                 self._scan()
-            except OSError:  # no more files can be opened: `run` tries again
+            except OSError:  # no free descriptor: `run` tries again
                 if self.read_ahead is not None:
                     raise
             self._set_read_ahead()
 
     def end(self) -> None:
-        """Puts back what the kernel reads ahead."""
+        """Restore the readahead of the device."""
         with self.turn:
             if self.read_ahead is not None:
                 self.read_ahead.restore()
@@ -442,14 +444,14 @@ class Files:
         return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
 
     def _set_read_ahead(self) -> None:
-        """Where all files fit nothing is streamed that it would help, and the kernel makes larger folios without it."""
+        """Set the readahead while the files do not fit. If they do, the kernel's own setting makes larger folios."""
         if self.read_ahead is not None:
             self.read_ahead.restore() if self._fit() else self.read_ahead.set()
         setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
     def run(self) -> None:
-        """Until `stop`: adopts what is asked for, walks SOURCE now and then, and notices what ends or changes."""
+        """Until `stop`: open requested files, walk SOURCE at times, and notice clients that end and files that change."""
         next_scan = next_check = next_look = 0.0
         while True:
             began = time.monotonic()
@@ -460,10 +462,10 @@ class Files:
                 next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - began))
             if began >= next_scan:
                 with self.turn:
-                    with contextlib.suppress(OSError):  # it cannot be read, or no more files be opened: the next time
+                    with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
                         self._scan()
                     self._check_changes()
-                    with contextlib.suppress(EnvironmentProblem, OSError):  # somebody has taken it away meanwhile
+                    with contextlib.suppress(EnvironmentProblem, OSError):  # the device was removed
                         self._set_read_ahead()
                 next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
             if began >= next_check:
@@ -474,10 +476,10 @@ class Files:
                     self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
             with contextlib.suppress(queue.Empty):
-                asked = self._asked.get(timeout=CHECK_S)
-                if asked is None:
+                request = self._requests.get(timeout=CHECK_S)
+                if request is None:
                     return
-                self._answer(*asked)
+                self._answer(*request)
 
     def _answer(self, file: File, pid: int) -> None:
         try:
@@ -489,12 +491,12 @@ class Files:
         self._pending.discard((file.number, pid))
 
     def _is_quiet(self, file: File) -> bool:
-        # A time that lies ahead says nothing: such a file would be left alone until then.
+        # Modification times in the future are ignored: such a file would not be steered until then.
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
-    def _walk(self) -> tuple[Found, dict[str, LinkTarget], bool]:
-        """Return the files of SOURCE that are to be steered, the links to those outside it, and whether all was seen."""
-        found: Found = {}
+    def _walk(self) -> tuple[FilesByKey, dict[str, LinkTarget], bool]:
+        """Return the files of SOURCE to steer, the links to files outside it, and whether the walk saw everything."""
+        found: FilesByKey = {}
         errors: list[OSError] = []
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
             for name in names:
@@ -522,20 +524,20 @@ class Files:
         return found, targets, all(error.errno in NOT_THERE for error in errors)
 
     def _scan(self) -> None:
-        """Watches what has come, forgets what has gone."""
+        """Watch new files, and forget missing ones."""
         self.tree.names.scan()
         found, targets, is_complete = self._walk()
         if self.tree.names.is_outdated:
             self.tree.names.scan()
         gone = [file for key, file in self.by_key.items() if key not in found]
-        if not is_complete:  # too many open files, an error of storage: what was not seen may be there
+        if not is_complete:  # no free descriptor, or an I/O error: a file that the walk missed may still exist
             kept = {file.path: file for file in gone if self._is_at_path(file)}
             gone = [file for file in gone if file.path not in kept]
             targets |= {path: target for path, target in self.tree.targets.items() if path in kept}
         self.tree.targets = targets
         for file in gone:
             self._forget(file)
-        # The largest first: of more files than can be watched they have most to gain.
+        # The largest first, because they gain most if there are more files than can be watched.
         for key, (path, status) in sorted(found.items(), key=lambda item: -item[1][1].st_size):
             if key in self.by_key:
                 self._take_changes(self.by_key[key], path, status)
@@ -543,8 +545,8 @@ class Files:
                 self._watch_whole(File(next(self._numbers), path, status))
 
     def _take_changes(self, file: File, path: str, status: os.stat_result) -> None:
-        """A known file was found at `path`, with this status."""
-        if file.mapping is None and file.status.st_size != status.st_size:  # it grows, or was cut
+        """Take over a new path or size of a known file."""
+        if file.mapping is None and file.status.st_size != status.st_size:  # it has grown, or was truncated
             self.engine.removed(file.path)
             file.status = status
             self._place_whole(file)
@@ -557,7 +559,7 @@ class Files:
         return stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev
 
     def _find(self, path: str) -> File | None:
-        """The file at `path`, however small."""
+        """Return the file at `path`, however small."""
         for file in self.by_key.values():
             if file.path == path:
                 return file
@@ -568,7 +570,7 @@ class Files:
         return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
 
     def _watch_whole(self, file: File) -> File | None:
-        """Has the kernel tell of a file; None where there are too many."""
+        """Observe a file as one extent; return None if too many files are observed."""
         place = self._places.take(1) if file.key in self.by_key or len(self.by_key) < FILES else None
         if place is None:
             if not self._too_many:
@@ -582,7 +584,7 @@ class Files:
         return file
 
     def _adopt(self, file: File, pid: int) -> None:
-        """Opens the file and tells the engine that a program reads it. OSError."""
+        """Open the file, and report to the engine that a client reads it. OSError."""
         if file.number not in self.by_number:
             return
         if not pid and not self._unknown:
@@ -625,7 +627,7 @@ class Files:
         backing = Backing(file.path, fd, status, False)
         try:
             file.mapping = MappedFile.of(backing, self.window)
-        except OSError:  # it was cut to nothing
+        except OSError:  # it was truncated to nothing
             backing.close()
             raise
 
@@ -639,7 +641,7 @@ class Files:
             file.group, file.step, file.unplaced = group, 1, False
             group.lacks_extents = 0
             self._watch(file, group, member)
-        elif group.paged and not group.lacks_extents:  # it is the kernel's
+        elif group.paged and not group.lacks_extents:  # left to the kernel
             self.touches.ignore(*file.key)
         else:
             if not file.unplaced and not group.paged:
@@ -651,13 +653,13 @@ class Files:
             self._place_whole(file)
 
     def _place_whole(self, file: File) -> None:
-        """Give back the places of a file's extents; who reads it next is noticed all the same."""
+        """Free the places of a file's extents, and observe the file as a whole."""
         self._give_places(file)
         file.group = None
         self._watch_whole(file)
 
     def _take_places(self, file: File, extents: int, runs: int) -> bool:
-        """Take places for a file; if need be those of files that nobody has open or that are idle, longest unused first."""
+        """Take places for a file, if need be from files that are closed or idle, least recently used first."""
         now_ns = time.monotonic_ns()
         idle = [other for other in self.by_number.values() if other is not file and self._is_idle(other, now_ns)]
         idle.sort(key=lambda other: (other.mapping is not None, 0 if other.group is None else other.group.last_ns))
@@ -677,7 +679,7 @@ class Files:
         return file.group is not None and (file.mapping is None or now_ns - file.group.last_ns > IDLE_NS)
 
     def _place_waiting(self) -> None:
-        """Try again to find places for the extents of files in use that have none."""
+        """Try again to find places for open files that have none."""
         for file in list(self.by_number.values()):
             if not file.unplaced or file.mapping is None:
                 continue
@@ -706,7 +708,7 @@ class Files:
         file.first = file.first_run = -1
 
     def _thin(self) -> None:
-        """Of a file that is pinned whole a few touches say enough: that it is read, and how fast."""
+        """Observe only every WHOLE_STEP-th extent of a file that is pinned whole: enough to see that it is read."""
         state = self.engine.state
         for file in self.by_number.values():
             if file.mapping is None:
@@ -725,7 +727,7 @@ class Files:
                 self._watch(file, group, member)
 
     def _check_programs(self) -> None:
-        """Lets go of programs that have ended."""
+        """Remove clients that have ended."""
         for pid, program in list(self._programs.items()):
             if not program.ended:
                 continue
@@ -738,10 +740,10 @@ class Files:
                 program.close()
 
     def _check_use(self) -> None:
-        """Forget programs that have closed a file and live on. While a file is read, its last reader is not looked at.
+        """Remove clients that have closed a file but still run; the last reader of a file being read is not checked.
 
-        A program that has only looked at the header would count as a second reader of the loop otherwise, for which the
-        window is widened.
+        Otherwise a client that has only read the header would count as a second reader of the loop, for which the window is
+        widened.
         """
         now_ns = time.monotonic_ns()
         for file in self.by_number.values():
@@ -760,7 +762,7 @@ class Files:
                     self._leave(file, pid)
 
     def _leave(self, file: File, pid: int) -> None:
-        """A program reads the file no more."""
+        """Remove a client from a file; close the file after the last one."""
         file.programs.pop(pid, None)
         if file.mapping is not None:
             self.engine.closed(file.mapping.backing, pid)
@@ -768,7 +770,7 @@ class Files:
                 self._close(file, file.mapping)
 
     def _close(self, file: File, mapping: MappedFile) -> None:
-        """Gives up descriptors; the group is known until it has been idle for long."""
+        """Close a file's descriptors; its group is forgotten only after it has been idle for long."""
         with self.engine.state.lock:
             for group, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
                 group.lacks_extents = group.lacks_extents if group.paged else 0
@@ -778,7 +780,7 @@ class Files:
         mapping.close()
 
     def _check_changes(self) -> None:
-        """Gives up what is known of files that were rewritten, truncated or replaced."""
+        """Forget files that were rewritten, truncated or replaced."""
         for file in list(self.by_number.values()):
             if file.mapping is None:
                 if file.group is not None and not file.group.alive:
@@ -789,9 +791,9 @@ class Files:
                 self._forget(file)
 
     def _forget_deleted(self) -> bool:
-        """Forget open files that have no name any more; returns True if a closed one that is kept has left its path.
+        """Forget open files without a name; return True if a closed file of a group has left its path.
 
-        A closed file was renamed or deleted: the next walk tells which.
+        That file was renamed or deleted; the next walk shows which.
         """
         has_left = False
         for file in list(self.by_number.values()):
@@ -807,12 +809,12 @@ class Files:
             status = self.tree.stat(file.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # it cannot be seen now
+        except OSError:  # unknown for now
             return True
         return (status.st_dev, status.st_ino) == file.key
 
     def _forget(self, file: File) -> None:
-        """Forget a file and release its descriptors, pins and places; if it is still there, the next walk finds it anew."""
+        """Forget a file and release its descriptors, pins and places. If it still exists, the next walk finds it."""
         self.engine.removed(file.path)
         if file.mapping is not None:
             self.engine.changed(file.mapping.backing, 0, -1)
@@ -824,10 +826,10 @@ class Files:
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)
 
-    # What a warm-up does as if it were a program
+    # Opens and closes by a warm-up, which counts as a client
 
     def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
-        """(number, True) of a file that is kept open until `release`; 0 for an empty one. OSError."""
+        """Open a file until `release`; return (number, True). The number of an empty file is 0. OSError."""
         with self.turn:
             file = self._find(path)
             if file is None:
@@ -839,7 +841,7 @@ class Files:
             return file.number, True
 
     def release(self, number: int) -> None:
-        """Ends what `open` began."""
+        """End an open."""
         with self.turn:
             file = self.by_number.get(number)
             if file is None:

@@ -1,15 +1,15 @@
-"""Over FUSE: READ requests are answered, and extents read in one large I/O and stored into the page cache of the mount.
+"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the mount's page cache.
 
 A fetch is claimed under the lock, either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of
-one. Its data is available to every reader from `done` on; storing comes after, and nobody waits for it. A reply waits for
-the bytes it needs and for nothing else.
+a reader. Its data is available to every reader once `done` is set. The STORE comes afterwards, and no reader depends on it:
+a reply waits only for its bytes.
 
-What a request on an extent means, by the extent's state:
-- absent: fetch the extent whole in one large I/O, answer from it, store the rest afterwards;
-- loading: wait for that fetch, answer from it;
-- ready: the tripwire; answer the first page from memory and note that a reader has arrived;
-- touched or pinned: the kernel has dropped pages (memory pressure) or lacks the few that a reply left out; read these;
-- single: read just what is asked for.
+A request for an extent is handled by the extent's state:
+- absent: fetch the whole extent in one large I/O, reply from it, store the rest afterwards;
+- loading: wait for that fetch, reply from it;
+- ready: all pages are stored except the first, the tripwire. Reply with it from memory, and record the reader;
+- touched or pinned: the kernel has reclaimed pages, or lacks the few pages of an earlier reply. Read those;
+- single: read only the requested bytes.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from llmcache.fs.vfs.backing import Backing
 
 
-FAILED = 1 << 20  # misses of an extent that could not be read: never fetched ahead again
+FAILED = 1 << 20  # value of `Group.missed` for an extent that could not be read: it is never fetched ahead again
 
 log = logging.getLogger(__name__)
 
 
 class FuseBackend:
-    """Claims, loads, stores and drops extents."""
+    """Claims, loads, stores and drops extents, and has a sentinel process watch this one."""
 
     in_place, large_extent = False, LARGE_EXTENT
 
@@ -74,10 +74,10 @@ class FuseBackend:
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
-        self._entry: MountWatch[Mount | None] | None = None  # of this mount
+        self._entry: MountWatch[Mount | None] | None = None  # this mount's entry in the mount table
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Before the first request: whoever sends one may hang if this process is killed."""
+        """Begin to serve; called before the first request, after which clients hang if this process is killed."""
         self.notifier = notifier
         self._entry = MountWatch(lambda: find(mountpoint))
         entry = self._entry.current()
@@ -85,11 +85,11 @@ class FuseBackend:
         self.slices.start(entry.dev if entry is not None else 0)
 
     def stop(self) -> None:
-        """What is left to be stored is not."""
+        """Stop the threads of the slice reader; extents that wait for a STORE are not stored."""
         self.slices.stop()
 
     def close(self) -> None:
-        """Ends the process that watches this one."""
+        """End the sentinel."""
         if self._entry is not None:
             self._entry.close()
         if self._sentinel is not None:
@@ -98,7 +98,7 @@ class FuseBackend:
             self._sentinel = None
 
     def guards(self, mountpoint: str) -> bool:
-        """Has a sentinel abort the connection of `mountpoint` when this process is killed; False if there is no mount."""
+        """Ensure that a sentinel aborts the connection if this process is killed; return False if the mount is gone."""
         assert self._entry is not None
         return self._guard(self._entry.current())
 
@@ -110,32 +110,32 @@ class FuseBackend:
         return True
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Has the kernel give up what it has there; waits for those who read it."""
+        """Invalidate parts of a file in the page cache; waits until pages being read are unlocked."""
         if self.notifier is not None:
             for offset, length in parts:
                 self.notifier.invalidate(node, offset, length)
 
     def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
-        """Returns a fetch of an absent extent for `pid`, or None when there is no buffer for it. Lock held.
+        """Return a fetch of an absent extent for `pid`, or None if there is no buffer for it. Lock held.
 
-        This is a reference to the extent: from here on it must be fetched.
+        The claim is reported as a reference to the extent, so the caller must load it.
         """
-        brought = self.holder.brings_region(group, extent)
-        buffer = None if brought else self.state.pool.take(group.extent_bytes, ahead)
-        if buffer is None and not brought:
+        has_region = self.holder.brings_region(group, extent)
+        buffer = None if has_region else self.state.pool.take(group.extent_bytes, ahead)
+        if buffer is None and not has_region:
             return None
         verdict = self.state.references.claimed(group, member, extent, pid)
         try:
-            own = self.holder.region(group, extent, verdict)
-            region = own or buffer or MemoryRegion(group.extent_bytes)
-        except OSError:  # no memory: it is streamed, or read by pages
+            pinned_region = self.holder.region(group, extent, verdict)
+            region = pinned_region or buffer or MemoryRegion(group.extent_bytes)
+        except OSError:  # no memory: the extent is streamed, or read by pages
             self.state.references.lost(group, extent)
-            own, verdict = None, MISS
+            pinned_region, verdict = None, MISS
             buffer = buffer or self.state.pool.take(group.extent_bytes, ahead)
             if buffer is None:
                 return None
             region = buffer
-        if own is not None and buffer is not None:  # the plan has changed with this very reference
+        if pinned_region is not None and buffer is not None:  # this reference has changed the core's plan
             self.state.pool.give(buffer)
             buffer = None
         offset, length = group.offset_of(member, extent), group.length_of(member, extent)
@@ -156,26 +156,26 @@ class FuseBackend:
         return fetch
 
     def follows(self, group: Group) -> bool:
-        """Return True unless the space is left: any reader that moves may be one that reads in order."""
+        """Return True unless the space is left to the kernel: any reader that moves may be reading sequentially."""
         return not group.left
 
     def keys(self, group: Group) -> set[tuple[int, int]]:
-        """Return the mount's device and the nodes of the group's files."""
+        """Return (device of the mount, node) of the group's files."""
         return {(self.slices.dev, member.node) for member in group.members if member.node is not None}
 
     def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` that were read from SOURCE so far."""
+        """Return the bytes of `group` read from SOURCE up to now."""
         return group.read_bytes
 
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
     def faults(self) -> dict[str, int]:
-        """Return an empty mapping: no request is lost, and no program's memory is advised."""
+        """Return no counters: no request is lost, and the daemon advises no client's memory."""
         return {}
 
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents of which nothing is charged."""
+        """Return the extents without accounted bytes."""
         return [extent for extent in extents if not group.charge[extent]]
 
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
@@ -188,7 +188,7 @@ class FuseBackend:
         return [extent for extent, _, node, _ in places if node is not None]
 
     def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """Lock the pages again that were dropped; requests have shown all touches."""
+        """Lock the dropped pages again. Return nothing, because requests have shown all touches."""
         with self.state.lock:
             self.holder.lock_again(group, [extent for extent in extents if group.state(extent) == PINNED])
         return ()
@@ -202,23 +202,23 @@ class FuseBackend:
         return member, member.node, group.offset_of(member, extent)
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
-        """Claims an extent that nobody waits for; what it returns brings it in. None without a buffer. Lock held."""
+        """Claim an extent that no reader waits for; return the job that fetches it, or None without a buffer. Lock held."""
         fetch = self.claim(group, member, extent, ahead=True, pid=pid)
-        return None if fetch is None else functools.partial(self._bring, group, member, fetch)
+        return None if fetch is None else functools.partial(self._load_and_store, group, member, fetch)
 
-    def _bring(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+    def _load_and_store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
         self.load(group, member, fetch)
         self.store(group, member, fetch)
 
     def load(self, group: Group, member: Member, fetch: BufferFetch) -> None:
-        """Reads the extent, unless the arena had it; afterwards `done` is set, with data or with `error`."""
+        """Read the extent, unless the arena had it; then set `done`, with data or with `error`."""
         if fetch.done.is_set():
             return
         backing = fetch.backing
         try:
             if backing is None:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            # Whole pages, so that O_DIRECT is possible at the end of the file too.
+            # Whole pages, so that O_DIRECT also works at the end of the file.
             wanted = -(-fetch.length // PAGE_BYTES) * PAGE_BYTES
             count = backing.read_into(fetch.region.address, wanted, fetch.offset)
             if count < fetch.length:
@@ -237,7 +237,7 @@ class FuseBackend:
         fetch.done.set()
 
     def _fail(self, group: Group, fetch: Fetch) -> None:
-        """The extent stays absent, and is not fetched ahead again; readers find out themselves. Lock held."""
+        """Make the extent absent, and never fetch it ahead again; readers get the error from their own read. Lock held."""
         extent = fetch.extent
         if fetch.keep and group.alive:
             self.state.references.lost(group, extent)
@@ -251,7 +251,7 @@ class FuseBackend:
                 group.strays[extent] = time.monotonic_ns()
 
     def store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
-        """Puts the loaded extent into the page cache and finishes the fetch."""
+        """Store the loaded extent in the page cache and finish the fetch."""
         with self.state.lock:
             usable = fetch.error is None and self._current(group, fetch)
             self.state.storing.append((group, member))
@@ -274,33 +274,33 @@ class FuseBackend:
             elif current and usable:
                 self._stored(group, member, fetch, trip, failed)
             elif usable and member.node is not None:
-                # The group ended meanwhile: what was stored after its pages were dropped has to go as well.
+                # The group has ended since: data stored after its pages were invalidated must be invalidated as well.
                 self.state.debts.append((member.node, fetch.offset, fetch.length, 0))
                 self.state.room.notify()
             self.state.finish(fetch)
         fetch.stored.set()
 
     def _current(self, group: Group, fetch: BufferFetch) -> bool:
-        """False once its group has ended, or the file has changed. Lock held."""
+        """Return False if the group has ended or the file has changed since the claim. Lock held."""
         return not fetch.stale and (fetch.load is not None or group.loading.get(fetch.extent) is fetch)
 
     def _put(self, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
-        # Page-aligned: a page that the reply covers in part is complete in the kernel only with its neighbour.
+        # Rounded up to whole pages: a page that the reply covers in part is left to the next request.
         start = -(-start // PAGE_BYTES) * PAGE_BYTES if start else 0
         if end <= start:
             return 0
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
 
     def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
-        """Lock held."""
+        """Set the state of an extent after its STORE; `failed` is 0 or the negative errno. Lock held."""
         extent = fetch.extent
         del group.loading[extent]
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
             group.set_state(extent, SPARSE if group.missed.get(extent, 0) else ABSENT)
-            group.strays[extent] = time.monotonic_ns()  # what did get in has to go one day
+            group.strays[extent] = time.monotonic_ns()  # the pages that were stored must be evicted some time
             return
         self.state.counters.stored_bytes += fetch.length
         if trip and not fetch.joined and fetch.length > PAGE_BYTES:
@@ -314,7 +314,7 @@ class FuseBackend:
         self.holder.stored(group, fetch)
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
-        """Stores a whole extent that is else read page by page; False if it cannot be read, or not stored."""
+        """Store a whole extent that is otherwise read by pages; return False if reading or storing fails."""
         state, notifier = self.state, self.notifier
         try:
             region = MemoryRegion(group.extent_bytes)
@@ -327,7 +327,7 @@ class FuseBackend:
             member.loads += 1
         complete = read_whole(state, backing, region, offset, length)
         with state.lock:
-            state.load_ended(member)  # who closes the file waits for this, and not for the kernel
+            state.load_ended(member)  # a close of the file waits for reads, and not for the STORE
         stored = False
         if complete and notifier is not None and node is not None:
             stored = notifier.store(node, offset, region.address, length) == 0
@@ -337,21 +337,21 @@ class FuseBackend:
         return stored
 
     def under_way(self, group: Group, extent: int) -> BufferFetch:
-        """The fetch of an extent that is loading. Lock held."""
+        """Return the fetch of an extent that is loading. Lock held."""
         fetch = group.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
 
 
 def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
-    """Starts the process that aborts the connection of a mount when this one is killed."""
+    """Start the process that aborts the connection of a mount if this process is killed."""
     script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
     minor = str(os.minor(entry.dev))
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
 def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
-    """True if the whole of it was read; what cannot be read is left to its readers, who are told why."""
+    """Read a range; return True if all of it was read. On an error, readers of the range get it from their own read."""
     try:
         count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
     except OSError:
@@ -362,50 +362,49 @@ def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset
 
 
 def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
-    """Copies `length` bytes at `start` of `region` to the address `target`, without the GIL."""
+    """Copy `length` bytes at `start` of `region` to the address `target`, without the GIL."""
     ctypes.memmove(target, region.address + start, length)
 
 
 PIECE_BYTES = BUFFER_BYTES
-TRIPS = 4  # pages taken out for each expert that leaves
-SORT_SHARE = 8  # of the experts, asked before it is found again who would leave next
+TRIPS = 4  # tripwires set for each expert that was evicted
+SORT_SHARE = 8  # inverted: share of the resident experts that are evicted or get a tripwire before they are sorted again
 LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 
 
 class SliceReader:
-    """Brings experts in for those who read them, and sees which of those that are there are used.
+    """Loads experts for the requests that miss them, and observes which resident experts are used.
 
-    A request for one that is not there has all of its slices read and stored, in pieces.
+    A request for an absent expert has all its slices read and stored, in pieces. The request reads its own piece. Loaders
+    read the others: first those behind it in its slice, then those before it, then the other slices. A request for a piece
+    that no thread reads yet reads it, so a reply never waits for data that it does not need.
 
-    The request takes its own piece itself, loaders take the others: behind it in its slice, then before it, then the
-    other slices'. A request for a piece that nobody has begun begins it, so that a reply never waits for what it does
-    not need.
+    Uses of resident experts send no request. So a page of each expert that would be evicted next is dropped, as a tripwire:
+    if the expert is in use, a request for that page shows it, and the expert stays (like the reference bit of CLOCK, but
+    only looked at for experts about to be evicted). The more experts are evicted, the more tripwires are set. If page tables
+    can be read (by root), accessed bits show the uses of the other experts.
 
-    Uses of what is there send no request. So a page is taken out of each of the experts that would leave next: who is
-    used all the same shows it by a request for that page, and stays (as with the reference bit of CLOCK, asked for where
-    it is about to matter). The more leave, the more are looked at; where all stay nobody is asked. Where page tables can be
-    read (by root), accessed bits tell of the others.
-
-    A mapping's fault brings requests for what lies around it, of other experts too: only the slice in which a request
-    begins is wanted, or the next, where nothing of the first is used. The rest is answered, and dropped again.
+    A page fault of a client makes the kernel request the pages around it, of other experts too. So a request counts as a use
+    only of the slice in which it begins, or of the next one if it covers nothing of the first. Pages of other absent experts
+    are sent in the reply, and dropped again.
     """
 
     def __init__(self, backend: FuseBackend) -> None:
         self.backend = backend
         self.state = backend.state
-        self._strays: list[tuple[Mixture, int, int, int]] = []
-        self._left = 0  # experts, as far as pages were taken out for that
-        self._due = 0  # pages to be taken out
-        self._coldest: Iterator[int] = iter(())  # of whom next
-        self._sorted = 0  # experts that had left when that was found
-        self.dev = 0  # of the mount
+        self._strays: list[tuple[Mixture, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
+        self._left = 0  # `MixtureCache.left` when `_due` was last increased
+        self._due = 0  # tripwires to set
+        self._coldest: Iterator[int] = iter(())  # keys of the experts that get the next tripwires
+        self._sorted = 0  # `MixtureCache.left` when `_coldest` was made
+        self.dev = 0  # device number of the mount
         self._programs = FilePrograms()
         self._over = threading.Event()
         self._samples: Samples | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self, dev: int) -> None:
-        """The threads that look begin; `dev` is the mount's. May follow `stop`."""
+        """Start the threads that observe uses. `dev`: device number of the mount. May follow `stop`."""
         self.dev = self._programs.dev = dev
         self._over.clear()
         self._samples = Samples(self.state, self._programs, logging.INFO)
@@ -417,7 +416,7 @@ class SliceReader:
             thread.start()
 
     def stop(self) -> None:
-        """And end."""
+        """Stop the threads."""
         self._over.set()
         if self._samples is not None:
             self._samples.stop()
@@ -426,7 +425,7 @@ class SliceReader:
         self._programs.close()
 
     def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
-        """The slice for which a request was sent; None if that was for something before it. Lock held."""
+        """Return the slice that a request is for; None if it is kernel readahead from the slice before. Lock held."""
         first = mixture.slice_at(offset)
         if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
             return first
@@ -438,9 +437,9 @@ class SliceReader:
     def claim(
         self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
-        """The fetch that will have a part of a slice, and whether it is the caller's to load. Lock held.
+        """Return the fetch that reads a part of a slice, and whether the caller must load it. Lock held.
 
-        None: it is read by itself.
+        None: the caller reads only the requested bytes.
         """
         expert = mixture.layout.expert_of[number]
         if pid:
@@ -448,18 +447,18 @@ class SliceReader:
         if by_client and mixture.states[expert] == TOUCHED:
             self._came_back(mixture, expert, length)
         if mixture.states[expert] == ABSENT:
-            found = self.state.mixtures.missed(mixture, expert) if wanted and by_client else []
-            mixture.fresh.update(found[:1])
-            if not found:
+            experts = self.state.mixtures.missed(mixture, expert) if wanted and by_client else []
+            mixture.fresh.update(experts[:1])
+            if not experts:
                 self._strays += [(mixture, expert, *part) for part in mixture.inner(number, offset, offset + length)]
                 return None, False
-            for each in found:
+            for each in experts:
                 self._begin(mixture, each, offset)
                 self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), pid)
         return self._piece(mixture, expert, offset)
 
     def _came_back(self, mixture: Mixture, expert: int, length: int) -> None:
-        """Pages of an expert that is there are asked for: that of its tripwire, or the kernel has reclaimed some."""
+        """Record a request for a resident expert: for its tripwire, or for reclaimed pages. Lock held."""
         if expert in mixture.trips:
             del mixture.trips[expert]
             mixture.reach(expert)
@@ -472,19 +471,19 @@ class SliceReader:
             self.state.mixtures.lost(mixture, expert)
 
     def _begin(self, mixture: Mixture, expert: int, offset: int) -> None:
-        """Has loaders bring an expert in, from `offset` on. Lock held."""
+        """Queue the load of an expert; the pieces from `offset` on come first. Lock held."""
         behind: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for start, length in mixture.ranges(expert):
             pieces = [(at, min(PIECE_BYTES, start + length - at)) for at in range(start, start + length, PIECE_BYTES)]
-            mine = start <= offset < start + length
-            behind += [piece for piece in pieces if mine and piece[0] + piece[1] > offset]
-            others += [piece for piece in pieces if not (mine and piece[0] + piece[1] > offset)]
+            is_requested = start <= offset < start + length
+            behind += [piece for piece in pieces if is_requested and piece[0] + piece[1] > offset]
+            others += [piece for piece in pieces if not (is_requested and piece[0] + piece[1] > offset)]
         mixture.loads[expert] = load = ExpertLoad(behind + others)
         job = functools.partial(self._bring_next, mixture, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))
         self.state.work.notify(len(load.waiting))
-        self._finish(mixture, expert, load)  # all of it is in the loop
+        self._finish(mixture, expert, load)  # done already, if all of the expert is in extents of the loop
 
     def _piece(self, mixture: Mixture, expert: int, offset: int) -> tuple[BufferFetch | None, bool]:
         load = mixture.loads.get(expert)
@@ -503,12 +502,12 @@ class SliceReader:
     def _take(
         self, mixture: Mixture, expert: int, load: ExpertLoad, piece: tuple[int, int], ahead: bool
     ) -> BufferFetch | None:
-        """Begins to read a piece; None without memory for it. Lock held."""
+        """Begin to read a piece; None without memory for it. Lock held."""
         offset, length = piece
         buffer = self.state.pool.take(length, ahead)
         try:
             region = buffer or MemoryRegion(PIECE_BYTES)
-        except OSError:  # no memory: it is read by pages
+        except OSError:  # no memory: the piece is read by pages
             load.failed = True
             load.waiting.clear()
             self._finish(mixture, expert, load)
@@ -521,7 +520,7 @@ class SliceReader:
         return fetch
 
     def _bring_next(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
-        """A loader's work: the next piece that nobody has begun, if there still is one."""
+        """Load and store the next piece that no thread has begun; run by loaders."""
         with self.state.lock:
             fetch = self._take(mixture, expert, load, load.waiting[0], ahead=True) if load.waiting else None
         if fetch is not None:
@@ -529,7 +528,7 @@ class SliceReader:
             self.backend.store(mixture.group, mixture.member, fetch)
 
     def ended(self, mixture: Mixture, fetch: BufferFetch, stored: bool) -> None:
-        """A piece is in the page cache, or could not be brought there. Lock held."""
+        """Record that a piece is in the page cache, or could not be stored. Lock held."""
         load, expert = fetch.load, fetch.extent
         assert load is not None
         load.loading.remove(fetch)
@@ -543,7 +542,7 @@ class SliceReader:
     def _finish(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
         if not load.waiting and not load.loading and mixture.loads.get(expert) is load:
             del mixture.loads[expert]
-            if load.failed:  # what did get in has to go
+            if load.failed:  # drop the pieces that were stored
                 self._strays += [(mixture, expert, offset, length) for offset, length in mixture.own(expert)]
             self.state.mixtures.arrived(mixture, expert, not load.failed)
 
@@ -564,44 +563,44 @@ class SliceReader:
         return [(stray[0].member.node, *stray[2:]) for stray in absent if stray[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
-        """A page of each of those that would leave next, if it is not out yet."""
+        """Set due tripwires; return (node, offset, bytes) of their pages, to be dropped. Lock held."""
         mixtures = self.state.mixtures
         for mixture in mixtures.mixtures:
             mixtures.catch_up(mixture)
         self._due += TRIPS * (mixtures.left - self._left)
         self._left = mixtures.left
-        out = sum(len(mixture.trips) for mixture in mixtures.mixtures)
-        self._due = min(self._due, len(mixtures.hot) - out)
-        found: list[tuple[int, int, int]] = []
+        tripwires = sum(len(mixture.trips) for mixture in mixtures.mixtures)
+        self._due = min(self._due, len(mixtures.hot) - tripwires)
+        places: list[tuple[int, int, int]] = []
         if SORT_SHARE * TRIPS * (mixtures.left - self._sorted) > len(mixtures.hot):
-            # For many at a time: who is used meanwhile is asked once more than is needed.
-            many = out + max(self._due, len(mixtures.hot) // SORT_SHARE)
+            # For many tripwires at a time; an expert that was used since gets one more than needed.
+            many = tripwires + max(self._due, len(mixtures.hot) // SORT_SHARE)
             self._coldest, self._sorted = iter(mixtures.hot.coldest(many)), mixtures.left
-        while len(found) < self._due and (key := next(self._coldest, None)) is not None:
+        while len(places) < self._due and (key := next(self._coldest, None)) is not None:
             if key not in mixtures.hot:
                 continue
             mixture, expert = mixtures.of(key)
-            if expert in mixture.trips or mixture.computes(expert):  # what is in use now has been counted
+            if expert in mixture.trips or mixture.computes(expert):  # a use in the current layer is counted already
                 continue
             if mixture.member.node is not None:
                 mixture.trip(expert)
-                found.append((mixture.member.node, mixture.probes[expert], PAGE_BYTES))
-        self._due -= len(found)
-        return found
+                places.append((mixture.member.node, mixture.probes[expert], PAGE_BYTES))
+        self._due -= len(places)
+        return places
 
 
 REFAULTS_MAX = 2
 WAIT_S = 5.0
 UNKNOWN = "its supplementary groups do not count, and uses of experts that it maps are observed only by requests"
-STORE_WAIT_S = 0.005  # of a slice: else the kernel reads ahead, beyond its end too, while the rest is being stored
+STORE_WAIT_S = 0.005  # for a slice: without this wait, kernel readahead requests pages that are being stored, and more
 
 
 @dataclass(slots=True)
 class Rest:
-    """The unanswered part of a read by `pid`: `size` bytes from `offset` of a member's file, to `address`.
+    """The part of a read by `pid` that is not answered yet: `size` bytes at `offset` of a file, into memory at `address`.
 
-    `pid` is 0 for a process that has no number in this pid namespace, and for helpers, whose reads are not `by_client`.
-    `first_byte`: of the whole request.
+    `pid` is 0 for a process outside this PID namespace, and for pin helpers, whose reads are not `by_client`. `first_byte`:
+    offset of the whole request.
     """
 
     group: Group
@@ -616,7 +615,7 @@ class Rest:
 
 
 class Reader:
-    """Serves reads of all files, and has the engine told when a pass over a group has ended."""
+    """Serves reads of all files, and reports completed passes to the engine."""
 
     def __init__(self, engine: Engine, backend: FuseBackend) -> None:
         self.engine = engine
@@ -625,9 +624,9 @@ class Reader:
         self._warned = False
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """Fill memory at `address`; returns the bytes read, short only at the end of the file. Raises OSError.
+        """Fill memory at `address`; return the bytes read, fewer only at the end of the file. OSError.
 
-        Faults of the pin helpers say nothing about clients.
+        Page faults of the pin helpers do not count as reads by clients.
         """
         by_client = pid not in self.engine.pins.pids
         pid = pid if by_client else 0
@@ -649,7 +648,7 @@ class Reader:
             part = None if rest.member.mixture is None else self._slice(rest, wanted)
             length, count = self._segment(rest) if part is None else part
             rest.address, rest.offset, rest.size = rest.address + count, rest.offset + count, rest.size - count
-            if count < length:  # shrunk behind the mount
+            if count < length:  # the file was truncated outside the mount
                 break
         done = size - rest.size
         if by_client:
@@ -659,7 +658,7 @@ class Reader:
         return done
 
     def _slice(self, rest: Rest, wanted: int | None) -> tuple[int, int] | None:
-        """Answers the first part of `rest` if it is for a slice; returns the bytes of that, and those that were read."""
+        """Answer the first part of `rest` if it is in a slice; return its bytes and the bytes read, else None."""
         group, member, offset = rest.group, rest.member, rest.offset
         with self.state.lock:
             mixture = member.mixture
@@ -682,7 +681,7 @@ class Reader:
         return length, self._answer(rest, fetch, mine, start, length)
 
     def _segment(self, rest: Rest) -> tuple[int, int]:
-        """Answers the first part of `rest`, up to the end of its extent; returns as `_slice`."""
+        """Answer the first part of `rest`, up to the end of its extent; return its bytes and the bytes read."""
         group, member, pid = rest.group, rest.member, rest.pid
         index, start = divmod(rest.offset, group.extent_bytes)
         extent, length = member.base + index, min(rest.size, group.extent_bytes - start)
@@ -693,7 +692,7 @@ class Reader:
             if rest.by_client:
                 group.last_pid = pid
                 self._note(group, extent, state, pid)
-                state = group.state(extent)  # where a pass has ended, it may be another one
+                state = group.state(extent)  # the end of a pass may have changed it
             if state == READY:
                 trip = group.trips.get(extent)
                 self._arrived(group, member, extent, trip)
@@ -717,6 +716,7 @@ class Reader:
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
     def _note(self, group: Group, extent: int, state: int, pid: int) -> None:
+        """Record a client's touch of an extent. Lock held."""
         if state == SINGLE:
             group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
             self.engine.judge.touched_pages(group, extent, group.charge[extent])
@@ -729,17 +729,17 @@ class Reader:
 
     @staticmethod
     def _is_sequential(rest: Rest, state: int) -> bool:
-        """Return True if an absent extent is worth fetching whole: part of a loop, or the next one of a reader.
+        """Return True if an absent extent is worth fetching whole: it is part of a loop, or continues a sequential read.
 
-        Anything else may be a row of a table: it is read as requested.
+        Any other request may be for a row of a table, and only its bytes are read.
         """
-        goes_on = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
-        if goes_on:
+        is_sequential = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
+        if is_sequential:
             rest.group.sequential_ns = time.monotonic_ns()
-        return goes_on or (rest.group.looping and state == ABSENT)
+        return is_sequential or (rest.group.looping and state == ABSENT)
 
     def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
-        """A reader has reached an extent that was fetched ahead of it."""
+        """Record that a reader has reached an extent that was fetched ahead of it. Lock held."""
         group.touch(extent, time.monotonic_ns())
         group.missed.pop(extent, None)
         length = group.length_of(member, extent)
@@ -748,18 +748,19 @@ class Reader:
             self.state.counters.prefetch_useful_bytes += length
 
     def _refault(self, group: Group, extent: int, length: int) -> None:
+        """Record a request for reclaimed pages of a resident extent. Lock held."""
         self.state.counters.refault_bytes += length
         if group.state(extent) == TOUCHED:
             count = group.refaults[extent] = group.refaults.get(extent, 0) + 1
             if count >= REFAULTS_MAX:
-                # The kernel has reclaimed it: the next request fetches the extent whole.
+                # The kernel has reclaimed most of it: the next request fetches the extent whole.
                 del group.refaults[extent]
                 group.touched.pop(extent, None)
                 group.set_state(extent, ABSENT)
                 group.strays[extent] = time.monotonic_ns()
 
     def _stray(self, group: Group, extent: int, length: int) -> None:
-        """Counts pages that enter the page cache outside of a fetch."""
+        """Account pages that enter the page cache by a reply without a fetch. Lock held."""
         self.state.charge(group, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if group.state(extent) in (SINGLE, ABSENT, SPARSE):
@@ -767,7 +768,10 @@ class Reader:
             group.strays[extent] = time.monotonic_ns()
 
     def _answer(self, rest: Rest, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
-        """Answers `length` bytes from `start` of a fetch: this thread's to load, with its rest stored then, or another's."""
+        """Answer `length` bytes from `start` of a fetch; return the bytes.
+
+        `mine`: this thread loads the fetch and queues its STORE; otherwise, another thread does both.
+        """
         waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
         if mine:
             self.backend.load(rest.group, rest.member, fetch)
@@ -785,7 +789,7 @@ class Reader:
                     self._judge(fetch, waited, waited_ns)
                 self.state.finish(fetch)
             else:
-                if usable:  # all pages of the request: no STORE is to wait for the reply, which may wait for that
+                if usable:  # all pages of the request are left out: a STORE of them would wait for this reply
                     first = max(0, rest.first_byte - fetch.offset)
                     fetch.replied = (first // PAGE_BYTES * PAGE_BYTES, start + length)
                 if rest.by_client and not fetch.held:
@@ -799,7 +803,7 @@ class Reader:
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:
-        """A reader got an extent that was on its way; prefetched bytes count once, as in time or late. Lock held."""
+        """Count a reader's wait for a fetch, and prefetched bytes once, as in time or late. Lock held."""
         counters = self.state.counters
         if waited:
             (self.state.late_waits if fetch.ahead else self.state.demand_waits).add(waited_ns)
@@ -811,7 +815,7 @@ class Reader:
                 counters.prefetch_useful_bytes += fetch.length
 
     def uncached(self, backing: Backing, address: int, size: int, offset: int, by_client: bool = True) -> int:
-        """Serves a read of which nothing is kept, such as one with O_DIRECT: all that it gives comes from storage."""
+        """Read from storage, for a read of which nothing is cached, such as one with O_DIRECT."""
         done = self.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
         if by_client:
             with self.state.lock:
@@ -820,7 +824,7 @@ class Reader:
         return done
 
     def direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
-        """Reads exactly this range, through this thread's aligned buffer; returns the bytes read."""
+        """Read exactly this range through this thread's aligned buffer; return the bytes read."""
         bounce = self.state.pool.bounce()
         done = 0
         while done < size:

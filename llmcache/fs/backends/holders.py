@@ -1,22 +1,21 @@
-"""Pins: extents that stay in memory, locked in the page cache by pin helpers (steer, in place) or by the daemon (arena).
+"""Pin stores: pinned extents are locked in the page cache by pin helpers (steer, in place), or held by the daemon (arena).
 
-Locked: programs read pinned data without a request. `PinService` is the daemon's side of the helpers: it starts them, keeps
-them alive, and queues locks so that no caller waits for them. One thread owns the pipes. `lock`, `unlock`, `attach` and
-`detach` only queue a request; results are reported through the callbacks, which that thread calls without any lock held.
-When a helper dies, its files are attached again, and its locks are taken again once no other request is queued: after an OOM
-kill the planner wants fewer of them by then.
+Clients read locked extents without a request. `PinService` is the daemon's side of the pin helpers: it starts them, restarts
+them, and queues locks so that no caller waits for them. One thread owns the pipes. `lock`, `unlock`, `attach` and `detach`
+only queue a request; that thread reports results through the callbacks, without any lock held. When a helper dies, its files
+are attached again, and its locks are taken again once no other request is queued: after an OOM kill, the planner has reduced
+the pins by then.
 
-Each run of locked bytes splits the mapping of its file, and a process may have vm.max_map_count such parts: at the limit the
-kernel refuses locks, and unlocks within a run as well. So further helpers are started before one comes near the limit.
+Each run of locked bytes splits the mapping of its file. A process may have vm.max_map_count mappings; at that limit, the
+kernel refuses locks, and unlocks within a run. So more helpers are started before one approaches the limit.
 
-A page is charged to the memory cgroup of the process for which it was first read. Where that is a client's, with a limit
-that does not bind the daemon, the page must not be locked: the kernel could not reclaim it any more, and would kill the
-client when that needs memory. The helper reports such pages (`pinhelper.py`), and they are unlocked at once, by whole blocks
-of LARGE_EXTENT.
+A page is charged to the memory cgroup of the process that first read it. If that cgroup is a client's, with a limit that
+does not bind the daemon, the page must not be locked: the kernel could not reclaim it, and would kill the client when it
+needs memory. The helper reports such pages (`pinhelper.py`), and they are unlocked at once, in blocks of LARGE_EXTENT.
 
-Arena: every pass copies pinned data into the page cache ahead of the reader and drops it behind the reader. That is slower
-than locking, but it needs no privilege, and the daemon sees every hit. The deterministic core (`llmcache.cache.steering`)
-decides which extents are pinned; `ArenaHolder` only keeps the memory.
+Mode arena copies pinned extents into the page cache ahead of the reader in every pass, and drops them behind the reader.
+That is slower than locking, but needs no privilege, and the daemon sees every hit. The deterministic core
+(`llmcache.cache.steering`) chooses the pins; `ArenaHolder` only keeps the memory.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ log = logging.getLogger(__name__)
 RESTARTS_MAX = 20
 SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
-RETRY_S = 1.0  # from a refused unlock to the next try; also how often helpers are checked while no request is queued
-PAYERS_S = 5.0  # how often the limits of cgroups that are charged for locked pages are looked at
+RETRY_S = 1.0  # from a refused unlock to the next attempt, and between checks of helpers while no request is queued
+PAYERS_S = 5.0  # between checks of the limits of cgroups that are charged for locked pages
 MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 DEFAULT_MAP_COUNT = 65530
 
@@ -58,14 +57,14 @@ DEFAULT_MAP_COUNT = 65530
 class PinHelper:
     """One helper process and the runs that it has locked.
 
-    `locked`: by path of each attached file, in order; runs neither overlap nor touch. `count`: of all runs. `nodes`: numbers
-    that the attached files have in the kernel, None for those that cannot be opened.
+    `locked`: runs by path of each attached file, sorted and merged. `count`: number of all runs. `nodes`: inode numbers of
+    the attached files in the mount; None for files that cannot be opened.
     """
 
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
         self.target_of = target_of
         self.locked: dict[str, list[Run]] = {}
-        self.given: list[tuple[str, int, int]] = []  # where it has unlocked without a request: memory.high was exceeded
+        self.given: list[tuple[str, int, int]] = []  # ranges unlocked without a request, because memory.high was exceeded
         self.nodes: dict[str, int | None] = {}
         self.count = self.locked_bytes = self.given_bytes = 0
         script = str(Path(__file__).with_name("pinhelper.py"))
@@ -78,7 +77,7 @@ class PinHelper:
             cwd="/",
         )
         self.pid = self._process.pid
-        # The OOM killer's first choice: its death frees pinned memory, and no program fails for it.
+        # The OOM killer's first choice: its death frees pinned memory, and clients only read from storage again.
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
@@ -104,7 +103,7 @@ class PinHelper:
         return reply
 
     def attach(self, path: str) -> int | None:
-        """Open `path`, with nothing locked; returns the file's number in the kernel, None if it cannot be opened."""
+        """Open `path` with nothing locked; return the file's node, or None if it cannot be opened."""
         self._drop(path)
         target = self.target_of(path)
         more: dict[str, int | str | list[int]] = {}
@@ -128,10 +127,10 @@ class PinHelper:
             self.locked[new], self.nodes[new] = self.locked.pop(old), self.nodes.pop(old)
 
     def lock(self, path: str, run: Run, free: list[int]) -> tuple[int, list[tuple[int, int, int]] | None]:
-        """Lock a run of an attached file; returns 0 or the errno with which it was refused, and what others pay for.
+        """Lock a run of an attached file; return (errno or 0, ranges charged to other cgroups).
 
-        That is (offset, bytes, inode of the memory cgroup) of pages that are charged to a cgroup not in `free`; None where
-        the kernel does not show it.
+        Each range is (offset, bytes, inode of the memory cgroup), of pages charged to a cgroup that is not in `free`. None
+        instead of a list: the kernel does not show charges.
         """
         reply = self.call("lock", path, offset=run[0], length=run[1], free=free)
         if code := int(reply.get("errno", 0)):
@@ -140,7 +139,7 @@ class PinHelper:
         return 0, reply["charged"]
 
     def unlock(self, path: str, run: Run) -> int:
-        """Unlock a run; returns 0, or the errno with which it was refused: it is locked as before then."""
+        """Unlock a run; return 0, or the errno of a refusal, after which it is still locked."""
         code = int(self.call("unlock", path, offset=run[0], length=run[1]).get("errno", 0))
         if not code:
             self._change(path, run, take_out)
@@ -159,26 +158,26 @@ class PinHelper:
         self.locked_bytes -= sum(length for _, length in runs)
 
     def is_running(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return True if the process has not ended."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process, which releases its locks, and wait for it."""
+        """End the process, which releases its locks; wait for it."""
         self._process.kill()
         self._process.wait()
 
 
 class Payers:
-    """Which memory cgroups may be charged for locked pages: those with no limit but limits that bind this process too.
+    """Decides which memory cgroups may be charged for locked pages: those whose limits all bind this process too.
 
-    `free`: inodes of the cgroups that were found to be such.
+    `free`: inodes of the cgroups found to be such.
     """
 
     def __init__(self) -> None:
         self.free: list[int] = []
 
     def refuse(self, inode: int) -> int:
-        """Return 0 for a cgroup that may be charged; of others EDQUOT for one that is short of memory, else EAGAIN."""
+        """Return 0 for a cgroup that may be charged; otherwise EDQUOT if it is short of memory, or else EAGAIN."""
         if inode in self.free:
             return 0
         limits = limits_apart(inode)
@@ -188,13 +187,13 @@ class Payers:
         return errno.EDQUOT if limits and min(limit.slack_bytes for limit in limits) < 0 else errno.EAGAIN
 
     def have_changed(self) -> bool:
-        """Return True if a cgroup has got a limit since, and may not be charged any more."""
+        """Return True if a cgroup in `free` may no longer be charged, because it has a limit now."""
         before, self.free = self.free, []
         return any([self.refuse(inode) for inode in before])
 
 
 class HelperLost(Exception):
-    """A helper has ended, or does not answer."""
+    """A helper has ended, or does not reply."""
 
     def __init__(self, helper: PinHelper, reason: str) -> None:
         super().__init__(reason)
@@ -202,9 +201,9 @@ class HelperLost(Exception):
 
 
 class PinService:
-    """Queue and bookkeeping of attached files and locked ranges.
+    """The queue of requests to pin helpers, and the record of attached files and locked ranges.
 
-    The first helper has all files attached, for their node ids; others have those of which they lock something.
+    The first helper has all files attached, to learn their nodes; the others only files of which they lock a part.
     """
 
     def __init__(
@@ -216,9 +215,9 @@ class PinService:
         is_limited: Callable[[str], bool] = lambda _path: False,
         services: Services | None = None,
     ) -> None:
-        """`target_of(path)`: the file that is attached in place of the link at `path`, if there is a link.
+        """`target_of(path)`: the file to attach in place of a link at `path`; None if it is no link.
 
-        `is_limited(path)`: whether a client of the file is bound by a memory limit that does not bind this process.
+        `is_limited(path)`: whether a memory limit that does not bind this process binds a client of the file.
         """
         self._target_of, self._is_limited, self._services = target_of, is_limited, services or Services()
         self._payers, self._payers_at = Payers(), 0.0
@@ -226,31 +225,31 @@ class PinService:
         self.on_failed = on_failed
         self.on_lost = on_lost
         self.may_look: Callable[[], bool] = lambda: True  # False while pages of locked ranges are dropped on purpose
-        self.again_bytes = 0  # that had to be locked again, as the kernel had dropped them
-        self.pids: tuple[int, ...] = ()  # of the helpers, the first one's first
+        self.again_bytes = 0  # locked again, because the kernel had unmapped them
+        self.pids: tuple[int, ...] = ()  # of the helpers, in order
         self._mountpoint = ""
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
         self._helpers: list[PinHelper] = []
-        self._lost: dict[str, list[Run]] = {}  # locked by helpers that have died
-        self._refused: dict[str, list[Run]] = {}  # unlocks that the kernel has refused
+        self._lost: dict[str, list[Run]] = {}  # to be locked again: locked by helpers that have died
+        self._refused: dict[str, list[Run]] = {}  # to be unlocked again: unlocks that the kernel has refused
         self._retry_at = 0.0
-        self._most_runs = self._most_bytes = 0  # of one helper
+        self._most_runs = self._most_bytes = 0  # limits of one helper
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._restarts: list[float] = []
 
     @property
     def pid(self) -> int:
-        """Process id of the first helper; 0 if there is none."""
+        """PID of the first helper; 0 if there is none."""
         return next(iter(self.pids), 0)
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes that helpers have locked; an unlock counts once it is done."""
+        """Bytes locked by helpers; a queued unlock counts as locked until it is done."""
         return sum(helper.locked_bytes for helper in list(self._helpers))
 
     def start(self, mountpoint: str) -> None:
-        """Start the first helper for `mountpoint`. May follow `stop`; nothing is attached or locked then."""
+        """Start the first helper for `mountpoint`, with nothing attached or locked. May follow `stop`."""
         self._mountpoint = mountpoint
         self._stopping = False
         self._queue = queue.SimpleQueue()
@@ -263,7 +262,7 @@ class PinService:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the helpers, which releases every lock; waits for them."""
+        """End the helpers, which releases all locks; wait for them."""
         self._stopping = True
         self._queue.put(None)
         for helper in list(self._helpers):
@@ -273,7 +272,7 @@ class PinService:
         self._helpers = []
 
     def attach(self, path: str) -> None:
-        """Open `path` in the first helper; `on_attached(path, node id or None)` follows."""
+        """Open `path` in the first helper, which then calls `on_attached(path, node or None)`."""
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
@@ -281,24 +280,24 @@ class PinService:
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range; `on_failed(path, offset, length, errno)` follows for each part that cannot stay locked.
+        """Lock a range. `on_failed(path, offset, length, errno)` is called for each part that cannot stay locked.
 
-        The errno is the kernel's, or for pages charged to a cgroup with a limit of its own EDQUOT if that cgroup is short of
-        memory, otherwise EAGAIN.
+        The errno is the kernel's. For pages charged to a cgroup with a limit of its own it is EDQUOT if that cgroup is short
+        of memory, otherwise EAGAIN.
         """
         for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
     def unlock(self, path: str, offset: int, length: int) -> None:
-        """Unlock a range. Bytes that the kernel refuses to unlock count as locked until a later try succeeds."""
+        """Unlock a range. If the kernel refuses, its bytes count as locked until a later attempt succeeds."""
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
-        """Use the name `new` for `old` from now on."""
+        """Record that a file was renamed."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
     def settle(self, timeout_s: float) -> None:
-        """Return when all requests up to now are done, or after `timeout_s`."""
+        """Wait until all requests queued before are done, or for `timeout_s`."""
         done = threading.Event()
         self._queue.put(done)
         done.wait(timeout_s)
@@ -320,7 +319,7 @@ class PinService:
                         return
 
     def _next(self) -> dict[str, Any] | threading.Event | None:
-        """Return the next queued request; while there is none, one for a lost lock or a refused unlock."""
+        """Return the next queued request; without one, a request for a lost lock, a refused unlock, or a check."""
         while True:
             retry = bool(self._refused) and time.monotonic() > self._retry_at
             with contextlib.suppress(queue.Empty):
@@ -341,7 +340,7 @@ class PinService:
                 self.on_failed(path, offset, length, errno.ENOMEM)
 
     def _serve(self, request: dict[str, Any]) -> None:
-        """Do a request; it may be served again from the start after HelperLost."""
+        """Serve a request. After HelperLost, it may be served again from the start."""
         path, operation = request["path"], request["op"]
         if operation == "attach":
             self._forget(path)
@@ -362,7 +361,7 @@ class PinService:
             self._check()
 
     def _check(self) -> None:
-        """Notice helpers that have ended, and ranges that they have unlocked; look at the limits of cgroups now and then."""
+        """Check that helpers live and locked ranges are mapped, and at times whether cgroups have new limits."""
         for helper in self._helpers:
             again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
             if again and not self.again_bytes:
@@ -383,7 +382,7 @@ class PinService:
             helper.detach(path)
 
     def _lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range: parts that a helper has locked by that one again, the rest by a helper with room."""
+        """Lock a range: parts that a helper has locked by the same helper again, the others by a helper with room."""
         if path not in self._helpers[0].locked:
             self.on_failed(path, offset, length, errno.ENOENT)
             return
@@ -404,10 +403,10 @@ class PinService:
             if code:
                 self.on_failed(path, *run, code)
             elif charged or (charged is None and self._is_limited(path)):
-                self._give_up(path, run, charged)
+                self._unlock_charged(path, run, charged)
 
-    def _give_up(self, path: str, run: Run, charged: list[tuple[int, int, int]] | None) -> None:
-        """Unlock pages that are charged to cgroups with a limit of their own; the whole run where charges are unknown."""
+    def _unlock_charged(self, path: str, run: Run, charged: list[tuple[int, int, int]] | None) -> None:
+        """Unlock pages that are charged to cgroups with limits of their own; the whole run if charges are unknown."""
         refused: dict[int, list[Run]] = {errno.EAGAIN: [run]} if charged is None else {}
         for offset, length, inode in charged or ():
             if code := self._payers.refuse(inode):
@@ -420,7 +419,7 @@ class PinService:
                 self.on_failed(path, *part, code)
 
     def _has(self, helper: PinHelper, path: str) -> bool:
-        """Have `path` attached by a helper; False if another file than the first helper's has that path now."""
+        """Attach `path` to a helper; return False if another file than the first helper's now has that path."""
         node = self._helpers[0].nodes[path]
         if path not in helper.locked and helper.attach(path) != node:
             helper.detach(path)
@@ -428,7 +427,7 @@ class PinService:
         return True
 
     def _helper_for(self, path: str, run: Run) -> PinHelper:
-        """Return a helper with room for a run that is not locked, first of all one that has a neighbour of it locked."""
+        """Return a helper with room for a run; preferably one that has locked an adjacent run."""
         free = [helper for helper in self._helpers if helper.locked_bytes < self._most_bytes]
         for helper in free:
             if overlap(helper.locked.get(path, []), run[0] - 1, run[1] + 2):
@@ -446,7 +445,7 @@ class PinService:
                     self._retry_at = time.monotonic() + RETRY_S
 
     def _spawn(self) -> PinHelper:
-        """Start one more helper, or return the last one if the system refuses a process."""
+        """Start another helper; return the last one if the system refuses a process."""
         try:
             helper = PinHelper(self._mountpoint, self._target_of)
         except OSError:
@@ -455,7 +454,7 @@ class PinService:
             return self._helpers[-1]
         self._helpers.append(helper)
         self.pids = tuple(each.pid for each in self._helpers)
-        if self._stopping:  # `stop` may have missed it
+        if self._stopping:  # `stop` may have run before it was in the list
             helper.kill()
         return helper
 
@@ -485,7 +484,7 @@ class PinService:
         return False
 
     def _replace(self, helper: PinHelper) -> None:
-        """Queue the runs of a helper that has died for locking; the first helper has a successor at once."""
+        """Queue the runs of a dead helper for locking; replace the first helper at once."""
         helper.kill()
         for path, runs in helper.locked.items():
             for run in runs:
@@ -497,19 +496,19 @@ class PinService:
             self.pids = tuple(each.pid for each in self._helpers)
             return
         self._helpers[0] = successor = PinHelper(self._mountpoint, self._target_of)
-        successor.locked = {path: [] for path in attached}  # if it dies before it has them, the next one attaches them
+        successor.locked = {path: [] for path in attached}  # if it dies before it has attached them, the next one does
         self.pids = tuple(each.pid for each in self._helpers)
-        if self._stopping:  # `stop` may have missed it
+        if self._stopping:  # `stop` may have run before it was in the list
             successor.kill()
         for path in attached:
             self.on_attached(path, successor.attach(path))
 
 
 def capacity() -> tuple[int, int]:
-    """Return how many runs, and bytes, one helper locks.
+    """Return how many runs, and how many bytes, one helper locks at most.
 
-    A run takes two of the parts that vm.max_map_count allows. Runs take half of these, and unlocks of every second extent
-    of all those bytes no more than the other half.
+    A run takes two of the mappings that vm.max_map_count allows. Runs may take half of the mappings, and the bytes are
+    limited so that unlocking every second extent of them takes at most the other half.
     """
     with contextlib.suppress(OSError, ValueError):
         most = int(MAP_COUNT.read_text()) // 4
@@ -518,7 +517,7 @@ def capacity() -> tuple[int, int]:
 
 
 def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None:
-    """Take the last piece out of `runs_by_path`; returns (path, offset, bytes), None if there is none."""
+    """Take the last piece out of `runs_by_path`; return (path, offset, bytes), or None if there is none."""
     while runs_by_path:
         path, runs = next(iter(runs_by_path.items()))
         if runs:
@@ -531,23 +530,23 @@ def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None
 
 
 class SteerHolder(Holder):
-    """Pins live in the page cache, locked through `PinService`."""
+    """Pin store for steer and in place: pins stay in the page cache, locked through `PinService`."""
 
     def __init__(self, state: CacheState, pins: PinService) -> None:
         self.state = state
         self.pins = pins
 
     def skips_trip(self, group: Group, extent: int) -> bool:
-        """True for wanted extents: they are locked as soon as they are stored."""
+        """Return True for wanted extents, which are locked as soon as they are stored."""
         return bool(group.wanted[extent])
 
     def stored(self, group: Group, fetch: Fetch) -> None:
-        """Locks the extent if the plan wants it."""
+        """Lock the extent if the plan wants it."""
         if group.wanted[fetch.extent]:
             self._pin(group, [fetch.extent])
 
     def pin_ready(self, group: Group) -> None:
-        """Locks the wanted extents that are ready or touched."""
+        """Lock the wanted extents that are ready or touched."""
         present, now_ns = (READY, TOUCHED), time.monotonic_ns()
         by_rank = zip(group.order.extent_at, group.status, strict=True)
         wanted = [extent for extent, state in by_rank if state in present and group.wanted[extent]]
@@ -563,7 +562,7 @@ class SteerHolder(Holder):
             self.pins.lock(member.path, offset, length)
 
     def release(self, group: Group, extents: list[int]) -> None:
-        """Unlocks; the data stays until the evictor wants the room."""
+        """Unlock extents; their data stays until it is evicted."""
         for extent in extents:
             if group.state(extent) == PINNED:
                 group.set_state(extent, TOUCHED)
@@ -573,24 +572,24 @@ class SteerHolder(Holder):
             self.pins.unlock(member.path, offset, length)
 
     def settle(self) -> None:
-        """Wait until the helper has done what was requested so far."""
+        """Wait until the helpers have served the requests queued before."""
         self.pins.settle(SETTLE_S)
 
     def lock_again(self, group: Group, extents: list[int]) -> None:
-        """Lock pages of pinned extents that were dropped and have come back."""
+        """Lock pages of pinned extents again that were dropped and have been read again."""
         for member, offset, length in self.state.ranges(group, extents):
             self.pins.lock(member.path, offset, length)
 
     def pinned(self, group: Group) -> list[int]:
-        """Extents in state PINNED."""
+        """Return the extents in state PINNED."""
         return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
 
 
 class ArenaHolder(Holder):
-    """Pins live in anonymous memory, one region an extent; regions are read into directly with O_DIRECT.
+    """Pin store for arena: pins stay in anonymous memory, one region for each extent, read into directly with O_DIRECT.
 
-    Every pass streams through the window; an extent that the core wants is pinned when it is read next. The core also
-    decides which extents are evicted. `regions`: memory of the pinned extents, by group and extent.
+    Every pass streams through the window; an extent that the core wants is pinned when it is next read. The core also
+    chooses the victims. `regions`: memory of the pinned extents, by group key and extent.
     """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
@@ -599,24 +598,24 @@ class ArenaHolder(Holder):
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
     def brings_region(self, group: Group, extent: int) -> bool:
-        """True for extents that are held, or will be."""
+        """Return True for extents that are in the arena, or will be."""
         return self.core.holds(group.key, extent) or self.core.wants(group.key, extent)
 
     def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
-        """Returns the held copy, or a new region."""
+        """Return the extent's region on a hit, a new region if the core pins it, else None."""
         if verdict == HIT:
             return self.regions[(group.key, extent)]
         return MemoryRegion(group.extent_bytes) if verdict == KEPT else None
 
     def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
-        """Holds `region`, unless the core has changed its mind while it was read."""
+        """Keep `region`, unless the core has evicted the extent while it was read."""
         if self.core.holds(group.key, extent):
             self.regions[(group.key, extent)] = region
             self.state.held_bytes += region.size
             group.pinned_bytes += region.size
 
     def _evicted(self, key: str, extent: int) -> None:
-        """Frees the region; one that is still being read goes when it is."""
+        """Free the region of an evicted extent; one that is still being read is not in `regions` yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
             self.state.held_bytes -= region.size
@@ -624,5 +623,5 @@ class ArenaHolder(Holder):
             self.state.room.notify()
 
     def pinned(self, group: Group) -> list[int]:
-        """Extents with a region."""
+        """Return the extents with a region."""
         return [extent for key, extent in self.regions if key == group.key]

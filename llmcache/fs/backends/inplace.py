@@ -1,21 +1,23 @@
-"""In place: the page cache of SOURCE's files themselves is steered; nothing lies between a program and its file system.
-MOUNT is a bind mount of SOURCE, or nothing where both are one directory.
+"""The in-place back end steers the page cache of SOURCE's files; clients access their file system directly.
 
-Observe: touches, as the kernel tells them (`touches.py`), drive the same groups, cursors and plans as READ requests do in
-the other modes. Bring: by a fault of this process on the first page of each huge page of an extent, in a mapping that
-asks for huge pages: the file system reads the whole of it into one folio, by DMA, for some microseconds of processor time
-(measured: .02 CPU seconds per GB, with readahead in single pages .13 to .2); what is partly there, and on file systems
-without large folios, by readahead. What is pinned whole and was read by the kernel, in small pages, is read again so, once.
-Hold: mlock, by the pin helper. Drop: from under the mappings of the programs that read (`files.py`), and by fadvise what
-nobody has mapped.
+MOUNT is a bind mount of SOURCE, or both are the same directory.
 
-Only what loops is brought in and dropped, and experts of mixtures (`experts.py`): touches tell which are missed, and the
-accessed bits of one page of each, read and cleared again and again, which are used. Of anything else the kernel knows more
-than a touch for each extent tells: what is read once, rows, and files that are read here and there are its own.
+- Observe: touches that BPF programs report (`touches.py`) drive the same groups, cursors and plans as READ requests do in
+  the other modes.
+- Fetch: this process faults on the first page of each huge page of an extent, in a mapping that requests huge pages. The
+  file system then reads the huge page into one folio by DMA, for some microseconds of CPU time (measured: 0.02 CPU seconds
+  per GB; readahead in single pages takes 0.13 to 0.2). Readahead fetches huge pages that are resident in part, and all pages
+  on file systems without large folios. Pinned extents that the kernel has read in small pages are read again as huge pages,
+  once.
+- Pin: the pin helper calls mlock.
+- Drop: through the mappings of clients (`files.py`), and by posix_fadvise for pages that no process maps.
 
-What the kernel keeps beyond the budget in memory that nobody wants stays there: room is made only when memory runs short.
+Only loops are fetched and dropped, and experts of MoE models (`experts.py`), whose misses are touches and whose uses are
+accessed bits of one page each. Everything else is left to the kernel, which sees more than one touch for each extent: files
+that are read once, rows of tables, and random reads. Opportunistic bytes beyond the budget stay in unused memory until
+memory is short.
 
-No program ever waits for this process. Locks are argued in `files.py`.
+No client ever waits for this process. `files.py` and `state.py` describe the locks.
 """
 
 from __future__ import annotations
@@ -54,20 +56,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGAIN_NS = 100_000_000  # touches of one extent within this are one visit
-STILL_NS = 300_000_000  # without a touch, a first pass is over or rests
-SOON_S, ACTIVE_S = 0.02, 0.1  # so soon again it looks for hits that wait to be told, for so long after the last touch
-REACH_MAX_BYTES = 1 << 20  # that the kernel reads before a fault, and behind it
-MEASURED_BYTES, WIDER = 128 << 20, 1.5
-FAST_BPS = 700e6  # what no SATA disk delivers
-RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # of the time since all that loops was pinned, and at a time
-RENEWAL_EXTENTS, PINS_S = 4, 1.0
-RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # none where storage turns out to be slower, over so much
+AGAIN_NS = 100_000_000  # touches of an extent within this time count as one
+STILL_NS = 300_000_000  # without a touch for this time, a first pass has ended or pauses
+SOON_S, ACTIVE_S = 0.02, 0.1  # how often hits are collected, for ACTIVE_S after the last touch
+REACH_MAX_BYTES = 1 << 20  # the kernel reads at most this much before a fault, and behind it
+MEASURED_BYTES, WIDER = 128 << 20, 1.5  # bytes fetched before the window is adapted; factor by which it is widened
+FAST_BPS = 700e6  # more than a SATA disk delivers
+RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # most of the time since the loop was pinned whole; most in one turn
+RENEWAL_EXTENTS, PINS_S = 4, 1.0  # extents at a time; time to wait for their unlock
+RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is slower than this over these bytes
 _LOOK_S = 0.5
 
 
 class BindMount:
-    """One mount from `run` to its end, which `stop` brings about, or others by unmounting it."""
+    """A bind mount, from `run` until `stop` or until a user unmounts it."""
 
     def __init__(
         self,
@@ -78,15 +80,15 @@ class BindMount:
         on_init: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`flags`: MOUNT_ATTR_RDONLY and its like; `on_init` and `on_end` are called on the thread of `run`."""
+        """`flags`: MOUNT_ATTR_RDONLY and similar. `on_init` and `on_end` are called on the thread of `run`."""
         self._source, self._point, self._flags, self._files = source, point, flags, files
         self._on_init, self._on_end = on_init, on_end
         self.mount_id: int | None = None
-        self._there = MountWatch(self._is_in_table)
+        self._table = MountWatch(self._is_in_table)
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Mounts, and returns when the mount is gone. MountProblem where the kernel refuses; EnvironmentProblem."""
+        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; EnvironmentProblem."""
         try:
             self._files.begin()
             self._serve()
@@ -111,28 +113,28 @@ class BindMount:
         finally:
             if self._is_mounted() and self.mount_id is not None:
                 syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
-            self._there.close()
+            self._table.close()
             self._on_end()
 
     def _is_mounted(self) -> bool:
-        """True while our mount is where it was made, or where there is none to be made."""
+        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
-            return self._there.current()
-        except OSError:  # no more files can be opened for now
+            return self._table.current()
+        except OSError:  # no free descriptor for now
             return True
 
     def _is_in_table(self) -> bool:
         return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
-        """Ends `run` soon."""
+        """Make `run` return soon."""
         self._over.set()
 
 
 class InPlaceBackend:
-    """Brings in and drops what is read below SOURCE, and tells the engine of touches."""
+    """Fetches and drops extents of SOURCE's files, and reports touches to the engine."""
 
     in_place, large_extent = True, HUGE_BYTES
 
@@ -149,13 +151,13 @@ class InPlaceBackend:
         self._sampling = services.thread("sample", self.samples.run)
         self._closed = False
         self._busy = 0  # reads under way
-        self._busy_ns = 0  # since when there are some
-        # Of late: half of it counts no more each time that enough was asked for.
-        self._asked_bytes, self._read_bytes, self._read_s = 0, 0, 0.0
+        self._busy_ns = 0  # since when `_busy` is not 0, or the end of the last read
+        # Recent sums: halved each time that MEASURED_BYTES were requested.
+        self._requested_bytes, self._read_bytes, self._read_s = 0, 0, 0.0
         self._judged_ns = time.monotonic_ns()
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
-        """The files of SOURCE are steered from now on."""
+        """Begin to observe the files of SOURCE."""
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -163,12 +165,12 @@ class InPlaceBackend:
             self._sampling.start()
 
     def stop(self) -> None:
-        """What loaders were to bring in is outdated, which they say when they run."""
+        """Run the queued jobs, which only cancel their fetches, because the groups have ended."""
         while self.state.jobs:
             self.state.jobs.popleft()()
 
     def close(self) -> None:
-        """Lets go of all programs and files."""
+        """Close all files and the pidfds of clients."""
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
@@ -180,54 +182,54 @@ class InPlaceBackend:
         self.touches.close()
 
     def guards(self, _mountpoint: str) -> bool:
-        """Nobody hangs if this process is killed: the files are the file system's own. `BindMount` sees when it ends."""
+        """Return True: no client hangs if this process is killed. `BindMount` notices an unmount."""
         return True
 
-    # Bringing in
+    # Fetching
 
     def follows(self, group: Group) -> bool:
-        """True for loops: who reads something once is read ahead for by the kernel, which costs less. Lock held.
+        """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
 
-        Not in a first pass over what is to be kept whole, where the kernel reads huge pages ahead: there is nothing to gain,
-        and where both meet it goes on in small ones, which programs have mapped so for good. Once nobody reads, what was not
-        seen to be read is brought in, or found there.
+        False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages. Fetching ahead
+        gains nothing there, and if both meet, the kernel continues in small pages, which clients then keep mapped. Once the
+        clients pause, extents whose read was not observed are fetched, or found resident.
         """
-        left = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
-        return group.looping and not group.left and not (left and time.monotonic_ns() - group.last_ns <= STILL_NS)
+        is_kernels = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
+        return group.looping and not group.left and not (is_kernels and time.monotonic_ns() - group.last_ns <= STILL_NS)
 
     def keys(self, group: Group) -> set[tuple[int, int]]:
         """Return device and inode of the group's files."""
         return {(member.identity.dev, member.identity.ino) for member in group.members if member.identity is not None}
 
     def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` that were read from storage since its files are watched."""
+        """Return the bytes of `group` read from storage since its files are watched."""
         files = (self.files.of_node(member.node) for member in group.members)
         reads = [self.touches.reads(file.number) for file in files if file is not None]
         return sum(map(sum, reads))
 
     def client_reads(self) -> ClientReads:
-        """Return what the kernel has read of the files of SOURCE, since they are watched."""
+        """Return the bytes that the kernel has read of SOURCE's files since they are watched."""
         return self.touches.all_reads()
 
     def faults(self) -> dict[str, int]:
-        """Return how many touches were lost, and how often the kernel has refused advice on the memory of a program."""
+        """Return the number of lost touches, and of times that the kernel refused advice on a client's memory."""
         return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
     def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents of which less than half is in the page cache."""
-        found: list[int] = []
+        absent: list[int] = []
         for extent in extents:
             member = group.member_of(extent)
             if member.backing is not None:
                 length = group.length_of(member, extent)
                 pages = syscalls.cached_blocks(member.backing.fd, group.offset_of(member, extent), length)
-                found += [extent] if 2 * pages * BLOCK_BYTES < length else []
-        return found
+                absent += [extent] if 2 * pages * BLOCK_BYTES < length else []
+        return absent
 
     def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """Clear the accessed bits of the programs that map the files; events show the touches of those that do not."""
+        """Clear the accessed bits of the clients that map the files; events show touches by the others."""
         for file in filter(None, [self.files.of_node(member.node) for member in group.members]):
-            if 0 in file.programs:  # a client outside this pid namespace, whose page tables cannot be read
+            if 0 in file.programs:  # a client outside this PID namespace, whose page tables cannot be read
                 return ()
             with self.files.lock:
                 for program in file.readers:
@@ -247,18 +249,18 @@ class InPlaceBackend:
         return extents
 
     def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents of which a program has touched a page, by accessed bits."""
-        found: list[int] = []
+        """Return the extents with a page that a client has touched, by accessed bits."""
+        touched: list[int] = []
         for member in group.members:
-            mine = [extent for extent in extents if member.base <= extent < member.base + member.count]
+            in_member = [extent for extent in extents if member.base <= extent < member.base + member.count]
             file = self.files.of_node(member.node)
-            if mine and file is not None:
-                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in mine]
-                found += itertools.compress(mine, self.samples.touched(file, parts))
-        return found
+            if in_member and file is not None:
+                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in in_member]
+                touched += itertools.compress(in_member, self.samples.touched(file, parts))
+        return touched
 
     def find_experts(self, mixture: Mixture) -> None:
-        """Take in the experts that are resident, and drop those that are only in part."""
+        """Take over the experts that are resident, and queue those resident in part for invalidation."""
         whole: list[int] = []
         debts: list[tuple[int, int, int, int]] = []
         file = self.files.of_node(mixture.member.node)
@@ -278,11 +280,11 @@ class InPlaceBackend:
                 self.state.room.notify()
 
     def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
-        """Claims an extent; what it returns brings it in. Lock held."""
+        """Claim an extent; return the job that fetches it. Lock held."""
         return self._claim(group, member, extent, ahead=True)
 
     def _demand(self, group: Group, member: Member, extent: int) -> None:
-        """Has an extent brought in whole that a reader has begun to read. Lock held."""
+        """Queue a fetch of a whole extent that a reader has begun to read. Lock held."""
         if member.reachable and extent not in group.loading:
             self.state.jobs.append(self._claim(group, member, extent, ahead=False))
 
@@ -295,9 +297,9 @@ class InPlaceBackend:
         group.set_state(extent, LOADING)
         self.state.charge(group, extent, length)
         member.loads += 1
-        return functools.partial(self._bring, group, member, fetch)
+        return functools.partial(self._fetch, group, member, fetch)
 
-    def _bring(self, group: Group, member: Member, fetch: Fetch) -> None:
+    def _fetch(self, group: Group, member: Member, fetch: Fetch) -> None:
         read, mapping = 0, None if fetch.stale else self._begin(member, fetch.backing)
         if mapping is None:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -314,7 +316,7 @@ class InPlaceBackend:
                 self._arrived(group, fetch)
 
     def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
-        """Has a whole extent read that is no loop's; False if it cannot be."""
+        """Read a whole extent that is not in a loop; return False if that fails."""
         mapping, read = self._begin(member, backing), -1
         if mapping is None:
             return False
@@ -324,8 +326,8 @@ class InPlaceBackend:
             self._end(mapping, group.length_of(member, extent), max(read, 0))
         return read >= 0
 
-    def _bring_expert(self, mixture: Mixture, expert: int) -> None:
-        """Has slices read as far as they are not there; none begins at a huge page."""
+    def _fetch_expert(self, mixture: Mixture, expert: int) -> None:
+        """Read the absent pages of an expert's slices, by readahead because slices do not begin at huge pages."""
         file, read, done = self.files.of_node(mixture.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
@@ -338,7 +340,7 @@ class InPlaceBackend:
             self.state.mixtures.arrived(mixture, expert, done)
 
     def _begin(self, member: Member, backing: Backing | None) -> MappedFile | None:
-        """The member's open file, to be read; None if that is not `backing` any more."""
+        """Begin a read of the member's open file; return None if that is no longer `backing`."""
         file = self.files.of_node(member.node)
         with self.state.lock:
             mapping = None if file is None else file.mapping
@@ -350,37 +352,41 @@ class InPlaceBackend:
             self._busy += 1
             return mapping
 
-    def _end(self, mapping: MappedFile, asked: int, read: int) -> None:
-        """Notes the end of a read, and how large a window the storage needs to be kept at work. Lock held.
+    def _end(self, mapping: MappedFile, requested_bytes: int, read_bytes: int) -> None:
+        """Record the end of a read, and adapt the least window to the storage. Lock held.
 
-        Where the kernel has read most of it before, for faults that came too early, it goes on reading ahead by itself (and
-        behind, what was just dropped), in small pages: a wider window gets ahead of that. It leaves less to be pinned, which
-        on slow storage costs more.
+        If clients fault on extents before they are fetched, the kernel has read most of the requested bytes already. Its
+        readahead then continues in small pages, and reads dropped pages behind the reader again. A wider window gets ahead
+        of it, but leaves less room for pins, which costs more on slow storage; so only fast storage gets a wider window.
         """
         mapping.reads -= 1
         self.state.ended.notify_all()
-        self.state.counters.backing_read_bytes += read
-        self.state.counters.stored_bytes += read
+        self.state.counters.backing_read_bytes += read_bytes
+        self.state.counters.stored_bytes += read_bytes
         self._busy -= 1
-        self._asked_bytes += asked
-        self._read_bytes += read
+        self._requested_bytes += requested_bytes
+        self._read_bytes += read_bytes
         now_ns = time.monotonic_ns()
         self._read_s += (now_ns - self._busy_ns) / 1e9
         self._busy_ns = now_ns
-        if self._asked_bytes < MEASURED_BYTES:
+        if self._requested_bytes < MEASURED_BYTES:
             return
         window = least_window(self._read_bytes / self._read_s)
         flow_bps = MEASURED_BYTES // 2 * 1e9 / (now_ns - self._judged_ns)
         self._judged_ns = now_ns
-        if self._read_bytes < self._asked_bytes // 2 and flow_bps > FAST_BPS:
+        if self._read_bytes < self._requested_bytes // 2 and flow_bps > FAST_BPS:
             window = min(LEAST_WINDOW_MAX_BYTES, max(window, int(WIDER * self.state.least_window_bytes)))
-        self._asked_bytes, self._read_bytes, self._read_s = self._asked_bytes // 2, self._read_bytes // 2, self._read_s / 2
+        self._requested_bytes, self._read_bytes, self._read_s = (
+            self._requested_bytes // 2,
+            self._read_bytes // 2,
+            self._read_s / 2,
+        )
         if not 0.8 < window / self.state.least_window_bytes < 1.25:
             self.state.least_window_bytes = window
             self.engine.replan()
 
     def _arrived(self, group: Group, fetch: Fetch) -> None:
-        """Lock held."""
+        """Set the state of an extent whose fetch has ended. Lock held."""
         extent, now_ns = fetch.extent, time.monotonic_ns()
         del group.loading[extent]
         if fetch.error is not None:
@@ -400,7 +406,7 @@ class InPlaceBackend:
     # Dropping
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drops parts of a file from the page cache, from under mappings too."""
+        """Drop parts of a file from the page cache, including pages that clients map."""
         file = self.files.of_node(node)
         if file is None:
             return
@@ -432,7 +438,7 @@ class InPlaceBackend:
                         self.state.work.notify()
 
     def _touched(self, touch: Touch) -> bool:
-        """True if a reader of extents has moved, so that there may be more to read ahead. Lock held."""
+        """Handle a touch; return True if a reader has moved, so that loaders may have work. Lock held."""
         file = self.files.by_number.get(touch.file)
         if file is None:
             return False
@@ -453,7 +459,7 @@ class InPlaceBackend:
         return group.alive
 
     def _slice_touched(self, mixture: Mixture, number: int, touch: Touch) -> None:
-        """A program reads a slice, of which a page was missed, or is mapped now. Lock held."""
+        """Handle a touch of a slice: a page of it was missed, or was mapped. Lock held."""
         if mixture.alone:
             return
         expert = mixture.layout.expert_of[number]
@@ -461,17 +467,17 @@ class InPlaceBackend:
         if state == ABSENT or (state == LOADING and touch.flags & MISS):
             self.state.mixtures.faulted(mixture, number, min(REACH_MAX_BYTES, self.files.window // 2), touch.t_ns)
         if state == LOADING or (state == TOUCHED and not (touch.flags & MISS and self._lacks(mixture, number))):
-            return  # counted when it came, or with the next sample
-        found = self.state.mixtures.missed(mixture, expert)
-        mixture.fresh.update(found[:1])
-        for each in found:
+            return  # counted when its load was requested, or by the next sample
+        experts = self.state.mixtures.missed(mixture, expert)
+        mixture.fresh.update(experts[:1])
+        for each in experts:
             self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), touch.pid)
             mixture.member.loads += 1
-            self.state.jobs.append(functools.partial(self._bring_expert, mixture, each))
+            self.state.jobs.append(functools.partial(self._fetch_expert, mixture, each))
             self.state.work.notify()
 
     def _lacks(self, mixture: Mixture, number: int) -> bool:
-        """True if the kernel has reclaimed pages of a slice: one that is on its way is missed too. Lock held."""
+        """Return True if the kernel has reclaimed pages of a slice; a miss alone may be of a page that is being read."""
         file = self.files.of_node(mixture.member.node)
         if file is None or file.mapping is None:
             return False
@@ -479,7 +485,7 @@ class InPlaceBackend:
         return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
-        """Lock held."""
+        """Handle a touch of an extent. Lock held."""
         state, now_ns = group.state(extent), touch.t_ns
         length = group.length_of(member, extent)
         group.last_pid = touch.pid
@@ -516,16 +522,16 @@ class InPlaceBackend:
             self._came_back(group, member, file, extent, touch, length)
 
     def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
-        """A reader is at an extent that it, or another, has read before. Lock held."""
+        """Handle a touch of an extent that was read before: a hit, or a miss if the kernel has reclaimed it. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = group.offset_of(member, extent)
             if syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
-                self._demand(group, member, extent)  # the kernel has reclaimed it
+                self._demand(group, member, extent)
                 return
-        again = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
+        is_same_visit = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
         group.touch(extent, touch.t_ns)
-        if not again:
+        if not is_same_visit:
             self.state.consumed(self.engine.judge.used_bytes(group, extent), True)
 
     # The renewing thread
@@ -534,15 +540,15 @@ class InPlaceBackend:
         while not self._closed:
             time.sleep(CHECK_S)
             for file in list(self.files.by_number.values()) if self.state.running else []:
-                if file.mapping is not None:  # of thousands of files few are read
+                if file.mapping is not None:  # few of thousands of files are open
                     self._renew(file)
 
     def _renew(self, file: File) -> None:
-        """Has what the kernel has read in small pages read again in huge ones, once all that loops is pinned.
+        """Read pinned extents again in huge pages that the kernel has read in small ones, once the loop is pinned whole.
 
-        Programs need up to a quarter less time for what is in huge pages (fewer entries of page tables are looked up). It
-        takes a share of the time since all was pinned, so that a program that soon ends has not paid for it, and is for fast
-        storage only, and for what one program at most has mapped: of others nothing can be dropped.
+        Clients take up to a quarter less time for data in huge pages, which need fewer page table entries. Renewal takes a
+        bounded share of the time since all was pinned, so that it costs a short-lived client little. It needs fast storage,
+        and at most one client that maps the file: pages that several clients map cannot be dropped.
         """
         turn_s, more = 0.0, True
         with self.files.mapped(file) as mapping:
@@ -551,7 +557,7 @@ class InPlaceBackend:
                 is_slow = RENEWAL_LEAST_BYTES < self._read_bytes < RENEWAL_BPS * self._read_s
                 if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
-                if self.engine.gauge.is_near:  # what is read takes memory before what it stands for is given back
+                if self.engine.gauge.is_near:  # the new pages take memory before the old ones are freed
                     return
                 with self.files.lock:
                     if file.mappers > 1:
@@ -559,7 +565,7 @@ class InPlaceBackend:
                 began = time.monotonic()
                 try:
                     more = self._renew_next(file, mapping)
-                except OSError as error:  # a kernel that does not tell
+                except OSError as error:  # the kernel does not report huge pages
                     log.debug("inode %d is not renewed: %s", file.status.st_ino, error.strerror)
                     return
                 took_s = time.monotonic() - began
@@ -567,7 +573,7 @@ class InPlaceBackend:
                 turn_s += took_s
 
     def _renew_next(self, file: File, mapping: MappedFile) -> bool:
-        """Drops the next few pinned extents, if in small pages, and has them read again, and pinned; False at the end."""
+        """Drop the next few pinned extents in small pages, fetch and pin them again; return False at the end."""
         state = self.state
         with state.lock:
             owner = state.owners.get(mapping.backing)

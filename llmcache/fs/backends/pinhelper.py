@@ -1,24 +1,23 @@
-"""The pin helper: a small process of its own that maps files of the mount and mlocks ranges of them.
+"""The pin helper: a small process that maps files of the mount and locks ranges of them with mlock.
 
-It is separate because locking faults the pages in through the mount: done in the daemon, that would hold the memory map
-that serving threads need. It keeps an open handle on each file, so that the kernel's node id (`st_ino`) stays valid.
-Standard library only; run as `python pinhelper.py MOUNT DAEMON_PID`, with one JSON request a line on stdin and one reply a
-line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel releases its locks.
+It is a separate process, because mlock faults the pages in through the mount: in the daemon, that would hold the memory map
+lock that serving threads need. It keeps a handle on each file open, so that the kernel's node (`st_ino`) stays valid. It
+uses only the standard library and runs as `python pinhelper.py MOUNT DAEMON_PID`, with a JSON request per line on stdin and
+a reply per line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel then releases its locks.
 
-Requests: {"op": "attach", "path"} -> {"node", "size"} · {"op": "lock", "path", "offset", "length", "free"} -> {"charged"} ·
-{"op": "unlock", "path", "offset", "length"} · {"op": "detach", "path"} · {"op": "rename", "path", "new"} ·
-{"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if "look" is true.
-A request that fails has the reply {"errno"}.
-To attach the file that a link leads to, its real path, device and inode come with the request ("target", "dev", "ino").
+Requests and their replies; a request that fails has the reply {"errno"}:
+- {"op": "attach", "path"} -> {"node", "size"}. For a link, "target", "dev" and "ino" describe the file that it leads to.
+- {"op": "detach", "path"}; {"op": "rename", "path", "new"}; {"op": "unlock", "path", "offset", "length"} -> {}
+- {"op": "lock", "path", "offset", "length", "free"} -> {"charged"}: [offset, bytes, inode of a memory cgroup] of locked
+  pages charged to cgroups that are not in "free"; null if the kernel does not show it. A page is charged to the cgroup of
+  the process that first read it. That cgroup cannot reclaim locked pages, so the OOM killer may kill the client: the daemon
+  decides.
+- {"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if "look" is true.
 
-"charged": [offset, bytes, inode of a memory cgroup] of the locked pages that are charged to other cgroups than those in
-"free" (a page is charged to the cgroup of the process for which it was first read); null where the kernel does not show it.
-Such a cgroup cannot reclaim them any more, so that a client may be killed for want of memory: the daemon decides.
-
-When the daemon's cgroup exceeds a memory.high, the kernel suspends threads that allocate for seconds at a time: the daemon
-may be too late to unlock anything. This process watches that limit too, and unlocks what exceeds it. The next reply reports
-that in "given": [path, offset, bytes]. A page fault or system call that allocates memory may get it suspended as well. So it
-keeps its own program in memory, makes each call once at the start, and unlocks by one call for each file.
+If the daemon's cgroup exceeds a memory.high, the kernel suspends allocating threads for seconds at a time, and the daemon
+may be too late to unlock anything. So this process watches that limit too, and unlocks the excess; the next reply reports it
+in "given": [path, offset, bytes]. A page fault or system call that allocates memory may suspend this process as well.
+Therefore it locks its own program in memory, makes each call once at the start, and unlocks with one call for each file.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FRAME_MASK = (1 << 55) - 1  # of an entry of /proc/self/pagemap
 MAPPED = 1 << 63
-BATCH_BYTES = 16 << 20  # so that an unlock under pressure never waits behind gigabytes of locks
-LOOK_BYTES, LOOKS = 16 << 20, 60  # locked bytes that one "check" looks at, at least, and checks that look at all
-PAUSE_S = 0.25  # between looks at memory.high
-STAT_BYTES = 1 << 14  # more than a memory.stat has
+BATCH_BYTES = 16 << 20  # locked in one call, so that an unlock under pressure does not wait for gigabytes of locks
+LOOK_BYTES, LOOKS = 16 << 20, 60  # one "check" covers at least LOOK_BYTES; LOOKS of them cover all locked bytes
+PAUSE_S = 0.25  # between checks of memory.high
+STAT_BYTES = 1 << 14  # more than the length of a memory.stat
 GIVEN_AHEAD_BYTES = 16 << 20  # unlocked beyond the excess
 
 Run = tuple[int, int]
-"""A stretch of a file, (offset, bytes)."""
+"""A range of a file: (offset, bytes)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -70,13 +69,13 @@ libc.syscall.restype = ctypes.c_long
 
 
 def unlock(address: int, length: int) -> int:
-    """Unlock and unmap pages; the kernel does not drop pages that this process maps. Returns 0, or -1 and sets errno."""
+    """Unlock and unmap pages, because the kernel does not drop pages that this process maps. Return 0, or -1 and errno."""
     code: int = libc.munlock(address, length)
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
 
 def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
-    """Return the parts of `runs` that lie in a range."""
+    """Return the parts of `runs` that are in a range."""
     end = offset + length
     first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
     first -= bool(first and sum(runs[first - 1]) > offset)
@@ -84,7 +83,7 @@ def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
 
 
 def add_run(runs: list[Run], offset: int, length: int) -> int:
-    """Add a range to `runs`, merged with those that it overlaps or touches; returns how many bytes are new."""
+    """Add a range to `runs`, merged with those that it overlaps or touches; return how many bytes are new."""
     added = length + take_out(runs, offset, length)
     at, end = bisect_left(runs, (offset,)), offset + length
     if at < len(runs) and runs[at][0] == end:
@@ -97,9 +96,9 @@ def add_run(runs: list[Run], offset: int, length: int) -> int:
 
 
 def take_out(runs: list[Run], offset: int, length: int) -> int:
-    """Take a range out of `runs`; returns how many bytes are new, so minus those of it that were in there."""
-    found = overlap(runs, offset, length)
-    if not found:
+    """Remove a range from `runs`; return minus the number of bytes that were removed."""
+    removed = overlap(runs, offset, length)
+    if not removed:
         return 0
     end = offset + length
     first, last = bisect_left(runs, (offset,)), bisect_left(runs, (end,))
@@ -108,23 +107,23 @@ def take_out(runs: list[Run], offset: int, length: int) -> int:
     rest = [(low, offset - low)] if low < offset else []
     rest += [(end, high - end)] if high > end else []
     runs[first:last] = rest
-    return -sum(size for _, size in found)
+    return -sum(size for _, size in removed)
 
 
 def pieces(offset: int, length: int) -> Iterator[Run]:
-    """Yield a range in runs of BATCH_BYTES at most."""
+    """Yield a range in runs of at most BATCH_BYTES."""
     for start in range(offset, offset + length, BATCH_BYTES):
         yield start, min(BATCH_BYTES, offset + length - start)
 
 
 class Mapping:
-    """One attached file: open handle and a read-only shared mapping of it."""
+    """An attached file: an open descriptor, and a read-only shared mapping."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         status = os.fstat(self.fd)
         self.node, self.size, self.address = status.st_ino, status.st_size, 0
-        self.locked: list[Run] = []  # in order; they neither overlap nor touch
+        self.locked: list[Run] = []  # sorted and merged
 
     def map(self) -> int:
         """Return the address of the mapping, made at first use."""
@@ -145,16 +144,16 @@ class Mapping:
 
 
 class Helper:
-    """The request loop's state: files by their path below the mount. `lock`: for the thread that watches memory.high."""
+    """Files by their path below the mount. `lock` serializes requests with the thread that watches memory.high."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = mountpoint
         self.clone = clone_mount(mountpoint)
         self.files: dict[str, Mapping] = {}
         self.lock = threading.Lock()
-        self.given: list[tuple[str, int, int]] = []  # unlocked without a request, not reported yet
+        self.given: list[tuple[str, int, int]] = []  # ranges unlocked without a request, not reported yet
         self.charges = Charges()
-        self.runs: list[tuple[Mapping, int, int]] = []  # that are still to be looked at in this round
+        self.runs: list[tuple[Mapping, int, int]] = []  # to be checked in this round
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one request; an OSError becomes {"errno"}."""
@@ -183,25 +182,25 @@ class Helper:
         return {"again": self.lock_again() if request["look"] else 0}
 
     def lock_again(self) -> int:
-        """Look at the next part of the locked ranges, and lock unmapped pages again; returns the bytes of those ranges.
+        """Check the next part of the locked ranges; lock unmapped pages again and return the bytes of those ranges.
 
-        A kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
+        The kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
         """
         left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
         if not self.runs:
             self.runs = [(each, *part) for each in self.files.values() for run in each.locked for part in pieces(*run)]
-        found = 0
+        locked_bytes = 0
         while self.runs and left > 0:
             mapping, start, size = self.runs.pop()
             left -= size
-            for offset, length in overlap(mapping.locked, start, size):  # the part that is still locked
+            for offset, length in overlap(mapping.locked, start, size):  # the part that is locked now
                 if not self.charges.all_mapped(mapping.address + offset, length):
                     libc.mlock(mapping.address + offset, length)
-                    found += length
-        return found
+                    locked_bytes += length
+        return locked_bytes
 
     def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Lock or unlock a range. Only this thread unmaps files, so it needs no lock for the calls, which may take long."""
+        """Lock or unlock a range. The calls, which may take long, need no lock, because only this thread unmaps files."""
         mapping = self.files.get(path)
         if mapping is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -239,7 +238,7 @@ class Helper:
                 size_bytes += take_out(mapping.locked, start, end - start)
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Open `path` through the mount, or the target of the link that it is; again if it is attached already."""
+        """Open `path` through the mount, or the target of a link at `path`; detach it first if it is attached."""
         self.detach(path)
         if "target" in request:
             fd = open_target(request["target"], request["dev"], request["ino"])
@@ -249,7 +248,7 @@ class Helper:
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
-        """Close `path`; unknown paths are fine."""
+        """Close `path` if it is attached."""
         mapping = self.files.pop(path, None)
         if mapping is not None:
             mapping.close()
@@ -264,14 +263,14 @@ class Helper:
 
 
 def succeed(code: int) -> None:
-    """Raise the OSError of a system call that has failed."""
+    """Raise OSError if a system call has failed."""
     if code:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 class Charges:
-    """Which memory cgroups pages are charged to: /proc/self/pagemap and /proc/kpagecgroup, which need CAP_SYS_ADMIN."""
+    """The memory cgroups that pages are charged to: /proc/self/pagemap and /proc/kpagecgroup, which need CAP_SYS_ADMIN."""
 
     def __init__(self) -> None:
         self.pagemap = self.payers = -1
@@ -280,20 +279,20 @@ class Charges:
             self.payers = os.open("/proc/kpagecgroup", os.O_RDONLY | os.O_CLOEXEC)
 
     def all_mapped(self, address: int, length: int) -> bool:
-        """Return True if all pages of a range are in this process's page tables, which locked pages are."""
+        """Return True if all pages of a range are in this process's page tables, as locked pages should be."""
         first = address // PAGE
         count = -(-(address + length) // PAGE) - first
         entries = array("Q", os.pread(self.pagemap, 8 * count, 8 * first)) if self.pagemap >= 0 else array("Q")
         return not entries or min(entries) >= MAPPED
 
     def runs(self, address: int, length: int, free: set[int]) -> list[tuple[int, int, int]] | None:
-        """Return (address, bytes, cgroup inode) of mapped pages that are charged to cgroups not in `free`; None: unknown."""
+        """Return (address, bytes, cgroup inode) of mapped pages charged to cgroups not in `free`; None: unknown."""
         if self.payers < 0:
             return None if os.path.exists("/proc/kpagecgroup") else []
         first = address // PAGE
         count = -(-(address + length) // PAGE) - first
         frames = array("Q", os.pread(self.pagemap, 8 * count, 8 * first))
-        found: list[tuple[int, int, int]] = []
+        charged: list[tuple[int, int, int]] = []
         at = 0
         while at < len(frames):
             frame = frames[at] & FRAME_MASK
@@ -301,38 +300,38 @@ class Charges:
             while end < len(frames) and frames[end] & FRAME_MASK == frame + end - at:
                 end += 1
             if not frame:
-                return None  # the kernel hides the numbers of page frames
+                return None  # the kernel hides page frame numbers
             payers = array("Q", os.pread(self.payers, 8 * (end - at), 8 * frame))
             for page, inode in enumerate(payers if not free.issuperset(payers) else (), at):
                 if inode not in free:
                     start = (first + page) * PAGE
-                    if found and found[-1][2] == inode and sum(found[-1][:2]) == start:
-                        start = found.pop()[0]
-                    found.append((start, (first + page + 1) * PAGE - start, inode))
+                    if charged and charged[-1][2] == inode and sum(charged[-1][:2]) == start:
+                        start = charged.pop()[0]
+                    charged.append((start, (first + page + 1) * PAGE - start, inode))
             at = end
-        return found
+        return charged
 
 
 class HighLimits:
-    """memory.high of this process's cgroup and of those above it (cgroup v2), through files that stay open."""
+    """memory.high of this process's cgroup and of those above it (cgroup v2), read through files that stay open."""
 
     FILES = ("memory.high", "memory.current", "memory.stat")
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
         with open("/proc/self/cgroup") as stream:
-            own = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
-        while own != "/":
-            directory = "/sys/fs/cgroup" + own
-            with contextlib.suppress(OSError):  # no memory controller there, or version 1, which has no such limit
+            cgroup = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
+        while cgroup != "/":
+            directory = "/sys/fs/cgroup" + cgroup
+            with contextlib.suppress(OSError):  # no memory controller, or cgroup v1, which has no such limit
                 self.groups.append([os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in self.FILES])
-            own = os.path.dirname(own)
+            cgroup = os.path.dirname(cgroup)
 
     def excess(self) -> int:
-        """Return by how many bytes that cannot be reclaimed the worst of the limits is exceeded; negative if by none."""
+        """Return the largest excess over a limit, in bytes that cannot be reclaimed; negative without an excess."""
         worst = -1
         for high, current, stat_fd in self.groups:
-            with contextlib.suppress(OSError):  # the cgroup is gone
+            with contextlib.suppress(OSError):  # the cgroup was removed
                 limit = os.pread(high, 64, 0).strip()
                 if limit != b"max":
                     worst = max(worst, self.used(current, stat_fd) - int(limit))
@@ -345,8 +344,8 @@ class HighLimits:
 
 
 def watch(helper: Helper, limits: HighLimits) -> None:
-    """Keep the locked memory within memory.high, for as long as this process lives."""
-    # All of it once now, so that the memory that it takes, in the kernel too, is there when the limit is exceeded.
+    """Keep the locked memory within memory.high; never returns."""
+    # Each call once now, so that its memory, in the kernel too, is allocated before the limit is exceeded.
     for _, current, stat_fd in limits.groups:
         with contextlib.suppress(OSError):
             limits.used(current, stat_fd)
@@ -360,7 +359,7 @@ def watch(helper: Helper, limits: HighLimits) -> None:
 def open_below(directory: str, path: str, clone: int | None = None) -> int:
     """Return a descriptor of the regular file at `path` below `directory`, or below its `clone`.
 
-    No link is followed, and no open waits for a pipe: a link that took a file's place could lead root anywhere.
+    Links are not followed, and opening a pipe does not block: a link in place of a file could lead root anywhere.
     """
     *above, name = path.strip("/").split("/")
     fd = os.open(directory if clone is None else ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=clone)
@@ -369,17 +368,17 @@ def open_below(directory: str, path: str, clone: int | None = None) -> int:
             below = os.open(step, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
             os.close(fd)
             fd = below
-        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+        file_fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
     finally:
         os.close(fd)
-    if stat.S_ISREG(os.fstat(found).st_mode):
-        return found
-    os.close(found)
+    if stat.S_ISREG(os.fstat(file_fd).st_mode):
+        return file_fd
+    os.close(file_fd)
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def open_target(path: str, dev: int, ino: int) -> int:
-    """Return a descriptor of the regular file at a real path; OSError if another file is there now."""
+    """Return a descriptor of the regular file at a real path; OSError if another file is at that path."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (dev, ino):
@@ -389,10 +388,10 @@ def open_target(path: str, dev: int, ino: int) -> int:
 
 
 def clone_mount(directory: str) -> int | None:
-    """Return a descriptor of a detached copy of the mount that `directory` is in, or None where the kernel refuses.
+    """Return a descriptor of a detached clone of the mount that contains `directory`; None if the kernel refuses.
 
-    Files that are opened through the copy do not make the mount point busy, and the copy ends with this process. Refused:
-    without CAP_SYS_ADMIN, before Linux 5.2, and for mounts that may not be bound. `umount MOUNT` then finds the mount busy
+    Files opened through the clone do not make the mount point busy, and the clone ends with this process. The kernel refuses
+    without CAP_SYS_ADMIN, before Linux 5.2, and for mounts that may not be bound. Then `umount MOUNT` finds the mount busy
     while files are attached; `llmcache umount` ends this process first.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | os.O_CLOEXEC)
@@ -403,14 +402,14 @@ def clone_mount(directory: str) -> int | None:
 def main() -> int:
     """Serve requests until stdin closes."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):  # the daemon died before prctl; it may be process 1 itself, in a container
+    if os.getppid() != int(sys.argv[2]):  # the daemon died before prctl; in a container, the daemon may be process 1
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a daemon that is killed closes its files before prctl's signal comes
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the pipe of a killed daemon may close before prctl's signal arrives
     helper = Helper(sys.argv[1])
     limits = HighLimits()
     if limits.groups:
-        if os.geteuid() == 0:  # else it would count towards RLIMIT_MEMLOCK
+        if os.geteuid() == 0:  # otherwise it would count towards RLIMIT_MEMLOCK
             libc.mlockall(MCL_CURRENT)
         threading.Thread(target=watch, args=(helper, limits), daemon=True).start()
     for line in sys.stdin:

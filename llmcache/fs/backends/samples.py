@@ -1,7 +1,7 @@
-"""Accessed bits in the page tables of clients: which experts, and which pinned extents, are used.
+"""Reads accessed bits in the page tables of clients, which show the experts and the pinned extents in use.
 
-The bits of experts are read and cleared again and again, as often as that costs little. Those of other extents are cleared
-for a whole process and read once, some passes later (`engine.evidence`).
+The bits of experts are read and cleared again and again, as often as that takes little CPU time. Those of other extents are
+cleared for a whole process and read once, some passes later (`engine.evidence`).
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REQUESTS_S = 1.0  # after which it is seen anew who asks over FUSE
-SAMPLE_S, SAMPLE_REST = 0.02, 100  # experts are looked at so often, and for so small a part of the time
-USES = 64  # are counted at a time: who misses an expert meanwhile waits for no more
-PROBES = 8  # pages of an extent that are looked at
+REQUESTS_S = 1.0  # between updates of the clients of a file over FUSE
+SAMPLE_S, SAMPLE_REST = 0.02, 100  # between samples of experts; at least this multiple of the CPU time of the last one
+USES = 64  # counted at a time under the lock, so that misses wait no longer
+PROBES = 8  # pages of an extent that are sampled
 
 
 @dataclass
 class RequestedFile:
-    """A file over FUSE, and the programs whose requests for it were seen."""
+    """A file over FUSE, and the clients whose requests for it were seen."""
 
     key: tuple[int, int]
     readers: list[Program] = field(default_factory=list)
 
 
 class FilePrograms:
-    """Over FUSE: who reads which file, by what is asked for."""
+    """Finds the clients of each file over FUSE from their requests."""
 
     def __init__(self) -> None:
-        self.dev = 0  # the mount's
+        self.dev = 0  # device number of the mount
         self.lock = threading.Lock()
         self._files: dict[int, RequestedFile] = {}
         self._programs: dict[int, Program] = {}
-        self._last: dict[int, int] = {}  # node -> the thread that has asked last
+        self._last: dict[int, int] = {}  # node -> thread of the last request
         self._looked_s = 0.0
 
     def ask(self, node: int, thread: int) -> None:
-        """A thread of some program asks for a part of a file."""
+        """Record a request of a client's thread for a part of a file."""
         self._last[node] = thread
 
     def of_node(self, node: int | None) -> RequestedFile | None:
-        """The file and who reads it, as of a second ago."""
+        """Return the file and its clients, at most a second old."""
         if time.monotonic() - self._looked_s > REQUESTS_S:
             self._look()
             self._looked_s = time.monotonic()
@@ -69,10 +69,10 @@ class FilePrograms:
                     self._programs.pop(pid).close()
                     for file in self._files.values():
                         file.readers = [reader for reader in file.readers if reader is not program]
-        asked = list(self._last.items())
+        requests = list(self._last.items())
         self._last.clear()
-        for node, thread in asked:
-            with contextlib.suppress(OSError):  # it has ended
+        for node, thread in requests:
+            with contextlib.suppress(OSError):  # the thread has ended
                 self._note(node, int(status_of(thread)["Tgid"]))
 
     def _note(self, node: int, pid: int) -> None:
@@ -85,7 +85,7 @@ class FilePrograms:
                 file.readers.append(program)
 
     def close(self) -> None:
-        """Lets go of all programs."""
+        """Close the pidfds of all clients."""
         with self.lock:
             for program in self._programs.values():
                 program.close()
@@ -94,22 +94,22 @@ class FilePrograms:
 
 
 class Samples:
-    """The thread that looks at experts, from `run` to `stop`."""
+    """The thread that samples uses of experts, from `run` to `stop`."""
 
     def __init__(self, state: CacheState, files: Files | FilePrograms, level: int) -> None:
-        """`level`: of the log message that page tables cannot be read."""
+        """`level`: log level of the message that page tables cannot be read."""
         self._state, self._files, self._level = state, files, level
         self._over = threading.Event()
-        self._reading = threading.Lock()  # of page tables, by one thread at a time
+        self._reading = threading.Lock()  # one thread reads page tables at a time
         self._tables: PageTables | None = None
         self._is_unreadable = False
 
     def stop(self) -> None:
-        """Ends `run` soon."""
+        """Make `run` return soon."""
         self._over.set()
 
     def run(self) -> None:
-        """Looks again and again which experts that are there were used, as long as that costs little."""
+        """Sample again and again which resident experts were used."""
         pause_s = 0.0
         while not self._over.wait(pause_s):
             pause_s = self._look()
@@ -119,7 +119,7 @@ class Samples:
             self._is_unreadable = True
 
     def can_read(self) -> bool:
-        """Return True if page tables can be read; logs the reason once if they cannot."""
+        """Return True if page tables can be read; log the reason once if they cannot."""
         with self._reading:
             if self._tables is None and not self._is_unreadable:
                 try:
@@ -138,23 +138,23 @@ class Samples:
             return self._tables.accessed(pid, addresses)
 
     def touched(self, file: File, parts: Sequence[tuple[int, int]]) -> list[bool]:
-        """Return for each part, (offset, bytes), of a file whether a program has an accessed page in it."""
-        found = [False] * len(parts)
+        """Return for each part, (offset, bytes), of a file whether a client has an accessed page in it."""
+        touched = [False] * len(parts)
         offsets = [offset + length * probe // PROBES for offset, length in parts for probe in range(PROBES)]
         with self._files.lock:
             for program in [program for program in file.readers if program.maps(*file.key)]:
                 accessed = self._accessed_pages(program.pid, program.addresses_of(*file.key, offsets))
-                found = [was or any(accessed[at * PROBES : (at + 1) * PROBES]) for at, was in enumerate(found)]
-        return found
+                touched = [was or any(accessed[at * PROBES : (at + 1) * PROBES]) for at, was in enumerate(touched)]
+        return touched
 
     def _look(self) -> float:
-        """Count uses of experts; returns how many seconds to wait before the next look."""
+        """Count uses of experts; return the seconds until the next sample."""
         began, began_s = time.thread_time(), time.monotonic()
         with self._state.lock:
-            found = [(mixture, mixture.kept) for mixture in self._state.mixtures.mixtures]
-        if not any(kept for _, kept in found) or not self.can_read():
+            residents = [(mixture, mixture.kept) for mixture in self._state.mixtures.mixtures]
+        if not any(kept for _, kept in residents) or not self.can_read():
             return CHECK_S
-        for mixture, kept in found:
+        for mixture, kept in residents:
             if kept and (file := self._files.of_node(mixture.member.node)) is not None:
                 used = self._accessed(file, mixture, kept)
                 with self._state.lock:
@@ -164,9 +164,9 @@ class Samples:
         return max(0.0, began_s + pause_s - time.monotonic())
 
     def _accessed(self, file: File | RequestedFile, mixture: Mixture, experts: Sequence[int]) -> list[int]:
-        """Those of `experts` that were used since they were looked at last.
+        """Return those of `experts` that were used since the last sample.
 
-        None where several programs map them: the bits of such pages are not cleared.
+        Return none if several clients map the file, because the accessed bits of such pages are not cleared.
         """
         with self._files.lock:
             mappers = [program for program in file.readers if program.maps(*file.key)]

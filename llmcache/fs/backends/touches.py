@@ -1,7 +1,7 @@
-"""Touches: which extents of watched files programs read or map, told by the kernel when it happens (bpf/touches.bpf.c).
+"""Touches: the extents of watched files that clients read or map, as BPF programs report them (bpf/touches.bpf.c).
 
-An extent is told again after QUIET_NS at the earliest, so the cost is bounded by how fast data can be new. What is mapped
-already causes no fault and is not told.
+An extent is reported again after QUIET_NS at the earliest, so that the number of reports is bounded by the speed at which
+data can be new. Access to a mapped page causes no fault, and is not reported.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OBJECT = OBJECTS / "touches.bpf.o"
-PLACES = 1 << 19  # extents of all files together, as in the program
+PLACES = 1 << 19  # extents of all files together; the same as in the BPF program
 QUIET_NS = 20_000_000
-GATHER_NS = 1_000_000  # hits are told together so often at most
+GATHER_NS = 1_000_000  # least time between two wake-ups of the daemon for hits
 MISS, FAULT = 1, 2
 _RING_BYTES = 1 << 20
 _PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio")
 _FAULT_TRACEPOINT = "page_fault_user"  # x86-64 has it, arm64 does not
 _FAULTS = (("fault", "fault_in_call"), ("fault_handled",), ())
-"""What shows mappings by huge pages, which the other programs do not see: by tracepoint, by function, or nothing."""
+"""Programs that observe mappings by huge pages, which the others do not see: at a tracepoint, at a function, or none."""
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIIIII")
 _RUN = struct.Struct("<QQII")
 _ADDED = struct.Struct("<QQ")
-FILES, RUNS = 1 << 13, 1 << 14  # that are watched at a time; of slices, of all files together: as in the program
+FILES, RUNS = 1 << 13, 1 << 14  # files watched at a time; runs of slices in all files; the same as in the BPF program
 
 
 class Touch(NamedTuple):
-    """`flags`: MISS where the page was not in the page cache (or marks where the kernel reads ahead), FAULT by a mapping."""
+    """`flags`: MISS if the page was not in the page cache (or triggers readahead), FAULT if a mapping was used."""
 
     t_ns: int  # CLOCK_MONOTONIC
     file: int
     extent: int
-    pid: int  # 0 for one that this process' namespace does not show
+    pid: int  # 0 for a process outside this PID namespace
     flags: int
 
 
-# Whose files have one inode in the page cache, the one that stat tells of: not so overlayfs and btrfs, nor those in memory.
+# Their inode in the page cache is the one that stat reports; on overlayfs, btrfs and file systems in memory it is not.
 _FILE_SYSTEMS = ("ext4", "xfs", "f2fs", "ext3", "ext2")
 
 
 def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
-    """Why files (those below `directory`) cannot be steered in place on this machine, or None.
+    """Return why files (below `directory`) cannot be steered in place on this machine, or None.
 
-    `keep`: the programs stay loaded for the `Touches` that is made next, here or in a process forked from this one.
+    `keep`: the programs stay loaded for the next `Touches`, here or in a process forked from this one.
     """
     if os.geteuid() != 0:
         return "mode inplace needs root"
@@ -86,13 +86,13 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
 
 
 class _Programs(NamedTuple):
-    """The object in the kernel, and which of its programs are to be attached."""
+    """The BPF object in the kernel, and its programs to attach."""
 
     object: BpfObject
     names: Sequence[str]
 
     def attach(self) -> None:
-        """Report the touches of all processes except this one from now on. LoadFailure; then the object is closed."""
+        """Report the touches of all processes except this one from now on. LoadFailure; the object is closed then."""
         try:
             self.object.run("begin", _Nothing())
             for name in self.names:
@@ -103,7 +103,7 @@ class _Programs(NamedTuple):
 
 
 def _load(faults: Sequence[str]) -> _Programs:
-    """Have the kernel verify the programs, which takes nearly all of the time that it takes to begin. LoadFailure."""
+    """Load the programs; the kernel's verifier takes most of the time of a start. LoadFailure."""
     loaded = BpfObject(OBJECT)
     try:
         loaded.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
@@ -138,9 +138,9 @@ class _Nothing(ctypes.Structure):
 
 
 class Touches:
-    """The programs, attached until `close`. EnvironmentProblem where the kernel refuses them.
+    """The attached programs, until `close`. EnvironmentProblem if the kernel refuses them.
 
-    `loaded`: those that `why_not` has kept, until they are taken here.
+    `loaded`: programs that `why_not` has kept for the next instance.
     """
 
     loaded: ClassVar[_Programs | None] = None
@@ -159,7 +159,7 @@ class Touches:
             log.warning("uses of huge pages by clients are not observed: the kernel allows no BPF program at page faults")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
         self._counted: set[int] = set()  # numbers of the files whose reads are counted
-        self._past = ClientReads(0, 0)  # of files that are watched no more
+        self._past = ClientReads(0, 0)  # reads of files that are no longer watched
         self._poll = select.poll()
         self._poll.register(self._object.map_fd("ring"), select.POLLIN)
 
@@ -174,10 +174,10 @@ class Touches:
         first_run: int = 0,
         runs: Sequence[SliceRun] = (),
     ) -> None:
-        """Tells of a file from now on, as number `file`; its `count` extents take places from `first` on.
+        """Report touches of a file from now on, as file number `file`; its `count` extents use places from `first` on.
 
-        Only every `step`th extent is told of. `runs` of slices (of a mixture) take places behind them, and of the table of
-        runs those from `first_run` on; slice n is told as extent `count` + n.
+        Only every `step`th extent is reported. `runs` of an MoE model's slices use the places behind them, and entries of
+        the table of runs from `first_run` on; slice n is reported as extent `count` + n.
         """
         for number, run in enumerate(runs):
             packed = _RUN.pack(run.first_byte, run.slice_bytes, run.count, run.first)
@@ -190,23 +190,23 @@ class Touches:
         self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 
     def ignore(self, dev: int, ino: int) -> None:
-        """Tells of a file no more."""
+        """Stop reporting touches of a file."""
         self._object.remove("files", self._key(dev, ino))
 
     def reads(self, file: int) -> ClientReads:
-        """Return what the kernel has read of file number `file` since it is watched."""
+        """Return the bytes that the kernel has read of file number `file` since it is watched."""
         if file not in self._counted:
             return ClientReads(0, 0)
         pages = _ADDED.unpack(self._object.read("added_pages", struct.pack("<I", file), _ADDED.size))
         return ClientReads(*(count * PAGE_BYTES for count in pages))
 
     def all_reads(self) -> ClientReads:
-        """Return what the kernel has read of all files that are or were watched."""
+        """Return the bytes that the kernel has read of all files that are or were watched."""
         now = [self.reads(file) for file in list(self._counted)]
         return ClientReads(*(sum(amounts) for amounts in zip(self._past, *now, strict=True)))
 
     def forget(self, file: int) -> None:
-        """Stop counting what is read of file number `file`."""
+        """Stop counting reads of file number `file`."""
         if file in self._counted:
             self._past = ClientReads(*(sum(amounts) for amounts in zip(self._past, self.reads(file), strict=True)))
             self._counted.remove(file)
@@ -217,18 +217,18 @@ class Touches:
         return _KEY.pack(dev, ino)
 
     def wait(self, timeout_s: float) -> list[Touch]:
-        """Returns what was told since the last call, once there is something; empty after `timeout_s`.
+        """Return the touches reported since the last call, once there are some; empty after `timeout_s`.
 
-        Hits without a miss may wait for GATHER_NS, and the last of them for ever: `timeout_s` is to be short after some.
+        Hits end the wait at most once in GATHER_NS, and the last ones do not. So `timeout_s` should be short after a touch.
         """
         self._poll.poll(timeout_s * 1e3)
         return [Touch(*fields) for fields in self._ring.take(_FRAME)]
 
     @property
     def lost(self) -> int:
-        """Touches that could not be told: the ring was full."""
+        """Number of touches that were lost because the ring was full."""
         return int(struct.unpack("<IIQQ", self._object.read("own", bytes(4), 24))[2])
 
     def close(self) -> None:
-        """Detaches and frees everything."""
+        """Detach and free the programs."""
         self._object.close()

@@ -1,10 +1,10 @@
-"""How much memory a mount gets, and what pressure leaves of it; `root` is there for tests on recorded trees.
+"""The budget of a mount, and the limit that memory pressure leaves of it. `root` lets tests use recorded trees.
 
-Pressure gives budget back before the OOM killer comes, and takes it again when it is over. Locked pages count as used to
-the OOM killer, so the margin is watched in every place that has a limit (machine, cgroups): four times a second, and thirty
-times when little is left. Short of the margin: the limit drops, at once, to what is held less what is missing, where held is
-what the kernel cannot take itself. PSI (where the kernel has it) says earlier that others stall: the limit then drops in
-steps. After a calm time it grows back, slowly.
+The limit drops under memory pressure, before the OOM killer acts, and grows again afterwards. The OOM killer counts locked
+pages as used, so free memory is compared with a margin for the machine and for each cgroup above the daemon that has a
+limit: every 0.25 s, down to every 0.05 s when little is left. If it is below the margin, the limit drops at once to the
+bytes that the kernel cannot reclaim (locked pages, memory of the daemon), less the missing bytes. PSI, where the
+kernel has it, shows earlier that tasks stall; the limit then drops in steps. After a calm period it grows back slowly.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from llmcache.units import format_percent, format_size
 log = logging.getLogger(__name__)
 
 MIN_BUDGET_BYTES = 16 << 20
-DAEMON_BYTES = 40 << 20  # what daemon, helper, buffers and page tables still grow to, beside the budget
+DAEMON_BYTES = 40 << 20  # reserved outside the budget for daemon, helper, buffers and page tables
 
 
 def budget_of(ram_bytes: int) -> int:
-    """Returns the budget of a mount without --cache where `ram_bytes` of memory are otherwise free."""
+    """Return the budget of a mount without --cache on a machine with `ram_bytes` of otherwise free memory."""
     return max(0, machine_of(ram_bytes, ram_bytes).spare_bytes - DAEMON_BYTES)
 
 
 def ram_for(budget_bytes: int) -> int:
-    """Returns the least memory of which `budget_of` is `budget_bytes`."""
-    taken = budget_bytes + DAEMON_BYTES
-    ram_bytes = max(taken + MACHINE_MARGIN_BYTES, int(taken / (1 - MACHINE_MARGIN_SHARE)))
+    """Return the smallest memory for which `budget_of` returns at least `budget_bytes`."""
+    needed_bytes = budget_bytes + DAEMON_BYTES
+    ram_bytes = max(needed_bytes + MACHINE_MARGIN_BYTES, int(needed_bytes / (1 - MACHINE_MARGIN_SHARE)))
     return next(size for size in itertools.count(ram_bytes) if budget_of(size) >= budget_bytes)
 
 
 def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
-    """Returns the budget for `cache_bytes` (None: all that can be spared).
+    """Return the budget for `cache_bytes` (None: all memory that can be spared).
 
-    More than there is in all is refused; more than can be spared now is reduced, with a message.
+    A budget larger than the machine's memory is an error; one larger than the memory that can be spared now is reduced, with
+    a warning.
     """
     least = tightest(root)
     spare = least.spare_bytes - DAEMON_BYTES
@@ -82,12 +83,15 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 
 
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
-    """Returns the mode to have over FUSE (auto steers where the whole budget may be locked), or inplace as it is."""
+    """Return `mode`; for auto, steer if the whole budget may be locked, otherwise arena.
+
+    EnvironmentProblem: mode steer cannot lock the budget.
+    """
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
         why = "memory can be locked" if chosen == "steer" else f"only {format_size(lockable)} of memory may be locked"
-        # Arena is slower: whoever could have steer by raising a limit should see it at once.
+        # Arena is slower, so a warning shows the user that raising a limit enables steer.
         log.log(logging.INFO if chosen == "steer" else logging.WARNING, "mode %s: %s", chosen, why)
         return chosen
     if mode == "steer" and lockable < budget_bytes:
@@ -100,16 +104,16 @@ def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
 
 PSI_SOME_LIMIT = 0.10  # share of the last interval in which some task stalled on memory
 STEP_SHARE = 0.05
-AHEAD_BYTES = 16 << 20  # given back beyond what is missing: who takes memory goes on taking
+AHEAD_BYTES = 16 << 20  # freed beyond the missing bytes, because the program that took them usually takes more
 PAUSE_S = 0.25
-PAUSE_NEAR_S = 0.05  # when nothing is left; in between, the less, the sooner
+PAUSE_NEAR_S = 0.05  # when no memory is left; between NEAR_BYTES and 0, the pause is proportional
 NEAR_BYTES = 64 << 20
-CALM_S, LONGEST_CALM_S = 3.0, 60.0  # before the budget grows again: longer each time that this brings pressure back
+CALM_S, LONGEST_CALM_S = 3.0, 60.0  # before the limit grows again; doubled each time that growth causes pressure
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
 
 
 class PressureGauge:
-    """Turns what the machine says into the limit that the budget has right now."""
+    """Turns the state of the machine's memory into the limit of the budget."""
 
     def __init__(self, budget_bytes: int, root: Path = Path("/")) -> None:
         self.budget_bytes = budget_bytes
@@ -117,25 +121,25 @@ class PressureGauge:
         self._limit = budget_bytes
         self._calm_since = 0.0
         self._calm_s = CALM_S
-        self._grown = False  # since it was lowered last
+        self._grown = False  # since it was last lowered
         self._stalled_us: int | None = None
-        self._looked = 0.0
+        self._last_check = 0.0
         self.pause_s = PAUSE_S
-        self.free_bytes = 0  # memory that holds nothing, when the limit was asked for last
-        self.slack_bytes = 0  # memory that nobody wants (negative: so much is wanted), when the limit was asked for last
+        self.free_bytes = 0  # unused memory at the last call of `limit`
+        self.slack_bytes = 0  # unused memory beyond the kernel's reserve at that call; negative if memory is short
 
     @property
     def is_near(self) -> bool:
-        """True if little memory was left when the limit was asked for last, so that it is asked for sooner."""
+        """True if little memory was left at the last call of `limit`, so that the next call is sooner."""
         return self.pause_s < PAUSE_S
 
     @property
     def is_calm(self) -> bool:
-        """True if memory has not got shorter for a while."""
+        """True if memory pressure has not increased for CALM_S."""
         return time.monotonic() - self._calm_since > CALM_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """Raises EnvironmentProblem if a new budget cannot be had; `held_bytes` are ours already."""
+        """Raise EnvironmentProblem if the machine cannot spare a new budget, of which the mount has `held_bytes` already."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise EnvironmentProblem(
                 f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
@@ -149,26 +153,26 @@ class PressureGauge:
             )
 
     def reset(self, budget_bytes: int) -> None:
-        """Starts over with a new budget."""
+        """Restart with a new budget."""
         self.budget_bytes = self._limit = budget_bytes
 
     def limit(self, held_bytes: int) -> int:
-        """Returns the bytes that may be used now, where `held_bytes` are locked or in the daemon's memory.
+        """Return the bytes that may be used now. `held_bytes`: bytes locked or in the daemon's memory.
 
-        What lies in the page cache and is not locked counts as had: the kernel takes it without telling.
+        Unlocked pages count as available, because the kernel can reclaim them.
         """
         now = time.monotonic()
-        found = places(self._root)
-        missing = -min(memory.spare_bytes for memory in found)
-        self.free_bytes = min(memory.free_bytes for memory in found)
-        self.slack_bytes = min(memory.slack_bytes for memory in found)
+        memories = places(self._root)
+        missing = -min(memory.spare_bytes for memory in memories)
+        self.free_bytes = min(memory.free_bytes for memory in memories)
+        self.slack_bytes = min(memory.slack_bytes for memory in memories)
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
         stalls = self._stalls(now)
         if missing > 0:
-            # From what is held, not from the limit: what is already on its way out is not asked for twice.
+            # From `held_bytes`, not from the limit, so that memory that is being freed is not requested twice.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"free memory is {format_size(missing)} below the margin")
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
-            # A loop that was left to the kernel holds nothing, and its pins would return faster than pressure is noticed.
+            # A space left to the kernel has no pins; with a higher limit, they could return before pressure shows.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(
@@ -183,7 +187,7 @@ class PressureGauge:
         return self._limit
 
     def lost(self, pinned_bytes: int) -> None:
-        """What was pinned is no more: start again from half of it."""
+        """Restart with half of the bytes that were pinned when the pin helper was killed."""
         self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
 
     def _lower(self, limit: int, now: float, why: str) -> None:
@@ -203,15 +207,15 @@ class PressureGauge:
             log.warning("memory pressure is over: the budget is %s again", format_size(self._limit))
 
     def _scarce(self) -> bool:
-        """Stalls alone are no reason: a capped neighbour stalls too. The machine itself must be short."""
+        """Return True if the machine is short of memory. Stalls alone can come from another process in a limited cgroup."""
         memory: Memory = machine_memory(self._root)
         return memory.available_bytes < memory.margin_bytes * 2 + DAEMON_BYTES
 
     def _stalls(self, now: float) -> float:
-        """Share of the time since the last call in which some task stalled on memory; 0 without PSI."""
+        """Return the share of the time since the last call in which some task stalled on memory; 0 without PSI."""
         total_us = stalled_us(self._root)
         if total_us is None:
             return 0.0
         before, self._stalled_us = self._stalled_us, total_us
-        elapsed, self._looked = now - self._looked, now
+        elapsed, self._last_check = now - self._last_check, now
         return 0.0 if before is None or elapsed <= 0 else (total_us - before) / 1e6 / elapsed

@@ -1,7 +1,7 @@
-"""The engine: what the file operations call, and the only part of the cache that they know.
+"""The engine of a mount: the part of the cache that file operations call.
 
-It turns opens into groups (with the layout of model files as the first guess of what loops), hands passes to the plan,
-changes of a file to everything that holds a copy of it, and keeps house several times a second.
+It turns opens into groups (a model file's layout is the first guess of its loop), passes completed passes to the planner and
+changes of a file to every part that has a copy of its data, and runs the maintenance thread several times a second.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ log = logging.getLogger(__name__)
 
 POOL_BUFFERS = 12
 POOL_RESERVE = 4
-RETRY_NS = 30_000_000_000  # after a refused lock
-COPIES_S = 10.0  # from one look at clients that may have copied weights to the next
-IDLE_DROP_NS = 60_000_000_000  # closed files give everything back after this
-CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # closed files that are remembered, and descriptors of the limit for each
-REST, REST_MAX_S = 4.0, 0.1  # housekeeping rests for so many times as long as it took
-BEYOND_PAUSE_S = 0.05  # what lies beyond the budget may be wanted soon
-WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and how long (see `state`)
+RETRY_NS = 30_000_000_000  # after the kernel refused to lock pages
+COPIES_S = 10.0  # between checks for clients that have copied weights
+IDLE_DROP_NS = 60_000_000_000  # closed files are evicted after this time
+CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # remembered closed groups: at most 512, and one for each 8 descriptors of the limit
+REST, REST_MAX_S = 4.0, 0.1  # maintenance pauses for a multiple of the time that it took, at most 0.1 s
+BEYOND_PAUSE_S = 0.05  # pause while memory beyond the budget is used: another program may need it soon
+WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and for how long (see `state.py`)
 
 
 class Engine:
-    """Cache of one mount. `pinned`: globs of files that are kept before all others."""
+    """Cache of one mount. `pinned`: globs of files that are pinned before all others."""
 
     def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
         in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
@@ -93,33 +93,33 @@ class Engine:
         self.state.services.on_broken = self._broken
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._house: threading.Thread | None = None
-        self._helpers: set[int] = set()  # their pids: the kernel tells late of what a dead one had open
-        self._closed: dict[str, Group] = {}  # files that no client has open, by key; the longest closed first
+        self._maintenance: threading.Thread | None = None
+        self._helpers: set[int] = set()  # pids of pin helpers, dead ones too: the kernel reports their closes late
+        self._closed: dict[str, Group] = {}  # groups without a client handle, by key, in the order of their last close
         self._plan_due = False
         self._refused_ns = 0
-        self.waiting = 0  # requests, for a STORE of old data to end
+        self.waiting = 0  # requests that wait for a STORE of old data to end
 
-    # Life
+    # Start and stop
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Starts threads and the pin helper; does not touch the mount. May follow `stop`."""
+        """Start threads and the pin helper, without an access to the mount. May follow `stop`."""
         self.state.running = True
         self.tree.names.refresh(SCAN_S)
         self._stopping.clear()
         self.state.references.resume()
-        # In place the helper opens what is in SOURCE, and so does not keep MOUNT busy.
+        # In place, the helper opens files below SOURCE, so that it does not make MOUNT busy.
         self.pins.start(self.tree.directory if self.backend.in_place else mountpoint)
         self.loader = Loader(self.state, self.backend)
         self.loader.start()
         self.backend.start(notifier, mountpoint)
-        self._house = self.state.services.thread("house", self._keep_house, mountpoint)
-        self._house.start()
+        self._maintenance = self.state.services.thread("house", self._maintain, mountpoint)
+        self._maintenance.start()
         self.state.services.thread("copies", self._find_copies).start()
 
     def stop(self) -> None:
-        """Unpins everything and ends the threads; reads are still answered, straight from SOURCE."""
-        if not self.state.running or self._house is None:
+        """Unpin everything and end the threads; reads are then answered from SOURCE."""
+        if not self.state.running or self._maintenance is None:
             return
         with self.state.lock:
             self.state.running = False
@@ -133,25 +133,25 @@ class Engine:
         self.pins.stop()
         self.loader.join()
         self.backend.stop()
-        if self._house is not threading.current_thread():
-            self._house.join(timeout=10)
+        if self._maintenance is not threading.current_thread():
+            self._maintenance.join(timeout=10)
 
     def _broken(self, service: str) -> None:
-        """A service is not run again: the others cannot be relied on without it."""
+        """Stop steering after a service has failed repeatedly, because the other services rely on it."""
         log.error("service %s has failed repeatedly: steering ends, and files are read straight from SOURCE", service)
         threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
 
     def opened(self, backing: Backing, path: str, pid: int) -> bool:
-        """Notes an open of a regular file; returns True if the kernel may keep the pages it has."""
+        """Record an open of a regular file; return True if the kernel may keep the pages that it has."""
         if pid in self.pins.pids:
             self._helpers.add(pid)
             return True
         if not self.state.running:
             return True
         with self.state.lock:
-            self._helpers.discard(pid)  # used again, by another process
+            self._helpers.discard(pid)  # a process has reused the pid of a helper
             self.state.opens[backing] = self.state.opens.get(backing, 0) + 1
             owner = self.state.owners.get(backing)
             if owner is not None and backing.writable and not owner[0].written:
@@ -163,9 +163,9 @@ class Engine:
         return known
 
     def adopt(self, backing: Backing) -> bool:
-        """Makes a file part of a group, perhaps again.
+        """Add a file to a group, or find it in one.
 
-        Returns True if what the kernel may hold of the file is accounted for, though nobody had it open.
+        Return True if a group already accounts for the file's pages in the page cache, although the file was not open.
         """
         group, member = self.grouping.adopt(backing)
         with self.state.lock:
@@ -191,16 +191,16 @@ class Engine:
             self.state.references.tell("open" if is_open else "close", group.key)
 
     def _forget_closed(self) -> None:
-        """Forget the file that was closed first when too many are known; one that loops only if all of them do."""
+        """Forget the group that was closed first if too many are known; looping ones only if all of them loop."""
         if len(self._closed) > min(CLOSED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // CLOSED_DESCRIPTORS):
-            once = (group for group in self._closed.values() if not group.looping)
-            self._dissolve(next(once, None) or next(iter(self._closed.values())))
+            not_looping = (group for group in self._closed.values() if not group.looping)
+            self._dissolve(next(not_looping, None) or next(iter(self._closed.values())))
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
-        """Waits until no STORE of a group that has ended is under way to the path of `backing`: it brings old data back.
+        """Wait until no STORE of an ended group is under way to the path of `backing`: it would bring back old data.
 
-        Of those who owe a reply to a request only so many wait, and so long; for the others, what is brought back is
-        there until it is dropped.
+        `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each; for the
+        others, old pages remain until they are dropped.
         """
         state = self.state
         with state.lock:
@@ -211,17 +211,17 @@ class Engine:
             self.waiting -= owes_reply
 
     def closed(self, backing: Backing, pid: int) -> None:
-        """Notes the end of one open."""
+        """Record the end of one open."""
         if pid in self._helpers:
             return
         with self.state.lock:
-            left = self.state.opens.get(backing, 1) - 1
-            self.state.opens[backing] = left
+            opens = self.state.opens.get(backing, 1) - 1
+            self.state.opens[backing] = opens
             owner = self.state.owners.get(backing)
             if owner is not None:
                 owner[0].last_ns = time.monotonic_ns()
                 owner[0].warm = owner[0].warm and pid == os.getpid()
-            if left <= 0:
+            if opens <= 0:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
                     self._part(*owner, backing)
@@ -230,7 +230,7 @@ class Engine:
         self._wake.set()
 
     def _part(self, group: Group, member: Member, backing: Backing) -> None:
-        """The last open of `backing` ends and its descriptors will be closed: waits for loaders that read it."""
+        """Detach `backing` from its group, and wait until no loader reads it: its descriptors are closed next. Lock held."""
         if group.written:
             self._dissolve(group)
         self.state.owners.pop(backing, None)
@@ -240,7 +240,7 @@ class Engine:
             backing.keep_open(f"{member.loads} reads have not ended within {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
-        """A file was written through the mount, or was found rewritten behind it (offset 0, length -1)."""
+        """Handle a write through the mount, or a change of the file outside it (offset 0, length -1)."""
         with self.state.lock:
             if length > 0:
                 self.state.counters.backing_write_bytes += length
@@ -249,7 +249,7 @@ class Engine:
                 return
             group, member = owner
             if not group.written:
-                self._dissolve(group)  # the next read makes a new one
+                self._dissolve(group)  # the next read makes a new group
             elif backing.size > member.size_bytes:
                 group.grow(backing.size)
             else:
@@ -258,8 +258,8 @@ class Engine:
                 self._charge_written(group, offset, length)
 
     def _charge_written(self, group: Group, offset: int, length: int) -> None:
-        """Written pages stay in the page cache."""
-        last = min((offset + length - 1) // group.extent_bytes, group.count - 1)  # truncated meanwhile
+        """Account written pages, which stay in the page cache."""
+        last = min((offset + length - 1) // group.extent_bytes, group.count - 1)  # the file may have been truncated since
         for extent in range(offset // group.extent_bytes, last + 1):
             start = max(offset, extent * group.extent_bytes)
             end = min(offset + length, (extent + 1) * group.extent_bytes)
@@ -270,7 +270,7 @@ class Engine:
             self.state.references.pages(group, group.members[0], offset, length, WRITE, group.last_pid)
 
     def renamed(self, old: str, new: str) -> None:
-        """A path, or a directory with all below it, has a new name; what had that is gone."""
+        """Move the files at a path, or below a directory, to a new name; forget the files that had that name."""
         self.removed(new)
         with self.state.lock:
             for group in self.state.groups.values():
@@ -285,13 +285,13 @@ class Engine:
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
-        """Forget what is known of the file at a path, which was deleted; open handles go on reading."""
+        """Forget the file at a path, which was deleted; open handles continue to read it."""
         with self.state.lock:
             for group, _ in list(self.state.places.get(path, ())):
                 self._dissolve(group)
 
     def about(self) -> dict[str, Any]:
-        """Returns what an access log says about the mount beside its rows and events."""
+        """Return the facts about the mount in the header of an access log."""
         facts: dict[str, Any] = {
             "mode": self.mode,
             "budget_bytes": self.state.budget_bytes,
@@ -303,20 +303,20 @@ class Engine:
         return {"extra": facts, "note": facts.get("unseen", "")}
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters and the state of every file, as `llmcache stats --json` prints them."""
+        """Return the counters and the state of every file, as `llmcache stats --json` prints them."""
         names = self.tree.names
-        names.refresh(0)  # for the next time: this reply waits for no storage
+        names.refresh(0)  # for the next call: this one does not wait for storage
         result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
         result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
         return result
 
     @property
     def _held_bytes(self) -> int:
-        """What the kernel cannot take: locked by the helper, or in the daemon's memory."""
+        """Bytes that the kernel cannot reclaim: locked by pin helpers, or in the daemon's memory."""
         return self.pins.locked_bytes + self.state.held_bytes
 
     def resize(self, size_bytes: int) -> None:
-        """Gives the mount another budget; what is beyond it is given up soon. EnvironmentProblem: it cannot be had."""
+        """Change the budget; excess data is evicted soon. EnvironmentProblem: the machine cannot spare the memory."""
         self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
             self.state.budget_bytes = size_bytes
@@ -326,9 +326,10 @@ class Engine:
             self.state.room.notify_all()
 
     def forget(self, group: Group) -> list[tuple[int, int]]:
-        """Gives up all that is kept of `group`, and what was learned. Lock held.
+        """End `group`: evict its data, and forget its learned order. Lock held.
 
-        Returns the nodes in the kernel and the sizes of its files."""
+        Return (node, bytes) of its files.
+        """
         nodes = [(member.node, member.size_bytes) for member in group.members if member.node is not None]
         self._dissolve(group)
         return nodes
@@ -336,27 +337,27 @@ class Engine:
     # Events, on other threads
 
     def _attached(self, path: str, node: int | None) -> None:
-        """The helper has opened `path` (or could not: None). What the kernel read until now was not counted."""
+        """Record the node of `path` (None: the helper cannot open it), and drop the pages that are not accounted."""
         with self.state.lock:
-            found = list(self.state.places.get(path, ()))
-            for _, member in found:
-                member.node = node  # what comes in from now on counts
+            members_at_path = list(self.state.places.get(path, ()))
+            for _, member in members_at_path:
+                member.node = node  # from now on, pages are accounted
         if node is not None and not self.backend.in_place:
             self.backend.drop(node, [(0, 0)])
         with self.state.lock:
-            for _, member in found:
+            for _, member in members_at_path:
                 member.attaching = False
-            if any(group.cursors.live for group, _ in found):  # of thousands of small files nothing is fetched ahead
+            if any(group.cursors.live for group, _ in members_at_path):  # most of thousands of small files have no reader
                 self.state.work.notify_all()
 
     def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
-        """A range could not be locked: it stays in the page cache as long as the kernel likes."""
+        """Unpin a range that could not be locked; its pages stay in the page cache as long as the kernel keeps them."""
         with self.state.lock:
             for group, member in self.state.places.get(path, ()):
                 self._unpin(group, member, offset, length, code)
 
     def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
-        """Lock held. A file that has changed meanwhile has nothing pinned there, and the refusal says nothing."""
+        """Release the pinned extents of a refused range. If the file has changed, there are none. Lock held."""
         first = member.base + offset // group.extent_bytes
         end = min(member.base - (-(offset + length) // group.extent_bytes), member.base + member.count)
         extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
@@ -377,10 +378,10 @@ class Engine:
         self._plan_due = True
 
     def _leave_to_client(self, group: Group, member: Member, extents: list[int], inode: int, code: int) -> None:
-        """Does not pin extents that are charged to a client's cgroup with a memory limit of its own.
+        """Unpin extents that are charged to a client's cgroup with a memory limit of its own.
 
-        EDQUOT: that cgroup is short of memory, and the kernel would evict them soon. They are dropped, and charged to this
-        process when they are read again.
+        EDQUOT: that cgroup is short of memory, and the kernel would reclaim the pages soon. They are dropped, so that the
+        next read charges them to this process.
         """
         if not group.unlockable:
             log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
@@ -404,25 +405,25 @@ class Engine:
         return False
 
     def _helper_lost(self, for_good: bool) -> None:
-        """The pin helper is gone, perhaps by the OOM killer: come back with less, and grow from there."""
+        """Continue with a smaller budget after the end of a pin helper, which the OOM killer may have killed."""
         self.gauge.lost(self.state.pinned_bytes())
         if for_good:
             self.planner.pinnable_bytes = 0
             self._plan_due = True
 
     def pass_ended(self, group: Group, done: Pass) -> None:
-        """Learns from a pass over a group that has ended. Lock held."""
+        """Learn from a pass over a group that has ended. Lock held."""
         if group.learn(done):
             self.replan()
         self.judge.pass_ended(group)
 
     def replan(self) -> None:
-        """The windows (arena), or pins and windows (steer), are to be brought in line soon."""
+        """Request a new plan soon."""
         self._plan_due = True
         self._wake.set()
 
     def _dissolve(self, group: Group) -> None:
-        """Forgets a whole group; what the kernel may still hold of it is dropped by `Grouping`. Lock held."""
+        """End a group; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
         self._closed.pop(group.key, None)
         for extent in list(group.loading):
             group.cancel(extent)
@@ -433,44 +434,44 @@ class Engine:
         for member in group.members:
             self.pins.detach(member.path)
 
-    # Housekeeping
+    # Maintenance
 
     def _find_copies(self) -> None:
-        """Look for clients that have copied the weights of a model, and say so once for each."""
+        """Log clients that have copied the weights of a model, once for each."""
         while not self._stopping.wait(COPIES_S):
             with self.state.lock:
                 groups = [group for group in self.state.groups.values() if group.looping and group.last_pid]
             for group in groups:
-                found = None
+                copied = None
                 with contextlib.suppress(OSError):  # the client has ended
                     client = client_facts(group.last_pid, self.backend.keys(group))
-                    found = find_copy(client, group.size_bytes, sum(member.repacked_bytes for member in group.members))
-                if found is not None and (group.copied is None or group.copied.pid != found.pid):
-                    log.warning("inode %d: %s", group.inode, found)
-                group.copied = found
+                    copied = find_copy(client, group.size_bytes, sum(member.repacked_bytes for member in group.members))
+                if copied is not None and (group.copied is None or group.copied.pid != copied.pid):
+                    log.warning("inode %d: %s", group.inode, copied)
+                group.copied = copied
 
-    def _keep_house(self, mountpoint: str) -> None:
+    def _maintain(self, mountpoint: str) -> None:
         limit_before = -1
-        blind = False
+        cannot_observe = False
         began = time.monotonic()
         while self.state.running:
-            # Every open asks for a plan: with thousands of files known, one after another would leave no time to serve.
+            # Every open requests a plan: with thousands of known files, plans without a pause would leave no time to serve.
             time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
             beyond = self.state.used_bytes > self.state.limit_bytes
             self._wake.wait(min(self.gauge.pause_s, BEYOND_PAUSE_S) if beyond else self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
             try:
-                if not self.backend.guards(mountpoint):  # unmounted by others: the helper's copy must not keep it alive
+                if not self.backend.guards(mountpoint):  # unmounted by a user: the helper's clone must not keep it alive
                     self.pins.stop()
                     return
                 limit = self.gauge.limit(self._held_bytes)
-            except OSError as error:  # programs have as many files open as this process may: until they close some
-                if not blind:
+            except OSError as error:  # no free descriptor until clients close some files
+                if not cannot_observe:
                     log.warning("cannot observe memory pressure for now: %s", error.strerror)
-                blind = True
+                cannot_observe = True
                 continue
-            blind = False
+            cannot_observe = False
             now_ns = time.monotonic_ns()
             with self.state.lock:
                 self.state.is_calm = self.gauge.is_calm

@@ -1,14 +1,14 @@
-"""Whether steering follows what clients really use: judged at the end of each pass over a loop space.
+"""Checks, at the end of each pass over a loop space, whether steering matches what clients use.
 
-Two questions, answered from the touches that the back end observes:
+It answers two questions from the touches that the back end observes:
 - Which extents are still in use (`llmcache.cache.loops.RecentUse`)? An extent that no client has touched for a few passes is
-  no longer pinned or fetched ahead. Touches of resident extents cannot be observed all the time, so they are *exposed* now
-  and then: the back end clears the accessed bits of the pages (in place) or drops one page of each extent (FUSE), and those
-  that are still untouched after a few passes are unused. An exposure costs clients some time, so one is made when the
-  observed touches suggest that the set in use has changed, and otherwise rarely.
-- Does steering read more than LRU would? (`llmcache.cache.shadow`.) Every touch also goes to a shadow of an LRU cache that
-  has the memory of this mount. Where steering reads more, the space is left to the kernel: nothing is pinned, fetched ahead
-  or dropped. It is steered again when the kernel reads more than steering is expected to.
+  no longer pinned or fetched ahead. Touches of resident extents cannot be observed all the time, so these are sometimes
+  *exposed*: the back end clears the accessed bits of their pages (in place) or drops one page of each extent (FUSE), and
+  those that are still untouched after a few passes are unused. An exposure costs clients some time, so it is made when the
+  observed touches suggest that the set in use has changed, and rarely otherwise.
+- Does steering read more than LRU would (`llmcache.cache.shadow`)? Every touch also goes to a shadow LRU cache with the
+  memory of this mount. If steering reads more, the space is left to the kernel: nothing is pinned, fetched ahead or evicted.
+  It is steered again when the kernel reads more than steering is expected to read.
 
 Every method expects the engine's lock, except the jobs, which take it.
 """
@@ -34,38 +34,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHADOW_EXTENTS = 2048  # of one space: of a larger one every n-th extent stands for n of them
-BOUND_SHARE = 2  # of the memory, inverted, that may be read in excess before the decision changes
-WINDOW_PASSES, EXPERT_PASSES = 3, 16  # that are compared at a time; tokens of an MoE model vary
-MOVED_SHARE = 4  # of what is pinned, inverted, that clients begin to use in one pass
-LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # without a pass, once so much of the loop was read (inverted)
-NOISE_SHARE = 100  # of the loop, inverted: an excess of less in a pass is noise
-THIN_SHARE = 4  # of an extent, inverted: where clients use less of it, it is read page by page
+# A constant marked "inverted" is the denominator of a share: 4 stands for 1/4.
+SHADOW_EXTENTS = 2048  # extents of one space in the shadow: of a larger space, every n-th extent counts n times
+BOUND_SHARE = 2  # inverted: share of the memory that may be read in excess before the decision changes
+WINDOW_PASSES, EXPERT_PASSES = 3, 16  # passes in one comparison; more for MoE models, because their tokens vary
+MOVED_SHARE = 4  # inverted: if clients begin to use more than this share of the pinned bytes elsewhere, the set has moved
+LOOK_NS, LOOK_SHARE = 1_000_000_000, 16  # least time, and share of the loop read (inverted), to judge without a pass
+NOISE_SHARE = 100  # inverted: share of the loop below which an excess in a pass is noise
+THIN_SHARE = 4  # inverted: share of an extent in use, below which it is read by pages
 TINY_BYTES = 64 << 10  # norms and biases
-TRIAL_PASSES = 8  # from the first trial to the next, and twice as many after each
-TRIAL_FIT = 0.85  # of the bytes estimated to be in use: if this share fits, all may
-SUSPICIOUS_SHARE = 50  # of the extents in use, inverted: so many untouched ones call for an exposure
-EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # from one exposure to the next, twice as many after each that found nothing
-PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # of exposures of a loop that is pinned whole
-EXPOSURE_REST = 25  # times as long as an exposure took, until the next one
+TRIAL_PASSES = 8  # passes from the first trial to the next; doubled after each trial
+TRIAL_FIT = 0.85  # share of the bytes in use (an estimate) that must fit in memory for a trial
+SUSPICIOUS_SHARE = 50  # inverted: share of the extents in use that are untouched, above which they are exposed
+EXPOSURE_PASSES, EXPOSURE_MAX_PASSES = 2, 64  # passes between exposures; doubled after each that found nothing
+PINS_NS, PINS_PERIODS, PINS_MAX_NS = 10_000_000_000, 3, 300_000_000_000  # between exposures of a loop that is pinned whole
+EXPOSURE_REST = 25  # pause between exposures, as a multiple of the time that the last one took
 _VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is observed
 
 
 class Judge:
-    """Judges the spaces of one mount."""
+    """Judges the loop spaces of one mount."""
 
     def __init__(self, state: CacheState, backend: Backend, holder: Holder, replan: Callable[[], None]) -> None:
-        """`replan()` has pins and windows brought in line with what has changed."""
+        """`replan()` requests a new plan."""
         self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
         self._rest_until = 0.0
 
     @property
     def is_exposing(self) -> bool:
-        """True while the next touch of some resident extents is made visible, over FUSE by a page that was dropped."""
+        """True while the next touch of some resident extents is being observed, over FUSE by a dropped page."""
         return any(group.evidence.exposed for group in list(self.state.groups.values()))
 
     def touched(self, group: Group, extent: int) -> None:
-        """Record a touch of an extent, for the shadow."""
+        """Record a touch of an extent in the shadow."""
         step = -(-group.count // SHADOW_EXTENTS)
         if extent % step:
             return
@@ -74,9 +75,9 @@ class Judge:
             self._set_moved(group)
 
     def _has_moved(self, group: Group) -> bool:
-        """Return True if clients have begun to use so much else that the pins are likely to be of no more use.
+        """Return True if clients have begun to use other extents, and the pins are probably no longer useful.
 
-        A client that has just opened the file loads it, which touches everything once.
+        A client that has just opened the file does not count: loading the model touches everything once.
         """
         pinned_bytes = group.pinned_bytes
         is_full = self.state.used_bytes > self.state.limit_bytes * 7 // 8
@@ -94,7 +95,7 @@ class Judge:
             self._queue(self._drop, group, pinned)
 
     def _drop(self, group: Group, extents: list[int]) -> None:
-        """Drops extents that are no longer pinned: to the kernel they look as if they had just been used."""
+        """Drop extents that are no longer pinned, because the kernel takes them for recently used."""
         self.holder.settle()
         with self.state.lock:
             ranges = self.state.ranges(group, extents) if group.alive and group.left else []
@@ -103,7 +104,7 @@ class Judge:
                 self.backend.drop(member.node, [(offset, length)])
 
     def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
-        """Record a touch of an extent that is read page by page, of which so much is resident now."""
+        """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
         step = -(-group.count // SHADOW_EXTENTS)
         if not extent % step:
             self._shadow(group, extent, step * resident_bytes)
@@ -114,19 +115,19 @@ class Judge:
         group.evidence.lru_bytes += self.state.shadow.read_bytes - before
 
     def used_bytes(self, group: Group, extent: int) -> int:
-        """Estimate what clients use of an extent: of one beside an unused extent half, or what the tensors say if less."""
+        """Estimate the bytes of an extent in use: half of one next to an unused extent, or less by the tensors in use."""
         member, unused = group.member_of(extent), group.use.unused
         size = group.length_of(member, extent)
-        for beside in (extent - 1, extent + 1):
-            if member.base <= beside < member.base + member.count and unused[beside]:
+        for neighbour in (extent - 1, extent + 1):
+            if member.base <= neighbour < member.base + member.count and unused[neighbour]:
                 size //= 2
         used_bytes = group.evidence.used_bytes
         return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
 
     def _weigh(self, group: Group) -> None:
-        """Estimate what clients use of each extent, from which tensors are used; hardly used ones become single pages.
+        """Estimate the bytes of each extent in use, from the tensors in use; mark extents as thin that are hardly used.
 
-        A tensor is used where an extent that lies wholly in it is. One that is too small for that is used if all its extents
+        A tensor is used if an extent that lies wholly in it is used. A tensor too small for that is used if all its extents
         are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
         """
         if 1 not in group.use.unused:
@@ -151,7 +152,7 @@ class Judge:
         group.use.changed = group.use.changed or bool(thin)
 
     def _make_single(self, group: Group) -> None:
-        """Have thin extents read page by page, once nothing of them is on its way."""
+        """Change thin extents to SINGLE, once no fetch of them is under way."""
         if 1 not in group.thin:
             return
         for extent in range(group.count):
@@ -170,7 +171,7 @@ class Judge:
                 group.thin[extent] = group.use.unused[extent] = 0
 
     def pass_ended(self, group: Group) -> None:
-        """Judge a space whose pass has ended; one that is not known to loop is not steered."""
+        """Judge a space whose pass has ended. A space that is not known to loop is not steered."""
         if not group.looping:
             return
         use = group.use
@@ -187,13 +188,13 @@ class Judge:
             late = sum(map(use.is_late, visible))
             in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
             self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
-        else:  # the touch of what is resident may cause no event
+        else:  # a touch of a resident extent may cause no event
             use.judge(self._silent(group, visible))
         self._guard(group)
         self._replan_if_changed(group)
 
     def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
-        """Return the extents without a touch for some passes. Touches of those that are resident may cause no event."""
+        """Return the extents untouched for some passes, except resident ones, whose touches may cause no event."""
         use = group.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
         absent = [extent for extent in silent if group.state(extent) in (ABSENT, SPARSE)]
@@ -202,7 +203,7 @@ class Judge:
         )
 
     def look(self, group: Group, now_ns: int) -> None:
-        """Judge a space that is read though no pass ends, as what loops is pinned whole: several times a second."""
+        """Judge a space that clients read although no pass ends, because most of it is pinned. Called in short intervals."""
         evidence = group.evidence
         if self.backend.in_place and group.looping and not (group.left or group.first):
             self._look_at_pins(group, now_ns)
@@ -216,14 +217,14 @@ class Judge:
         self._guard(group)
 
     def _assume_touched(self, group: Group, hidden: Sequence[int]) -> None:
-        """Count resident extents that are in use as touched once in a pass: as hits, and for the shadow."""
+        """Count resident extents in use as touched once a pass: as hits, and in the shadow."""
         for extent in hidden:
             if not group.use.unused[extent] and group.use.untouched(extent):
                 self.touched(group, extent)
                 self.state.consumed(self.used_bytes(group, extent), True)
 
     def _drop_out(self, group: Group, extents: Sequence[int]) -> None:
-        """Extents are no longer used: they are not fetched ahead any more, and the next plan does not pin them."""
+        """Stop fetching unused extents ahead; the next plan does not pin them."""
         for extent in extents:
             if group.state(extent) == ABSENT:
                 group.set_state(extent, SPARSE)
@@ -249,12 +250,12 @@ class Judge:
         self._queue(self._begin, group, list(extents))
 
     def _queue(self, job: Callable[..., None], *arguments: object) -> None:
-        """Leave a job to the loaders, which run it without the lock."""
+        """Queue a job for the loaders, which run it without the lock."""
         self.state.jobs.append(functools.partial(job, *arguments))
         self.state.work.notify()
 
     def _begin(self, group: Group, hidden: list[int]) -> None:
-        """Has the back end make the next touch of resident extents visible."""
+        """Begin an exposure: have the back end make the next touch of resident extents observable."""
         began = time.monotonic()
         exposed = self.backend.expose(group, hidden) if group.alive else ()
         self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
@@ -262,24 +263,24 @@ class Judge:
             group.evidence.exposed.intersection_update(exposed)
 
     def _examine(self, group: Group) -> None:
-        """Judges the exposed extents that no client has touched since."""
+        """Evaluate an exposure: judge the extents that no client has touched since it began."""
         with self.state.lock:
             exposed = [extent for extent in group.evidence.exposed if group.state(extent) in (PINNED, TOUCHED)]
         touched = self.backend.conclude(group, exposed)
         with self.state.lock:
-            group.use.excuse(touched)  # when they were touched is not known
+            group.use.excuse(touched)  # the time of these touches is unknown
             for extent in touched:
                 group.use.touch(extent)
-            found = group.use.judge(exposed) if group.alive else []
-            if found:
+            dropped_out = group.use.judge(exposed) if group.alive else []
+            if dropped_out:
                 group.evidence.exposure_gap = EXPOSURE_PASSES
-            self._end_exposure(group, found)
+            self._end_exposure(group, dropped_out)
 
-    def _end_exposure(self, group: Group, found: Sequence[int]) -> None:
-        """Act on what an exposure has shown; `found`: extents that are no longer used."""
+    def _end_exposure(self, group: Group, dropped_out: Sequence[int]) -> None:
+        """Apply the result of an exposure. `dropped_out`: extents that are no longer used."""
         group.evidence.exposed.clear()
-        if found:
-            self._drop_out(group, found)
+        if dropped_out:
+            self._drop_out(group, dropped_out)
             self._weigh(group)
         self._replan_if_changed(group)
 
@@ -289,9 +290,9 @@ class Judge:
             self._replan()
 
     def _look_at_pins(self, group: Group, now_ns: int) -> None:
-        """Have a loop that is pinned whole exposed now and then: no touch of it causes an event, so no pass ends.
+        """Expose a loop that is pinned whole now and then: touches of it cause no event, so no pass ends.
 
-        A model that an engine has copied would stay pinned for ever otherwise.
+        Otherwise a model whose weights the engine has copied would stay pinned forever.
         """
         evidence = group.evidence
         if now_ns < evidence.pins_due_ns or group.status.count(PINNED) * group.extent_bytes < group.loop_bytes:
@@ -307,7 +308,7 @@ class Judge:
             self._start(group, pinned)
 
     def _examine_pins(self, group: Group) -> None:
-        """Count the time since an exposure as a pass, unless the client has rested."""
+        """Count the time since an exposure as a pass, unless no client has touched anything."""
         with self.state.lock:
             exposed = [extent for extent in group.evidence.exposed if group.state(extent) == PINNED]
         touched = set(self.backend.conclude(group, exposed))
@@ -330,7 +331,7 @@ class Judge:
     # The guard
 
     def _guard(self, group: Group) -> None:
-        """Compares what a few passes have read with what LRU would have read, and leaves the space or takes it back."""
+        """Compare the bytes read in a few passes with LRU's, and leave the space to the kernel or steer it again."""
         evidence = group.evidence
         has_experts = any(member.mixture is not None for member in group.members)
         evidence.passes += 1
@@ -349,14 +350,14 @@ class Judge:
         if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
         if group.left:
-            missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # uses of experts are not observed now
+            missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # no touches of experts while left
             evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
             expected_bytes = evidence.tried_bytes if evidence.tried_bytes is not None else self._expected_bytes(group)
             steered_bytes, lru_bytes = passes * expected_bytes, read_bytes
         else:
             steered_bytes, lru_bytes = read_bytes, lru_bytes + int(evidence.missing_bytes)
         if group.first or (has_experts and not self.backend.in_place):
-            return  # the user wants it kept; over FUSE experts cannot be left
+            return  # the user pins it; over FUSE, experts cannot be left to the kernel
         is_left = not guard.judge(steered_bytes, lru_bytes)
         if is_left is group.left:
             if not has_experts and self._is_trial_due(group, read_bytes, passes):
@@ -364,22 +365,22 @@ class Judge:
             return
         evidence.tried_bytes = None
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
-        what = "left to the kernel" if is_left else "steered again"
-        log.info("inode %d is %s: steering reads %s a pass, the page cache (LRU) %s", group.inode, what, steered, lru)
+        decision = "left to the kernel" if is_left else "steered again"
+        log.info("inode %d is %s: steering reads %s a pass, the page cache (LRU) %s", group.inode, decision, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
         self.turn(group, is_left)
 
     def _is_trial_due(self, group: Group, read_bytes: int, passes: int) -> bool:
-        """Return True if a trial of the kernel is worth its reads: by the estimate, the bytes in use nearly fit.
+        """Return True if leaving the space to the kernel is worth a trial: the estimated bytes in use nearly fit.
 
-        The used part of an extent next to an unused one is an estimate, and a small error decides whether LRU reads nothing
-        in a pass or everything. A trial reads as much as the page cache would have read.
+        The part in use of an extent next to an unused one is an estimate, and a small error decides whether LRU reads
+        nothing in a pass or everything. A trial reads as much as the page cache alone would have read.
         """
         evidence, unused = group.evidence, group.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
         is_estimated = unused > 0 or 1 in group.thin or SINGLE in group.status
         return (
-            self.backend.in_place  # over FUSE the mount drops what exceeds its budget, in the order of touches that it sees
+            self.backend.in_place  # over FUSE, the mount evicts extents beyond its budget in LRU order even during a trial
             and not group.left
             and is_stable
             and is_estimated
@@ -394,7 +395,7 @@ class Judge:
         return sum(self.used_bytes(group, extent) for extent in range(group.count) if not unused[extent])
 
     def _try(self, group: Group, steered_bytes: int) -> None:
-        """Leave a space to the kernel for a few passes at least. `steered_bytes`: read in a pass by steering."""
+        """Leave a space to the kernel for at least a few passes. `steered_bytes`: bytes that steering reads in a pass."""
         evidence = group.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
         evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)
@@ -408,7 +409,7 @@ class Judge:
         self.turn(group, True)
 
     def _guard_of(self, group: Group) -> Guard:
-        """Return the guard of a space, made when it is needed first. Its bound follows the memory that there is."""
+        """Return the guard of a space; make it at first use. Its bound follows the memory of the shadow."""
         evidence = group.evidence
         bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
         if evidence.guard is None:
@@ -418,9 +419,9 @@ class Judge:
         return evidence.guard
 
     def _expected_bytes(self, group: Group) -> int:
-        """Return what steering would read of a space in a pass: what does not fit, and the window.
+        """Return the bytes that steering would read in a pass: the part that does not fit, and the window.
 
-        Of an MoE model, what it has read before the space was left: experts are not read in order.
+        For an MoE model, whose experts are not read in order, return what steering read before the space was left.
         """
         guard = group.evidence.guard
         if guard is not None and any(member.mixture is not None for member in group.members):
@@ -430,7 +431,9 @@ class Judge:
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
     def turn(self, group: Group, is_left: bool) -> None:
-        """Leave a space to the kernel, or steer it again."""
+        """Leave a space to the kernel, or steer it again; does nothing once the space has ended."""
+        if not group.alive:  # a reader that found it before may still end a pass
+            return
         group.left = is_left
         group.evidence.exposed.clear()
         self.state.references.tell("leave" if is_left else "steer", group.key)
@@ -455,7 +458,7 @@ class Judge:
 
 
 def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:
-    """Add what is used of each extent of one file to `used_bytes`."""
+    """Add the bytes in use of one file to `used_bytes`, by extent."""
     size, unused = group.extent_bytes, group.use.unused
     unknown: list[tuple[int, int]] = []
     explained = set[int]()
@@ -473,7 +476,7 @@ def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:
         if end - start <= TINY_BYTES:
             add(start, end)
         elif len(inner):
-            # The ends of a large tensor are used if the whole extents beside them are.
+            # The ends of a large tensor are used if the whole extents next to them are.
             low = start if not unused[inner[0]] else -(-start // size) * size
             high = end if not unused[inner[-1]] else end // size * size
             add(low, high)

@@ -1,11 +1,10 @@
-"""Mixtures of experts: of those that a token uses, the missing come in whole, and who is used least leaves.
+"""Experts of MoE models: missing experts are loaded whole, and the least used ones are evicted.
 
-A miss in one slice names the expert, and with it the slices that will be read next: all come in at once, and none that is
-there. Dense tensors loop and have the budget first (`planner.py`): a byte there saves a read per token. What is left is the
-experts' room. Who was used is told by misses, and by samples of what is there: of accessed bits in place, of requests for a
-page that was taken out over FUSE.
-
-Extents that are dense in part belong to the loop, with what they hold of slices.
+A miss in one slice identifies the expert, and so the other slices that the client reads next: all of them are loaded at
+once. Dense tensors loop and take the budget first (`planner.py`), because each byte of them saves a read for every token;
+experts share what remains. Uses are counted by misses and, for resident experts, by samples: of accessed bits in place, and
+over FUSE of requests for a page that was dropped on purpose (a tripwire). An extent that contains a dense tensor belongs to
+the loop, with the slices in it.
 
 Every method of `MixtureCache` expects the engine's lock.
 """
@@ -32,21 +31,23 @@ if TYPE_CHECKING:
     from llmcache.fs.layout.tensors import Experts
 
 HEADROOM_BYTES = 2 << 20
-LEAST_ROOM_BYTES = 16 << 20  # so many experts are in use at a time
-SWEEP = 3  # times as many experts as a token uses, missed in one visit of a layer: a prompt, that uses nearly all of them
-UNTOLD_SHARE, UNTOLD_LEAST = 4, 8  # where the header does not say how many that are: a quarter of all is a prompt
-AHEAD = 4  # experts that are brought ahead of a prompt
-STRAY_NS = 5_000_000  # what the kernel reads around a fault is there by then
+LEAST_ROOM_BYTES = 16 << 20  # least room: about the experts that are in use at a time
+SWEEP = 3  # a visit of a layer that misses more than this multiple of a token's experts belongs to a prompt
+UNKNOWN_SHARE, UNKNOWN_LEAST = 4, 8  # if that number is unknown: a quarter of the layer's experts, but at least 8
+AHEAD = 4  # experts that are loaded ahead of a prompt
+STRAY_NS = 5_000_000  # after this time, the kernel has read the pages around a fault
 STRAYS_MAX = 1024
-WINDOW_BYTES = 128 << 10  # by which the kernel reads ahead over FUSE, or twice that: POSIX_FADV_SEQUENTIAL, as llama.cpp
-COMING_NS, AGAIN_NS = 10_000_000, 100_000_000  # after a slice has come; after what the kernel has read of itself
-_IS_THERE = bytes(state == TOUCHED for state in range(256))
-AHEAD_REACHES = 4  # a fault near the end of a slice has the kernel read on by up to twice what it reads around one
+WINDOW_BYTES = 128 << 10  # readahead of the kernel over FUSE; twice that after POSIX_FADV_SEQUENTIAL (llama.cpp)
+# Readahead behind a slice may arrive until COMING_NS after the slice. If it has requested a range, another request for the
+# range within AGAIN_NS comes from a client.
+COMING_NS, AGAIN_NS = 10_000_000, 100_000_000
+_RESIDENT = bytes(state == TOUCHED for state in range(256))
+AHEAD_REACHES = 4  # a fault near the end of a slice makes the kernel read ahead up to this multiple of its reach
 
 
 @dataclass(eq=False)
 class ExpertLoad:
-    """An expert on its way over FUSE: its pieces, (offset, bytes), that nobody has begun to read, and fetches of others."""
+    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), to read; `loading`: fetches of the others."""
 
     waiting: list[tuple[int, int]]
     loading: list[BufferFetch] = field(default_factory=list)
@@ -54,30 +55,31 @@ class ExpertLoad:
 
 
 class Mixture:
-    """The experts of one file that is read: each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n.
+    """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `MixtureCache`.
 
-    `alone`: they are left to the kernel, all are ABSENT.
-
-    `fresh`: came for a use that is counted, and will be seen once more by a sample. Over FUSE: `loads` of experts that are
-    LOADING, `trips`: experts of which a page was taken out, so that their next use is seen, each with the (round, layer) in
-    which that comes, and `pages`: that page of each; `came_ns`: when an expert that is there had arrived, and `read_on`:
-    slices that the kernel read of itself: when, from which offset and up to which.
+    - `alone`: the experts are left to the kernel; all are ABSENT.
+    - `fresh`: experts just loaded or requested; the next sample shows the same use again, and does not count.
+    - `loads`: over FUSE, loads of the experts that are LOADING.
+    - `trips`: over FUSE, resident experts with a dropped page, and the (round, layer) in which their next use is due.
+    - `pages`: over FUSE, the content of that page, for the reply.
+    - `came_ns`: when a resident expert had been loaded.
+    - `read_on`: slices that kernel readahead has requested: (time, first byte, end).
     """
 
     def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
         self.group, self.member, self.layout, self.first = group, member, layout, first
         self.states = bytearray(layout.count)
-        self.probes, self.sizes = array("Q"), array("Q")  # where each is looked at, and its bytes, as `ranges` has it
+        self.probes, self.sizes = array("Q"), array("Q")  # by expert: offset of the sampled page, and bytes of `ranges`
         for ranges in map(self.ranges, range(layout.count)):
-            # In the middle of a slice: what the kernel maps around a fault in the next one does not reach so far.
+            # In the middle of a slice: the kernel maps pages around a fault in the next slice, but not this far.
             offset, length = ranges[0] if ranges else (0, 0)
             self.probes.append((offset + length // 2) // PAGE_BYTES * PAGE_BYTES)
             self.sizes.append(sum(length for _, length in ranges))
-        self.layer = (0, 0)  # the experts of the layer that is computed: first, and behind the last
-        self.rounds = 0  # how often that began again, as far as is known: tokens
-        self.seen, self.caught_up = 0, 0  # uses that were, since the round until which the others have been counted
-        self.visit, self.last = 0, 0  # of which so many were missed, in the order of their numbers until that one
-        self.sweeping = False  # a prompt is computed
+        self.layer = (0, 0)  # the experts of the layer being computed: first, and end
+        self.rounds = 0  # how often the first layers were computed again: an estimate of the tokens
+        self.seen, self.caught_up = 0, 0  # uses counted since the last `catch_up`, and the round of that call
+        self.visit, self.last = 0, 0  # misses in this visit of the layer, and the last expert missed
+        self.sweeping = False  # a prompt is being computed
         self.window = WINDOW_BYTES
         self.loads: dict[int, ExpertLoad] = {}
         self.alone = False
@@ -90,57 +92,57 @@ class Mixture:
 
     @property
     def kept(self) -> list[int]:
-        """The experts that are there."""
-        return list(itertools.compress(range(len(self.states)), self.states.translate(_IS_THERE)))
+        """The experts that are resident."""
+        return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:
-        """Notes a miss; True if so many are missed in this visit of the layer that it is a prompt that is computed."""
+        """Record a miss; return True if this visit of the layer has missed enough experts to be a prompt."""
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
-        most = SWEEP * self.layout.used if self.layout.used else max(UNTOLD_LEAST, count // UNTOLD_SHARE)
+        most = SWEEP * self.layout.used if self.layout.used else max(UNKNOWN_LEAST, count // UNKNOWN_SHARE)
         self.sweeping = self.visit > min(most, count - 1)
         return self.sweeping
 
     def reach(self, expert: int) -> None:
-        """The layer of an expert is computed now."""
+        """Record that the layer of an expert is being computed."""
         _, first, count = self.layout.layer_of(expert)
         if self.layer != (first, first + count):
             self.rounds += first < self.layer[0]
             self.layer, self.visit = (first, first + count), 0
 
     def trip(self, expert: int) -> None:
-        """A page of an expert that is there is taken out."""
+        """Record that a page of a resident expert is dropped, so that its next use sends a request."""
         first = self.layout.layer_of(expert)[1]
         self.trips[expert] = self.rounds + (first <= self.layer[0]), first
 
     def unused(self) -> Iterator[int]:
-        """The experts that would have been asked for since, if they were in use."""
+        """Yield the experts whose layer was computed again without a request for their dropped page."""
         now = self.rounds, self.layer[0]
         return (expert for expert, then in self.trips.items() if then < now and not self.computes(expert))
 
     def computes(self, expert: int) -> bool:
-        """True for experts of the layer that is computed: of a prompt, those that it has not left behind."""
+        """Return True for experts of the layer being computed; during a prompt, for those that it has not passed."""
         return (self.last if self.sweeping else self.layer[0]) <= expert < self.layer[1]
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of the slices of an expert in whole pages, without what is in the loop."""
+        """Return (offset, bytes) of the slices of an expert in whole pages, without extents of the loop."""
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """The same, without pages of which a part is another's, unless that is an expert that is not there either."""
-        found: list[tuple[int, int]] = []
+        """Return `ranges` without pages shared with other data; pages shared with another absent expert stay in."""
+        parts: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
             end = start + self.layout.sizes[number]
             low = start if self._is_absent(number - 1, start) else -(-start // PAGE_BYTES) * PAGE_BYTES
             high = end if self._is_absent(number + 1, end) else end // PAGE_BYTES * PAGE_BYTES
             offset, length = self._pages(low, high) if low < high else (low, 0)
-            found += [(offset, length)] if length else []
-        return found
+            parts += [(offset, length)] if length else []
+        return parts
 
     def _is_absent(self, number: int, edge: int) -> bool:
-        """True for a slice that begins or ends at `edge`, and that nobody keeps or brings."""
+        """Return True if the slice begins or ends at the byte `edge`, and its expert is absent."""
         if not 0 <= number < len(self.layout.starts):
             return False
         start, size = self.layout.starts[number], self.layout.sizes[number]
@@ -156,20 +158,22 @@ class Mixture:
         return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
-        """The number of the slice that a byte is in; None for one that is no expert's, or in the loop."""
+        """Return the number of the slice that contains a byte; None if it is in no slice, or in the loop."""
         number = bisect_right(self.layout.starts, offset) - 1
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
         return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
 
     def reads_on(self, number: int, offset: int, size: int, now_ns: int) -> bool:
-        """True if a request at the beginning of a slice is the kernel's own: behind a slice that comes in it reads ahead, a
-        window beyond its end too. What it has read it asks for once: who asks for it again, or goes on, is a program.
+        """Return True if a request at the beginning of a slice is kernel readahead that has crossed the slice's border.
+
+        While a slice is loaded, the kernel reads ahead, up to a window beyond its end. Kernel readahead requests a range
+        once; a second request, or one that continues behind it, comes from a client.
         """
         if size > WINDOW_BYTES:
             self.window = 2 * WINDOW_BYTES
-        before = self.layout.expert_of[number - 1] if number else number
-        coming = self.states[before] == LOADING or now_ns - self.came_ns.get(before, 0) < COMING_NS
+        previous = self.layout.expert_of[number - 1] if number else number
+        coming = self.states[previous] == LOADING or now_ns - self.came_ns.get(previous, 0) < COMING_NS
         begins = offset - self.layout.starts[number] < min(self.window, self.layout.sizes[number] // 2)
         since_ns, first, end = self.read_on.pop(number, (0, offset, offset))
         if now_ns - since_ns > AGAIN_NS:
@@ -180,23 +184,25 @@ class Mixture:
         return True
 
     def neighbours(self, number: int, reach: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of what the kernel reads around faults on a slice, of experts that are not there: `reach` bytes
-        before it, and behind it as far as it reads ahead at its end.
+        """Return (offset, bytes) of absent experts that the kernel reads around faults on a slice.
+
+        The kernel reads `reach` bytes before the slice, and behind it as far as it reads ahead at the slice's end.
         """
         layout = self.layout
         start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
-        found: list[tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
         for first, last in ((start - reach, start), (end, end + AHEAD_REACHES * reach)):
             at = max(0, bisect_right(layout.starts, max(0, first)) - 1)
             while at < len(layout.starts) and layout.starts[at] < last:
                 if self.states[layout.expert_of[at]] == ABSENT:
-                    found += self.inner(at, first, last)
+                    parts += self.inner(at, first, last)
                 at += 1
-        return found
+        return parts
 
     def inner(self, number: int, first: int, end: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of what a slice has between two bytes, if anything, without pages that are another's in part: that
-        one may be in use.
+        """Return (offset, bytes) of the part of a slice between two bytes, if there is one.
+
+        Pages shared with other data are left out, because that may be in use.
         """
         start = self.layout.starts[number]
         low = -(-max(first, start) // PAGE_BYTES) * PAGE_BYTES
@@ -205,16 +211,16 @@ class Mixture:
         return [(offset, length)] if length else []
 
     def pages_of(self, number: int) -> tuple[int, int]:
-        """(offset, bytes) of a slice in whole pages, without what is in the loop."""
+        """Return (offset, bytes) of a slice in whole pages, without extents of the loop."""
         start = self.layout.starts[number]
         return self._pages(start, start + self.layout.sizes[number])
 
     def end_of(self, number: int) -> int:
-        """Where the pages of a slice end, or what belongs to the loop begins."""
+        """Return where the pages of a slice end, or an extent of the loop begins."""
         return sum(self.pages_of(number))
 
     def facts(self) -> dict[str, Any]:
-        """What is kept, as `llmcache stats --json` tells it."""
+        """Return the state of the experts, as `llmcache stats --json` prints it."""
         kept = self.kept
         return {
             "count": self.layout.count,
@@ -228,20 +234,21 @@ class Mixture:
 
 
 class MixtureCache:
-    """All mixtures of a mount, and the room that they share."""
+    """All MoE files of a mount, and the room that their experts share."""
 
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.hot = HotSet()
         self.room_bytes = LEAST_ROOM_BYTES
         self.used_bytes = 0
-        self.left = 0  # experts that were given up for others
-        self.mixtures: list[Mixture] = []  # by their keys
+        self.left = 0  # experts evicted for others
+        self.mixtures: list[Mixture] = []  # in order of their keys
         self._next = 0
-        self._strays: deque[tuple[int, Mixture, int, int]] = deque(maxlen=STRAYS_MAX)  # when, of which slice, how far around
+        # Faults on absent slices: when, in which slice, and how far the kernel reads around the fault.
+        self._strays: deque[tuple[int, Mixture, int, int]] = deque(maxlen=STRAYS_MAX)
 
     def begin(self, group: Group, member: Member, layout: Experts) -> None:
-        """A file with experts is read from now on."""
+        """Begin to steer the experts of a file."""
         member.mixture = Mixture(group, member, layout, self._next)
         self.mixtures.append(member.mixture)
         self._next += layout.count
@@ -249,8 +256,8 @@ class MixtureCache:
         self.state.set_limit(self.state.pin_limit_bytes)
 
     def end(self, group: Group) -> list[tuple[int, int, int, int]]:
-        """Forgets the files of `group`; returns what may be left of their experts: (node, offset, bytes, charged)."""
-        left: list[tuple[int, int, int, int]] = []
+        """Forget the files of `group`; return (node, offset, bytes, charged) of experts that may be resident."""
+        debts: list[tuple[int, int, int, int]] = []
         for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
             self.mixtures.remove(mixture)
             self.hot.token_uses -= mixture.layout.token_uses
@@ -261,42 +268,43 @@ class MixtureCache:
                     fetch.stale = True
             node, kept = mixture.member.node or 0, mixture.kept
             self.used_bytes -= sum(map(mixture.sizes.__getitem__, kept))
-            left += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
-            left += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
+            debts += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
+            debts += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
             self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
         self.state.set_limit(self.state.pin_limit_bytes)
-        return left
+        return debts
 
     def used(self, mixture: Mixture, expert: int) -> None:
-        """A sample says that an expert that is there was used."""
+        """Count a use of a resident expert that a sample has shown."""
         self._count(mixture, expert)
         self._shadow(mixture, expert)
         self.state.counters.hit_bytes += mixture.sizes[expert]
 
     def missed(self, mixture: Mixture, expert: int) -> list[int]:
-        """A program uses an expert that is not there, or not wholly.
+        """Record a use of an expert that is absent, or resident only in part.
 
-        Returns the experts that are LOADING now, and have to have `arrived` soon: that one, and what a prompt uses next.
+        Return the experts to load, now LOADING: this one, and during a prompt the next ones. For each, the caller calls
+        `arrived` when it is loaded.
         """
         sweeps = mixture.sweeps(expert)
         self._shadow(mixture, expert)
-        if not sweeps:  # what a prompt reads says little of what the tokens after it use
+        if not sweeps:  # a prompt says little about the experts that the tokens after it use
             self._count(mixture, expert)
         self.state.counters.miss_bytes += mixture.sizes[expert]
         if not mixture.member.reachable:
             return []
         if mixture.states[expert] == TOUCHED:
             self.lost(mixture, expert)
-        found = [expert]
+        experts = [expert]
         if sweeps:
-            behind = (each for each in range(expert + 1, mixture.layer[1]) if mixture.states[each] == ABSENT)
-            found += itertools.islice(behind, AHEAD)
-        for each in found:
+            next_ones = (each for each in range(expert + 1, mixture.layer[1]) if mixture.states[each] == ABSENT)
+            experts += itertools.islice(next_ones, AHEAD)
+        for each in experts:
             mixture.states[each] = LOADING
-        return found
+        return experts
 
     def _shadow(self, mixture: Mixture, expert: int) -> None:
-        """Records a use for the shadow of an LRU cache."""
+        """Record a use in the shadow LRU cache."""
         size = mixture.sizes[expert]
         if not self.state.shadow.touch(mixture.first + expert, size):
             mixture.group.evidence.lru_bytes += size
@@ -306,18 +314,18 @@ class MixtureCache:
         mixture.seen += 1
 
     def catch_up(self, mixture: Mixture) -> None:
-        """What tokens have used unseen counts too: else what was used long ago would stay the longer the less is missed."""
+        """Count unobserved uses as well, so that experts age with the number of tokens, not of misses."""
         if rounds := mixture.rounds - mixture.caught_up:
             self.hot.skip(max(0, rounds * mixture.layout.token_uses - mixture.seen))
             mixture.seen, mixture.caught_up = 0, mixture.rounds
 
     def lost(self, mixture: Mixture, expert: int) -> None:
-        """The kernel has reclaimed some of an expert that was there."""
-        self._give_up(mixture, expert)
+        """Make an expert absent after the kernel has reclaimed pages of it."""
+        self._remove(mixture, expert)
         self.state.resident_bytes -= mixture.sizes[expert]
 
     def arrived(self, mixture: Mixture, expert: int, done: bool) -> None:
-        """An expert that was LOADING is there, or could not be read."""
+        """Make a LOADING expert resident; absent if it could not be read (not `done`)."""
         if mixture.member.mixture is not mixture:
             return
         done = done and not mixture.alone
@@ -331,29 +339,29 @@ class MixtureCache:
             self.state.room.notify()
 
     def turn(self, mixture: Mixture, alone: bool) -> None:
-        """Leave experts to the kernel, as they are, or steer them again."""
+        """Leave experts to the kernel as they are, or steer them again."""
         mixture.alone = alone
         for expert in mixture.kept if alone else ():
             self.lost(mixture, expert)
 
     def found(self, mixture: Mixture, experts: Iterable[int]) -> None:
-        """Take in experts that were found in the page cache."""
+        """Take over experts that were found in the page cache."""
         for expert in experts:
             if mixture.states[expert] == ABSENT:
                 self.arrived(mixture, expert, done=True)
 
     @property
     def excess_bytes(self) -> int:
-        """What has to leave: beyond the experts' room, where all together take more than there is."""
+        """Bytes of experts to evict: the excess over their room, if the mount as a whole is full."""
         together = self.state.used_bytes + HEADROOM_BYTES - self.state.room_bytes
         return min(together, self.used_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
     def faulted(self, mixture: Mixture, number: int, reach: int, now_ns: int) -> None:
-        """A program has faulted on a slice that was not there: the kernel reads around it, `reach` bytes to each side."""
+        """Record a client's fault on an absent slice: the kernel reads `reach` bytes around it on each side."""
         self._strays.append((now_ns, mixture, number, reach))
 
     def _read_around(self) -> Iterator[tuple[int, int, int, int]]:
-        """What the kernel has read around faults, of experts that are not there."""
+        """Yield the ranges of absent experts that the kernel has read around faults."""
         now_ns = time.monotonic_ns()
         while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
             _, mixture, number, reach = self._strays.popleft()
@@ -361,31 +369,32 @@ class MixtureCache:
                 yield from ((node, offset, length, 0) for offset, length in mixture.neighbours(number, reach))
 
     def victims(self) -> list[tuple[int, int, int, int]]:
-        """Gives up experts, the least used first, until there is room: (node, offset, bytes, charged) to drop."""
+        """Evict experts, least used first, until there is room; return (node, offset, bytes, charged) to invalidate."""
         excess = self.excess_bytes
         debts = list(self._read_around()) if excess > 0 else []
-        leaving = self._leaving() if excess > 0 else iter(())
-        while excess > 0 and (key := next(leaving, None)) is not None:
+        keys = self._eviction_order() if excess > 0 else iter(())
+        while excess > 0 and (key := next(keys, None)) is not None:
             mixture, expert = self.of(key)
             size = mixture.sizes[expert]
-            self._give_up(mixture, expert)
+            self._remove(mixture, expert)
             self.left += 1
             excess -= size
             self.state.resident_bytes -= size
             if (node := mixture.member.node) is not None:
                 own = mixture.own(expert)
                 debts += [(node, offset, length, length) for offset, length in own]
-                self.state.resident_bytes += sum(length for _, length in own)  # until it is dropped
+                self.state.resident_bytes += sum(length for _, length in own)  # until it is invalidated
         return debts
 
-    def _leaving(self) -> Iterator[int]:
-        """Keys, each to leave before the next is asked for.
+    def _eviction_order(self) -> Iterator[int]:
+        """Yield the keys of experts to evict; the caller evicts each before it requests the next.
 
-        Of the layer that is computed nobody leaves: the rest of what a program has begun to use it would miss as well. First
-        go those that are known to be out of use; others may have been used since that was last seen.
+        Experts of the layer being computed are never evicted, because the client would miss the other slices of experts that
+        it has begun to read. Experts whose tripwire was not touched in their layer come first; others may have been used
+        unobserved.
         """
-        asked = (mixture.first + expert for mixture in self.mixtures for expert in mixture.unused())
-        yield from sorted(asked, key=self.hot.value)
+        untouched = (mixture.first + expert for mixture in self.mixtures for expert in mixture.unused())
+        yield from sorted(untouched, key=self.hot.value)
         while (key := self.hot.least(self._is_computed)) is not None:
             yield key
 
@@ -394,11 +403,11 @@ class MixtureCache:
         return mixture.computes(expert)
 
     def of(self, key: int) -> tuple[Mixture, int]:
-        """The mixture and the expert that `key` means."""
-        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda one: one.first) - 1]
+        """Return the MoE file and the number of the expert with `key`."""
+        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda each: each.first) - 1]
         return mixture, key - mixture.first
 
-    def _give_up(self, mixture: Mixture, expert: int) -> None:
+    def _remove(self, mixture: Mixture, expert: int) -> None:
         self.hot.drop(mixture.first + expert)
         mixture.states[expert] = ABSENT
         mixture.trips.pop(expert, None)

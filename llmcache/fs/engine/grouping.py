@@ -1,7 +1,7 @@
-"""From open files to groups: what a file is (model, shard, small file, file being written) and how it is cut up.
+"""Assigns open files to groups: decides whether a file is a model, a shard, a small or a written file, and its extent size.
 
-A header is only the first guess: it says which parts are hot, rows or loop. The order starts as file order and is
-learned; a file that is no model loops once a second pass has been seen.
+A header is only the first guess of which parts are hot, rows or loop. The order starts as file order and is learned; a file
+that is not a model counts as looping once a second pass has been seen.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEADER_READ_BYTES = 256 << 10
-EXTENTS_ROOM = 1 << 19  # of all groups that are known: some 40 bytes each, in arena 60
-PAGED_EXTENTS = 256  # of a group that finds no room for as many as it should have
+EXTENTS_ROOM = 1 << 19  # extents of all known groups: about 40 bytes of memory each, 60 in arena
+PAGED_EXTENTS = 256  # extents of a group that does not find room for its full number
 UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """Contents of the header of a model, which has `size_bytes`. `experts`: those that are cached whole, if there are any.
+    """Parsed header of a model file; the header has `size_bytes`. `experts`: to be cached whole; None if there are none.
 
-    `repacked_bytes`: of tensors that llama.cpp copies.
+    `repacked_bytes`: of tensors that llama.cpp copies into memory of its own.
     """
 
     size_bytes: int
@@ -63,36 +63,36 @@ class Grouping:
         end: Callable[[Group], None],
         pinned: tuple[str, ...] = (),
     ) -> None:
-        """`end(group)`, with the lock held, ends a group whose file is no more what it was. `pinned`: globs of --pin."""
+        """`end(group)` ends a group whose file has changed; the lock is held. `pinned`: globs of --pin."""
         self.pinned = pinned
         self.backend = backend
         self.state = state
         self.end = end
         self.tree = tree
         self._keys = map(str, itertools.count())
-        # Headers are read one at a time, and not again in vain: each may cost what the limits in `layout` allow. It is
-        # taken before the engine's lock, and guards the map.
+        # Headers are parsed one at a time, because each may use the resources that the limits in `layout` allow, and
+        # unusable ones only once. This lock is taken before the engine's, and guards `_unusable`.
         self._parsing = threading.Lock()
         self._unusable: OrderedDict[Identity, None] = OrderedDict()
 
     def adopt(self, backing: Backing) -> tuple[Group, Member]:
-        """Returns the group and member of an open file, made if need be. Takes the lock itself; may read the header."""
+        """Return the group and member of an open file; make them if needed. Takes the lock; may read the header."""
         large = backing.size > LEAST_LOOP_BYTES
         if not backing.writable and (large or self.pinned):
             self.tree.names.refresh()
             self._end_renamed(backing)
-        again = self._again(backing)
-        if again is not None:
-            return again
+        known = self._adopted_before(backing)
+        if known is not None:
+            return known
         if backing.writable or not large:
             return self._adopted(backing, None)
         with self._parsing:
-            return self._again(backing) or self._adopted(backing, self._header_of(backing))
+            return self._adopted_before(backing) or self._adopted(backing, self._header_of(backing))
 
     def _end_renamed(self, backing: Backing) -> None:
-        """End the group of a file whose names have changed, if that makes it pinned, or a shard of another model.
+        """End the group of a file whose names have changed, if it is pinned now, or is now a shard of another model.
 
-        A program that downloads a model reads it, for its checksum, before it gives it a name. What is in use and not to be
+        A program that downloads a model reads it for its checksum before it renames it. A group in use that is not to be
         pinned stays as it is.
         """
         version = self.tree.names.version
@@ -114,8 +114,8 @@ class Grouping:
     def _is_pinned(self, files: list[tuple[str, int]]) -> bool:
         return any(self.tree.matches(name, self.pinned) for name, _ in files)
 
-    def _again(self, backing: Backing) -> tuple[Group, Member] | None:
-        """The group and member of a file whose header was looked at before; None if it must be."""
+    def _adopted_before(self, backing: Backing) -> tuple[Group, Member] | None:
+        """Return the group and member of a file whose header was parsed before; None if it was not."""
         with self.state.lock:
             known = self._known(backing)
             return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
@@ -123,7 +123,7 @@ class Grouping:
     def _adopted(self, backing: Backing, header: Header | None) -> tuple[Group, Member]:
         files = self._files(backing, header is not None)
         with self.state.lock:
-            known = self._known(backing)  # closed before, a shard, or another open was faster
+            known = self._known(backing)  # it was closed before, is a shard, or was opened by another thread in between
             group, member = self._joined(*(known or self._begin(backing, files, header)), backing, header)
             if header is not None:
                 member.anatomy, member.repacked_bytes = member.anatomy or header.anatomy, header.repacked_bytes
@@ -151,7 +151,7 @@ class Grouping:
             if same and not (group.written or backing.writable or member.backing):
                 return group, member
             if not member.backing:
-                self.end(group)  # what was at this path before
+                self.end(group)  # another file had this path
         return None
 
     def _joined(self, group: Group, member: Member, backing: Backing, header: Header | None) -> tuple[Group, Member]:
@@ -167,15 +167,15 @@ class Grouping:
         return group, member
 
     def _files(self, backing: Backing, is_model: bool) -> list[tuple[str, int]]:
-        """Returns (path, size) of the file, or of all shards of the model that it is one of."""
+        """Return (path, size) of the file, or of all shards of its model."""
         for paths in self.tree.names.shards(backing.path) if is_model else ():
-            if backing.path in paths and len(set(paths)) == len(paths) and (files := self._found(paths)):
+            if backing.path in paths and len(set(paths)) == len(paths) and (files := self._stat_shards(paths)):
                 return files
         return [(backing.path, backing.size)]
 
     def _make(self, files: list[tuple[str, int]], written: bool, header: Header | None) -> Group:
         total = sum(length for _, length in files)
-        # Between the experts of two layers lies little that is dense: in large extents most would be theirs.
+        # Few dense tensors lie between the experts of two layers: large extents would mostly contain experts.
         mixed = header is not None and header.experts is not None
         large = SMALL_EXTENT if mixed else self.backend.large_extent
         extent_bytes = extent_bytes_for(total, WRITTEN_EXTENTS_MAX if written else EXTENTS_MAX, large)
@@ -204,38 +204,39 @@ class Grouping:
         return group
 
     def _make_room(self, count: int) -> bool:
-        """Forgets groups that nobody uses, the longest unused first, until `count` more extents may be known; False if
-        there is no such room. Lock held.
+        """Forget unused groups, least recently used first, until there is room for `count` more extents.
+
+        Return False if that is not enough. Lock held.
         """
-        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
-        if count <= left:
+        free = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values())
+        if count <= free:
             return True
         for group in sorted(self._unused(), key=lambda group: group.last_ns):
-            if count <= left:
+            if count <= free:
                 break
-            left += group.count
+            free += group.count
             self.end(group)
-        return count <= left
+        return count <= free
 
     def _unused(self) -> list[Group]:
-        """Return the groups that may be forgotten when others need their room. Lock held."""
+        """Return the groups that may be forgotten if others need their room. Lock held."""
         used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
         return [group for group in self.state.groups.values() if not (group.first or group.warm or group.key in used)]
 
     def find_room(self) -> None:
-        """End groups in use that found no room once there is some: the next read makes them anew. Lock held."""
+        """End groups in use that found no room once there is some: the next read makes new ones. Lock held."""
         lacking = [group for group in self.state.groups.values() if group.paged and group.lacks_extents]
         if not lacking:
             return
         unused = self._unused()
-        left = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values() if group not in unused)
+        free = EXTENTS_ROOM - sum(group.count for group in self.state.groups.values() if group not in unused)
         for group in lacking:
-            if group not in unused and group.lacks_extents <= left + group.count:
-                left -= group.lacks_extents - group.count
+            if group not in unused and group.lacks_extents <= free + group.count:
+                free -= group.lacks_extents - group.count
                 self.end(group)
 
     def _header_of(self, backing: Backing) -> Header | None:
-        """What the file's header says, None if it is no model's; what cannot be used is not read again in vain."""
+        """Return the file's header, or None if it is not a model's or unusable. Unusable headers are parsed only once."""
         key = backing.identity
         if key in self._unusable:
             self._unusable.move_to_end(key)
@@ -246,7 +247,7 @@ class Grouping:
             log.warning("inode %d is cached without a layout: cannot read its header: %s", backing.ino, error.strerror)
             return None
         experts = None if layout is None else Experts(layout)
-        if experts is not None and experts.too_many:  # as a loop it would be read whole in every pass
+        if experts is not None and experts.too_many:  # otherwise it would loop, and be read whole in every pass
             log.warning("inode %d is cached without a layout: it has more than %d expert slices", backing.ino, MOST_SLICES)
         elif layout is not None and experts is not None:
             mixed = experts if experts.count else None
@@ -257,8 +258,8 @@ class Grouping:
                 self._unusable.popitem(last=False)
         return None
 
-    def _found(self, paths: Iterable[str]) -> list[tuple[str, int]]:
-        """Returns (path, size) of all shards, or nothing when one is missing: then each shard is on its own."""
+    def _stat_shards(self, paths: Iterable[str]) -> list[tuple[str, int]]:
+        """Return (path, size) of all shards; nothing if one is missing, so that each shard is a group of its own."""
         files = []
         for path in paths:
             try:
@@ -271,14 +272,14 @@ class Grouping:
         return files
 
     def suppose(self, group: Group) -> None:
-        """Takes a file that no header tells about for a loop from front to back: the user says that it will be read."""
+        """Make a file without a header a loop from front to back: the user requested it by --pin or a warm-up."""
         if not group.looping:
             order = list(range(group.count))
             group.believe(order)
             self.state.references.guessed(group, [], [], order)
 
     def _guess(self, group: Group, member: Member, header: Header) -> None:
-        """Takes over what the header says: hot and row extents are single, the rest loops; all of it if it is pinned."""
+        """Apply the header's guess: hot and row extents are SINGLE, the rest loops. A pinned file loops whole."""
         guess = first_guess(header.regions, header.size_bytes, group.extent_bytes, member.count, header.experts is not None)
         single, hot, order = ([member.base + extent for extent in part] for part in guess)
         if group.first:
@@ -295,15 +296,15 @@ class Grouping:
         self.state.references.guessed(group, single, hot, order)
 
     def dissolve(self, group: Group) -> None:
-        """Forgets a group and leaves what the kernel may hold of it to the evictor. Lock held."""
+        """End a group, and queue its pages in the page cache for invalidation by the evictor. Lock held."""
         if self.state.groups.pop(group.key, None) is not None:
             for member in group.members:
                 self.state.displace(group, member)
-        left = self.state.mixtures.end(group)
+        expert_debts = self.state.mixtures.end(group)
         if self.backend.in_place:
-            self.state.resident_bytes -= sum(charged for *_, charged in left)
+            self.state.resident_bytes -= sum(charged for *_, charged in expert_debts)
         else:
-            self.state.debts += left
+            self.state.debts += expert_debts
         group.alive = False
         for member in group.members:
             if member.backing is not None:
@@ -312,7 +313,7 @@ class Grouping:
         for extent in group.charged_extents():
             member = group.member_of(extent)
             charged = group.charge[extent]
-            if member.node is None or self.backend.in_place:  # there it is right, and may stay as long as the kernel likes
+            if member.node is None or self.backend.in_place:  # in place, the pages are valid and stay until reclaimed
                 self.state.resident_bytes -= charged
                 continue
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
@@ -323,7 +324,7 @@ class Grouping:
 
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
-    """The layout that the file's header shows; None for no model, or for a header that cannot be used. OSError."""
+    """Return the layout of a model file; None if it is not a model, or its header is damaged. OSError."""
     region = MemoryRegion(HEADER_READ_BYTES + BLOCK_BYTES)
 
     def read(offset: int, size: int) -> bytes:
@@ -342,6 +343,6 @@ def _layout_of(backing: Backing) -> ModelLayout | None:
 
     try:
         return read_layout(read, backing.size, os.path.basename(backing.path))
-    except DataError:  # its text quotes the file
+    except DataError:  # its message is not logged, because it quotes the file
         log.warning("inode %d is cached without a layout: its header is damaged", backing.ino)
         return None

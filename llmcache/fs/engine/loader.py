@@ -1,7 +1,8 @@
-"""Loaders run ahead of the readers; the evictor keeps what the kernel holds below the budget.
+"""Loader threads fetch extents ahead of the readers; the evictor thread keeps the mount's page cache below the limit.
 
-A loader stores what readers fetched, and otherwise fetches the absent extent whose reader will be there first. It only
-claims when there is room, and makes none itself: it holds no claim while somebody waits for the kernel to drop pages.
+A loader first runs queued jobs, such as the STORE of an extent that a reader has fetched. Otherwise it fetches the absent
+extent that a reader will reach first. It claims an extent only if there is room, and leaves eviction to the evictor: a
+loader never holds a claimed extent while it waits for an invalidation.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ log = logging.getLogger(__name__)
 
 LOADERS = 4
 IDLE_S = 0.5
-AHEAD_SHARE, AHEAD_SHARE_ALONE = 0.5, 0.75  # of a window, that is ahead of several readers, or of one
-SPAN_SHARE = 0.75  # of a loop that a loader may look ahead, unless all of it is to stay
-UNSEEN_WINDOW_BYTES = 16 << 20  # of a file that is not known to loop
+AHEAD_SHARE, AHEAD_SHARE_ALONE = 0.5, 0.75  # share of a window ahead of each of several readers, or of the only one
+SPAN_SHARE = 0.75  # share of a loop within which a loader looks ahead, unless the loop is pinned whole
+UNSEEN_WINDOW_BYTES = 16 << 20  # window of a file that is not known to loop
 
 
 class Loader:
@@ -41,12 +42,12 @@ class Loader:
         self._threads.append(state.services.thread("evict", self._evict))
 
     def start(self) -> None:
-        """Starts the threads."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Waits for the threads, after `state.running` was cleared and both conditions notified."""
+        """Wait for the threads, after `state.running` was cleared and both conditions were notified."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=10)
@@ -68,7 +69,7 @@ class Loader:
                     raise
 
     def _fail(self, job: Job) -> None:
-        """A job has failed unexpectedly: no reader may wait for its fetch."""
+        """Cancel the fetches of a job that has failed unexpectedly, so that no reader waits for them."""
         arguments = getattr(job, "args", ())
         for fetch in [each for each in arguments if isinstance(each, Fetch)]:
             fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))
@@ -80,7 +81,7 @@ class Loader:
             fetch.done.set()
 
     def _claim(self) -> Job | None:
-        """Claims the extent that is wanted soonest. Lock held."""
+        """Claim the extent that a reader will reach first; return the job that fetches it. Lock held."""
         soonest = self._soonest()
         if soonest is None:
             return None
@@ -88,10 +89,10 @@ class Loader:
         return self.backend.ahead(group, group.member_of(extent), extent, group.last_pid)
 
     def _soonest(self) -> tuple[Group, int] | None:
-        """The extent that is wanted soonest, if there is room for it. Lock held."""
+        """Return the absent extent that a reader will reach first, or None if there is none or no room. Lock held."""
         best: tuple[tuple[int, int], Group, int] | None = None
         for group in self.state.groups.values():
-            # Here, and not in `_candidates`: of thousands of files, all but a few have no reader, or are there.
+            # Tested here, because most of thousands of files have no reader or no absent extent.
             if not group.cursors.live or ABSENT not in group.status or not self.backend.follows(group):
                 continue
             for urgency, extent in self._candidates(group):
@@ -106,22 +107,22 @@ class Loader:
         return group, extent
 
     def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
-        """Yields (urgency, extent to fetch) for each reader of `group` that lacks some; the smallest comes first.
+        """Yield (urgency, extent to fetch) for each reader of `group`; the smallest urgency comes first.
 
-        Urgency: place in the convoy, then bytes already waiting ahead.
+        Urgency: the reader's place in the convoy, the last one first; then the bytes fetched ahead of it already.
         """
-        # It is worth running ahead of readers that move. The window of one that rests would be dropped and fetched again and
-        # again; where the whole loop fits nothing is dropped.
+        # Only readers that move: the extents ahead of a reader that pauses would be evicted and fetched again and again.
+        # If the whole loop fits, nothing is evicted.
         since_ns = group.last_ns - CURSOR_LIFE_NS
         if not group.kept_whole:
             since_ns = max(since_ns, time.monotonic_ns() - ABANDONED_NS)
-        is_sequential = group.looping or group.sequential_ns > since_ns  # rows of a table are read anywhere
+        is_sequential = group.looping or group.sequential_ns > since_ns  # otherwise its extents may be read in any order
         readers = [
             cursor
             for cursor in group.cursors.trailing_first()
             if is_sequential and (cursor.steps > 0 or group.looping) and cursor.last_ns > since_ns
         ]
-        # The last of the convoy may fill the window alone: the sooner it has caught up, the sooner one read serves all.
+        # If only one reader moves, it may use more of the window.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
         ahead = int(share * (group.window_bytes or UNSEEN_WINDOW_BYTES))
         span = int(group.count * SPAN_SHARE) if group.looping and not group.kept_whole else group.count
@@ -140,33 +141,33 @@ class Loader:
                 debts, state.debts = state.debts, []
                 debts = debts or state.mixtures.victims()
                 if not debts:
-                    debts = [self._give_up(*victim) for victim in choose_victims(state, time.monotonic_ns())]
+                    debts = [self._forget_victim(*victim) for victim in choose_victims(state, time.monotonic_ns())]
                 if not debts:
                     state.room.wait(self._rest_s())
                     continue
             self._drop(debts)
 
     def _rest_s(self) -> float:
-        """Until what readers have just left may go, if it has to; else as long as nobody asks for room. Lock held."""
+        """Return the seconds until the next turn: fewer if just touched extents must be evicted then. Lock held."""
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS
         reading = any(group.touched and group.last_ns > recent_ns for group in self.state.groups.values())
         return LAG_NS / 1e9 if reading and excess_bytes(self.state) > 0 else IDLE_S
 
-    def _give_up(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
-        """Lock held."""
+    def _forget_victim(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
+        """Make `extent` absent; return its range as a debt. Lock held."""
         if group.state(extent) == READY:
             self.state.counters.prefetch_wasted_bytes += length
         return node, offset, length, group.forget(extent)
 
     def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
-        """Invalidates ranges of the page cache; only then they count as gone."""
+        """Invalidate ranges of the page cache, and subtract them from the accounted bytes afterwards."""
         state = self.state
-        for node, found in itertools.groupby(debts, key=lambda debt: debt[0]):
-            self.backend.drop(node, [(offset, length) for _, offset, length, _ in found])
+        for node, debts_of_node in itertools.groupby(debts, key=lambda debt: debt[0]):
+            self.backend.drop(node, [(offset, length) for _, offset, length, _ in debts_of_node])
         with state.lock:
             for _, _, length, charged in debts:
                 state.resident_bytes -= charged
                 state.counters.invalidated_bytes += length
-            if state.crowded:  # else they have nothing to do, and each that looks takes time from who has
+            if state.crowded:  # otherwise loaders have nothing to do, and would only take time from other threads
                 state.crowded = False
                 state.work.notify(len(debts))

@@ -1,10 +1,10 @@
-"""Turns the arbitration of `llmcache.cache` into pins: who is pinned where, who streams through which window.
+"""Turns the arbitration of `llmcache.cache` into pins and windows for each group, and chooses the extents to evict.
 
-Runs with the engine's lock held; cheap enough to run at every change (opens, closes, new periods, a new limit).
+Planning runs with the engine's lock held, at every change: opens, closes, new periods, a new limit.
 
-And what leaves the page cache when room is needed (`choose_victims`), in this order: single pages beyond their reserve, what
-was read once and does not loop, extents that are no longer used, what the readers of a loop have left behind (oldest touch
-first), what was fetched ahead of a reader that never came, and last the reserves.
+`choose_victims` evicts in this order: single pages beyond their reserve; extents of files that do not loop;
+extents that are no longer used; extents of a loop that its readers have passed, oldest touch first; extents fetched ahead of
+a reader that never came; the reserves.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 62
 IDLE_PERIODS = 10
 IDLE_NS = 30_000_000_000
-SEEN_NS, SEEN_SHARE = 200_000_000, 4  # a cursor that was touched within this, or a quarter of a pass, is a reader's, now
-# Readers apart for so long are several, those of one program later; one that wraps round seems to be two for SEEN_NS.
+SEEN_NS, SEEN_SHARE = 200_000_000, 4  # a cursor is a reader's if touched in this time, or in a quarter of a pass
+# Cursors that stay apart this long are separate readers. One client alone needs longer: when it wraps round, it looks like
+# two readers for SEEN_NS.
 APART_NS, ALONE_APART_NS = 300_000_000, 2_000_000_000
-STRAYS_MIN = 3  # readers that fall behind so often need more room behind the first
-CONVOY_STEP_NS = 3_000_000_000  # what a wider window is given to bring them together, before a still wider one
+STRAYS_MIN = 3  # readers that have fallen out of the convoy, after which the window is widened
+CONVOY_STEP_NS = 3_000_000_000  # time for a wider window to bring readers together, before it is widened again
 CONVOY_MAX = 3
-CONVOY_LIFE_NS = 60_000_000_000
+CONVOY_LIFE_NS = 60_000_000_000  # time after which the window is narrowed by a step
 
 
 class Planner:
-    """Plans one mount in mode steer: pins and windows."""
+    """Plans pins and windows of a mount in mode steer or inplace."""
 
     core: Steering | None = None
 
     def __init__(self, state: CacheState, holder: Holder) -> None:
         self.state = state
         self.holder = holder
-        self.pinnable_bytes = UNLIMITED  # less for a while once the kernel has refused a lock
+        self.pinnable_bytes = UNLIMITED  # lower for a while after the kernel has refused a lock
 
     def plan(self) -> None:
-        """Brings pins and windows in line with the limit and with what loops. Lock held."""
+        """Bring pins and windows in line with the limit and the loops. Lock held."""
         groups = [
             group for group in self.state.groups.values() if group.looping and (group.loop_bytes or group.pinned_bytes)
         ]
@@ -79,33 +80,34 @@ class Planner:
         ]
         budget_bytes = max(0, self.state.limit_bytes - self._reserve())
         shares = share_budget(budget_bytes, loops)
-        taken = sum(share.pinned_bytes + share.window_bytes for share in shares.values())
-        self.state.mixtures.room_bytes = budget_bytes - taken
-        # Pins, not windows, are cut to the budget and to what the kernel locks.
+        planned_bytes = sum(share.pinned_bytes + share.window_bytes for share in shares.values())
+        self.state.mixtures.room_bytes = budget_bytes - planned_bytes
+        # Windows may exceed the budget by the allowance; pins may not, and the kernel may lock less.
         shares = cap_pins(shares, min(self.pinnable_bytes, self.state.pin_limit_bytes))
         ranked = sorted(groups, key=lambda group: shares.get(group.key, Share(0, 0)).pinned_bytes)
-        for group in ranked:  # the ones that lose first: their room is needed
+        for group in ranked:  # groups that lose pins come first, because the others need their room
             self._apply(group, shares.get(group.key, Share(0, 0)))
 
     def watch(self, group: Group, now_ns: int, *, in_place: bool) -> bool:
-        """Forgets readers that have gone, and gives those that fall apart a wider window, step by step, which it takes back
-        when they have kept together. Returns True when the plan is due. Lock held.
+        """Expire cursors of readers that have stopped, and adapt the window to readers that drift apart (a convoy).
 
-        `in_place`: nobody waits for the last, as the kernel serves the first, so that only room brings them together.
+        The window is widened step by step while readers drift apart, and narrowed again once they have stayed together.
+        Return True if a new plan is due. `in_place`: the first reader never waits for the last one, because the kernel
+        serves its faults, so the window is widened at once. Lock held.
         """
-        if not (group.cursors.live or group.cursors.strays or group.convoy):  # most of thousands of files
+        if not (group.cursors.live or group.cursors.strays or group.convoy):  # true of most of thousands of files
             group.together_ns = now_ns
             return False
         group.cursors.expire(now_ns - CURSOR_LIFE_NS)
         seen_ns = SEEN_NS if group.learner.period is None else min(SEEN_NS, group.learner.period // SEEN_SHARE)
         if not group.looping or group.cursors.moving(now_ns - seen_ns) < 2:
             group.together_ns = now_ns
-        # Threads of one program may look like several readers for a moment, and miss what another has left behind.
+        # Threads of one client may look like several readers for a moment, and miss extents that another has read and left.
         several = self.state.programs_of(group) > 1
         most, apart_ns = (CONVOY_MAX, APART_NS) if several else (1, ALONE_APART_NS)
-        astray = several and group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
+        fall_behind = several and group.learner.passes >= SETTLED_PASSES and group.cursors.strays >= STRAYS_MIN
         waited = now_ns - group.apart_ns > (CONVOY_STEP_NS if group.convoy else 0)
-        if waited and (astray or now_ns - group.together_ns > apart_ns):
+        if waited and (fall_behind or now_ns - group.together_ns > apart_ns):
             steps = most if in_place else min(most, group.convoy + 1)
         elif now_ns - group.apart_ns > CONVOY_LIFE_NS:
             steps = max(0, group.convoy - 1)
@@ -121,15 +123,15 @@ class Planner:
 
     def _active(self, group: Group, now_ns: int) -> bool:
         if group.first or group.warm:
-            return True  # the user says that it will be read
+            return True  # the user requested it
         if not self.state.opens_of(group):
             return False
         if PINNED in group.status and group.status.count(PINNED) * group.extent_bytes >= group.loop_bytes:
-            return True  # pinned whole: its readers cannot be seen
+            return True  # pinned whole: touches of it are not observed
         return now_ns - group.last_ns < max(IDLE_NS, IDLE_PERIODS * (group.learner.period or 0))
 
     def _reserve(self) -> int:
-        """Bytes kept for hot pages and rows that were really read."""
+        """Return the bytes reserved for hot pages, and for rows if any are read by pages."""
         hot = sum(group.charge[extent] for group in self.state.groups.values() for extent in group.hot)
         has_rows = any(SINGLE in group.status for group in self.state.groups.values())
         return reserve_bytes(self.state.limit_bytes, hot, has_rows)
@@ -151,7 +153,7 @@ class Planner:
 
 
 class ArenaPlanner(Planner):
-    """Takes the windows from the deterministic core, which plans by itself what is held."""
+    """Plans windows only, from the deterministic core's plan of pins (mode arena)."""
 
     core: Steering
 
@@ -160,17 +162,17 @@ class ArenaPlanner(Planner):
         self.core = holder.core
 
     def plan(self) -> None:
-        """Brings windows in line with the core's plan. Lock held."""
-        left = self.state.limit_bytes - self._reserve()
+        """Bring windows in line with the core's plan. Lock held."""
+        free_bytes = self.state.limit_bytes - self._reserve()
         for key, space in self.core.spaces.items():
             if space.learner.looping:
                 set_window(self.state.groups[key], space.share, space.settled)
-                left -= space.share.pinned_bytes + space.share.window_bytes
-        self.state.mixtures.room_bytes = left
+                free_bytes -= space.share.pinned_bytes + space.share.window_bytes
+        self.state.mixtures.room_bytes = free_bytes
 
 
 def set_window(group: Group, share: Share, settled: Settled) -> None:
-    """Sets how far loaders run ahead of the readers of `group`, and how near readers are a convoy."""
+    """Set how far loaders run ahead of the readers of `group`, and the distance within which readers are a convoy."""
     group.window_bytes = share.window_bytes
     streamed = max(1, settled.extents - settled.pinned)
     kept = max(2, share.window_bytes // 2 // group.extent_bytes)
@@ -178,9 +180,9 @@ def set_window(group: Group, share: Share, settled: Settled) -> None:
     group.cursors.step = 3 * -(-settled.extents // streamed)
 
 
-LAG_NS = 3_000_000  # a reader's neighbours may still be in an extent touched less than this ago
-LAST_LAG_NS = 10_000_000  # the same, of those that leave before others that were touched longer ago
-ABANDONED_NS = 1_000_000_000  # a ready extent that nobody has touched for this long may go
+LAG_NS = 3_000_000  # other threads of a reader may still read from an extent that was touched less than this ago
+LAST_LAG_NS = 10_000_000  # the same, if the most recently touched extents are evicted first
+ABANDONED_NS = 1_000_000_000  # a ready extent may be evicted if no reader has touched it for this time
 BATCH_BYTES = 32 << 20
 
 HEADROOM_EXTENTS = 4
@@ -189,9 +191,9 @@ Victim = tuple[Group, int, int, int, int]
 
 
 def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
-    """Returns (group, node id, offset, length, extent) to drop now; empty when there is room enough."""
+    """Return (group, node, offset, length, extent) to evict now, at most about BATCH_BYTES."""
     if (excess := excess_bytes(state)) <= 0:
-        return []  # before all groups are put in order for nothing
+        return []  # without sorting all groups
     victims: list[Victim] = []
     chosen: set[tuple[str, int]] = set()
     for group, extent in _in_order(state, now_ns):
@@ -209,9 +211,9 @@ def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
 
 
 def excess_bytes(state: CacheState) -> int:
-    """Bytes that have to go: what is over the limit, plus some headroom when loaders or a warm-up have work waiting.
+    """Return the bytes to evict: the excess over the limit, plus headroom when loaders or a warm-up have work waiting.
 
-    Readers use the headroom up to a half before anything goes: several at a time cost less than one by one.
+    Nothing is evicted until half of the headroom is used: evicting several extents at a time costs less than one by one.
     """
     loops = [group.extent_bytes for group in state.groups.values() if group.cursors.live]
     extent = max(loops, default=0)
@@ -247,16 +249,16 @@ def _touched(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
 
 
 def _touched_last(group: Group, now_ns: int) -> Iterator[tuple[Group, int]]:
-    """The latest first: of a loop, what memory beyond the budget holds is then the same in every pass, and found again."""
+    """Yield the most recently touched extents first, so that the others stay, and are hits in the next pass."""
     for extent, since in reversed(list(group.touched.items())):
         if now_ns - since >= LAST_LAG_NS:
             yield group, extent
 
 
 def _rows(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]]:
-    """Single-page extents that are not hot, least recently read first, down to `reserve_bytes` a group.
+    """Yield single-page extents that are not hot, least recently read first, down to `reserve_bytes` for each group.
 
-    Those of written files count as read once, not as rows: they have no reserve and come after other groups' rows.
+    Pages of written files have no reserve, and are yielded after the rows of other groups.
     """
     for group in groups:
         if group.written and reserve_bytes:
@@ -271,7 +273,7 @@ def _rows(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]
 
 
 def _hot(groups: list[Group], reserve_bytes: int) -> Iterator[tuple[Group, int]]:
-    """Hot extents beyond their share of the budget, least recently read first; idle files' before all others."""
+    """Yield hot extents beyond their share of the budget, least recently read first; files without a client come first."""
     kept = sum(group.charge[extent] for group in groups for extent in group.hot)
     for group in groups:
         for extent in [extent for extent in group.strays if extent in group.hot]:

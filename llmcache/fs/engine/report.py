@@ -1,9 +1,9 @@
-"""What a mount tells of itself: the counters of `llmcache stats`, and where the layers are that `llmcache top` draws.
+"""The state of a mount as JSON-ready data: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
-Base units; ratios are left to the reader. Layers are pinned, in the window, streamed or cold: the lock is held for copies
-only, of one group at a time, for a model of 100 GB some hundred microseconds. All else works on the copies, in steps of one
-layer, so that readers get the interpreter in between. The reply has a bounded size: layers have a bounded number a file,
-are described by a bounded text each, and ROWS_MAX of them are told of.
+Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters. `heat_map` holds it
+only to copy one group at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
+so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers, each with a bounded
+text.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NameOf = Callable[[str], str]
 def snapshot(
     state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
 ) -> dict[str, Any]:
-    """Return everything as JSON-ready values. Takes the lock.
+    """Return the counters and the state of all files. Takes the lock.
 
-    `reads`: of the kernel, in place. `name_of(path)`: the name that is shown of a file.
+    `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
         counters, log = asdict(state.counters), state.references.log
@@ -51,7 +51,7 @@ def snapshot(
             "limit_bytes": state.pin_limit_bytes,
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
-            # For single pages: of headers, embedding rows, small files and written ones.
+            # Read by pages: headers, embedding rows, small and written files.
             "pages_bytes": sum(group.charge[extent] for group in state.groups.values() for extent in group.strays),
             "resident_bytes": state.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
@@ -81,7 +81,7 @@ def snapshot(
 
 
 def _arena(references: References) -> dict[str, int] | None:
-    """What the deterministic core counts, in blocks of 4 KiB of fetched extents; None in mode steer."""
+    """Return the core's counters, in blocks of 4 KiB of fetched extents; None without a core."""
     core = references.core
     if core is None:
         return None
@@ -138,7 +138,7 @@ def _loop(group: Group) -> dict[str, Any]:
 
 
 def judgement(group: Group) -> dict[str, Any]:
-    """Return whether a loop is left to the kernel, and what a pass reads when steered and by LRU; None if not known yet."""
+    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU; None: unknown."""
     guard = group.evidence.guard
     figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
     steered_bytes, lru_bytes = (None if each is None else int(each / group.evidence.window_passes) for each in figures)
@@ -146,7 +146,7 @@ def judgement(group: Group) -> dict[str, Any]:
 
 
 def cpu_s(pid: str) -> float:
-    """Returns the processor time that a process has used (seconds), 0 if it is gone."""
+    """Return the CPU time of a process in seconds; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -155,12 +155,12 @@ def cpu_s(pid: str) -> float:
 
 
 def private_bytes(pid: str) -> int:
-    """Returns the anonymous memory of a process (resident and swapped), 0 if it is gone."""
+    """Return the anonymous memory of a process, resident and swapped; 0 if it has ended."""
     try:
         fields = status_of(pid)
     except OSError:
         return 0
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap") if name in fields)  # none of a zombie
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap") if name in fields)  # a zombie has none
 
 
 HEAT_SCHEMA = "llmcache.heat/1"
@@ -169,7 +169,7 @@ CELLS = 16
 RECENT_NS = 10_000_000_000
 RECENT_PERIODS = 2
 
-# What an extent is to the picture. _STORAGE and _SEEN (read lately) differ in the lowest bit, which is ignored elsewhere.
+# Kinds of extents in the map. _STORAGE and _SEEN (read recently) differ in the lowest bit, which other kinds ignore.
 _STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES = 0, 1, 2, 4, 6
 _KINDS = {ABSENT: _STORAGE, SPARSE: _STORAGE, LOADING: _WINDOW, READY: _WINDOW, TOUCHED: _WINDOW, PINNED: _PINNED}
 _KINDS |= {SINGLE: _PAGES}
@@ -180,9 +180,9 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """One group as it was at a moment: states by rank, ranks and the rest by extent; `held` by the arena.
+    """Copy of one group: `status` by rank, the other arrays by extent.
 
-    `mixtures`: the members with experts, and those of them that were kept.
+    `held`: extents in the arena. `mixtures`: MoE files, each with its resident experts.
     """
 
     members: tuple[Member, ...]
@@ -198,30 +198,29 @@ class _Copy:
 
 
 def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
-    """Return the layers of every model and looping file, JSON-ready. Takes the lock, once for each group.
+    """Return the layers of every model and looping file. Takes the lock, once for each group.
 
-    `name_of(path)`: the name that is shown of a file.
+    `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
         groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]
     files: list[dict[str, Any]] = []
-    left = ROWS_MAX
+    rows_left = ROWS_MAX
     for group in groups:
         with state.lock:
             copy = _copy(state, group)
         for mixture, kept in copy.mixtures:
             _charge_experts(copy, mixture, kept)
         for member in copy.members:
-            if left > 0 and member.size_bytes:
-                files.append({"name": name_of(member.path), **_heat_file(copy, member, left)})
-                left -= len(files[-1]["layers"])
-    told = len(files)
+            if rows_left > 0 and member.size_bytes:
+                files.append({"name": name_of(member.path), **_heat_file(copy, member, rows_left)})
+                rows_left -= len(files[-1]["layers"])
     total = sum(1 for group in groups for member in group.members if member.size_bytes)
-    return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - told}
+    return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - len(files)}
 
 
 def _copy(state: CacheState, group: Group) -> _Copy:
-    """Lock held."""
+    """Return a copy of the group. Lock held."""
     core = state.references.core
     space = None if core is None else core.spaces.get(group.key)
     now_ns = time.monotonic_ns()
@@ -235,13 +234,13 @@ def _copy(state: CacheState, group: Group) -> _Copy:
         group.seen_ns[:],
         frozenset(() if space is None else space.held),
         now_ns,
-        max(1, now_ns - recent_ns),  # 0 is never
+        max(1, now_ns - recent_ns),  # 0 means never
         tuple((member.mixture, member.mixture.kept) for member in group.members if member.mixture is not None),
     )
 
 
 def _charge_experts(copy: _Copy, mixture: Mixture, kept: list[int]) -> None:
-    """Counts what is kept of experts as pages of their extents."""
+    """Account resident experts as pages of their extents."""
     size, base = copy.extent_bytes, mixture.member.base
     for offset, length in (part for expert in kept for part in mixture.ranges(expert)):
         for extent in range(offset // size, -(-(offset + length) // size)):
@@ -267,7 +266,7 @@ def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
 
 
 def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
-    """One row: bytes by what they are, seconds since a request came for one of them, and the strip."""
+    """Return one layer: bytes by kind, seconds since the last request for one of them, and the cells of its strip."""
     sums = dict.fromkeys((_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES), 0)
     strip = bytearray()
     seen_ns = 0
@@ -276,10 +275,10 @@ def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
         extents = range(member.base + low, member.base + high)
         kinds = _kinds(copy, extents)
         for extent, kind, length in _lengths(copy, member, extents, kinds, first, end):
-            if kind == _PAGES:  # only some of its pages are there
-                there = min(length, copy.charge[extent] * length // copy.extent_bytes)
-                sums[_PAGES] += there
-                sums[_STORAGE] += length - there
+            if kind == _PAGES:  # only some of its pages are resident
+                resident = min(length, copy.charge[extent] * length // copy.extent_bytes)
+                sums[_PAGES] += resident
+                sums[_STORAGE] += length - resident
             else:
                 sums[kind] += length
         seen_ns = max(seen_ns, *copy.seen_ns[extents.start : extents.stop])
@@ -299,14 +298,14 @@ def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
 
 
 def _kinds(copy: _Copy, extents: range) -> bytes:
-    """What each of `extents` is."""
+    """Return the kind of each of `extents`."""
     states = bytes(map(copy.status.__getitem__, copy.rank_of[extents.start : extents.stop]))
     kinds = states.translate(_KIND_OF_STATE)
     if copy.held:
         kinds = bytes(_PINNED if extent in copy.held else kind for extent, kind in zip(extents, kinds, strict=True))
     if _PAGES in kinds:
-        there = (bool(charge) for charge in copy.charge[extents.start : extents.stop])
-        kinds = bytes(kind if kind != _PAGES or has else _STORAGE for kind, has in zip(kinds, there, strict=True))
+        resident = (bool(charge) for charge in copy.charge[extents.start : extents.stop])
+        kinds = bytes(kind if kind != _PAGES or has else _STORAGE for kind, has in zip(kinds, resident, strict=True))
     seen = map(copy.since_ns.__le__, copy.seen_ns[extents.start : extents.stop])
     return bytes(map(operator.or_, kinds, seen)).translate(_PLAIN)
 
@@ -314,7 +313,7 @@ def _kinds(copy: _Copy, extents: range) -> bytes:
 def _lengths(
     copy: _Copy, member: Member, extents: range, kinds: bytes, first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (extent, kind, bytes of it between `first` and `end`); runs of whole extents of one kind at a time."""
+    """Yield (extent, kind, its bytes between `first` and `end`); runs of whole extents of one kind as one item."""
     size = copy.extent_bytes
     at = 0
     while at < len(kinds):
@@ -327,7 +326,7 @@ def _lengths(
 
 
 def _cells(strip: Iterable[int], kind: int) -> str:
-    """A digit for each of CELLS parts of the strip: ninths of it that are `kind`, rounded up (0 is none at all)."""
+    """Return a digit for each of CELLS parts of the strip: ninths of the part that are `kind`, rounded up; 0 if none."""
     kinds = bytes(strip)
     cells = []
     for cell in range(CELLS):

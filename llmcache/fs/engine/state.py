@@ -1,23 +1,31 @@
-"""The state that reader, loader, evictor and planner share, and the one lock around it.
+"""The state that readers, loaders, evictor and planner share, and the locks around it.
 
-Locking, argued once: `lock` guards every field here and every method of `Group`. It is held for computing only, never
-during I/O, a notification to the kernel, an mlock or a wait for a fetch. `work` wakes loaders, `room` the evictor, `ended`
-those who wait for the end of loads and STOREs.
+Locks: a thread that takes several of them takes them in this order.
+1. `Files.turn` (mode inplace): changes of the table of files.
+2. `Grouping._parsing`: parsing of one header at a time.
+3. `Files.lock` (mode inplace): the programs that map files, while the kernel is given advice on their memory.
+4. `CacheState.lock`: all fields in this file, and every method of `Group` and `MixtureCache`. Threads hold it only to
+   compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its conditions: `work` wakes
+   loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
 
-Who may wait for whom (a page of an unanswered READ or WRITE is locked in the kernel; STORE, INVAL and mlock wait for it,
-and the READ may be queued behind as many other requests as the daemon has threads):
-- a READ -> the fetch under way -> storage, and nothing else (what it has brought of a slice may be stored before it is
-  answered, but for that it waits no longer than `fuse.STORE_WAIT_S`). Loaders set `done` before they STORE, and what is
-  read for a STORE is no load any more (`Member.loads`) when that begins; evictor, pins and the dropping of pages have
-  threads of their own, hold neither lock nor fetch while they wait for the kernel, and nobody waits for them: who changes
-  a file leaves word of what has to be dropped, and opens say so until it is (`operations.py`).
-- an open, or a truncation by name -> STOREs of what was there before, which would put old data over new; but only
-  `engine.WAITERS` at a time, so that other threads answer the READs for which those STOREs wait, and only for
-  `engine.WAIT_S`: libfuse keeps others from a path while it is opened, and they have threads too. An open that does not
-  wait may be followed by old data until that is dropped.
-So every request is answered however long the kernel takes.
-At the end nobody waits for the kernel any more before requests are no longer taken (`libfuse.Notifier.close`); what is
-left to be dropped then is not.
+Waits over FUSE: the kernel locks the pages of a READ or WRITE until the daemon replies. STORE, INVAL and mlock wait for
+locked pages, and a READ may be queued behind as many other requests as the daemon has threads. So a thread that owes the
+kernel a reply may wait only for the following:
+- READ: the fetch of its extent. A fetch depends on storage alone: a loader sets `Fetch.done` before it begins its STORE. The
+  READ that loads a piece of an expert slice also waits for the STORE of that piece, at most `fuse.STORE_WAIT_S`.
+- RELEASE, the last one of a file: reads of the file (`Member.loads`), which end before their STOREs begin. At most
+  `LOADS_S`.
+- OPEN, and truncation by name: STOREs of the previous content of the path, which would overwrite new data with old. At most
+  `engine.WAITERS` requests wait, so that other threads can answer the READs that those STOREs wait for. Each waits at most
+  `engine.WAIT_S`, because libfuse blocks other requests for a path while it is opened. After an OPEN that did not wait that
+  long, clients may read old data until it is dropped.
+
+Why there is no deadlock: each of these waits ends when storage replies, or at its time limit. Loaders, the evictor, the pin
+service and the thread that invalidates pages wait for the kernel without a limit. But apart from the waits above, no thread
+that owes a reply waits for them, and while they wait, they hold neither a lock nor an unfinished fetch. A writer only queues
+the ranges to invalidate; until they are invalidated, opens clear `keep_cache` (`operations.py`). At unmount,
+`libfuse.Notifier.close` rejects further notifications and waits for those under way while requests are still served; ranges
+that are still queued are not invalidated.
 """
 
 from __future__ import annotations
@@ -45,13 +53,13 @@ if TYPE_CHECKING:
 
 
 BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1, 3))
-"""Upper bounds of the classes, from 0.1 ms to 3 s, inclusive; what takes longer is in one class more."""
+"""Upper bounds of the histogram's classes, inclusive, from 0.1 ms to 3 s; one more class counts longer waits."""
 
 
 class Waits:
-    """How long readers waited for one reason, since the mount began. Every method expects the engine's lock.
+    """Histogram of how long readers waited for one reason, since the mount began. Every method expects the engine's lock.
 
-    Only waits are counted, never hits: a wait takes as long as a request to storage, counting it a microsecond.
+    Only waits are counted, not hits: counting takes a microsecond, a wait as long as a request to storage.
     """
 
     def __init__(self) -> None:
@@ -59,12 +67,12 @@ class Waits:
         self._total_ns = 0
 
     def add(self, waited_ns: int) -> None:
-        """Counts one wait."""
+        """Count one wait."""
         self._counts[bisect_left(BOUNDS_NS, waited_ns)] += 1
         self._total_ns += waited_ns
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns {"bounds_s", "counts" (by class, one more than bounds), "sum_s"}."""
+        """Return {"bounds_s", "counts" (by class, one more than bounds), "sum_s"}."""
         bounds = [bound / 1e9 for bound in BOUNDS_NS]
         return {"bounds_s": bounds, "counts": list(self._counts), "sum_s": self._total_ns / 1e9}
 
@@ -74,8 +82,8 @@ class Counters:
     """Bytes since the mount began."""
 
     requested_bytes: int = 0  # by READ requests
-    hit_bytes: int = 0  # consumed by readers from memory: pinned in the page cache (once a pass), or held in the arena
-    miss_bytes: int = 0  # consumed by readers from storage
+    hit_bytes: int = 0  # read by clients from memory: from pinned extents (counted once a pass), or from the arena
+    miss_bytes: int = 0  # read by clients from storage
     backing_read_bytes: int = 0
     backing_write_bytes: int = 0
     prefetch_useful_bytes: int = 0
@@ -86,46 +94,47 @@ class Counters:
     refault_bytes: int = 0
 
 
-LOADS_S = 30.0  # that the last close of a file waits for reads of it that are under way
-READ, WRITE = 0, 1  # as in llmcache.trace.record, which the daemon must not import
+LOADS_S = 30.0  # how long the last close of a file waits for reads of it under way
+READ, WRITE = 0, 1  # the values of llmcache.trace.record, which the daemon must not import
 
 
 class References:
-    """The one way by which references to extents, and events, reach the deterministic core and the access log.
+    """Passes references to extents, and events, to the deterministic core and to the access log.
 
-    Both get the same sequence: what a log holds, replayed through `llmcache.cache.steering`, which says what events there
-    are, gives what the mount did. Mode steer has no core here (pinned extents are read without a request, so its references
-    are not all seen); its log is what the daemon sees. Every method expects the engine's lock.
+    Both receive the same sequence, so the decisions of a mount can be replayed from its log through
+    `llmcache.cache.steering`, which defines the events. Mode steer has no core: clients read pinned extents without a
+    request, so the daemon sees only some of the references, and its log contains those. Every method expects the engine's
+    lock.
     """
 
     def __init__(self, core: Steering | None = None) -> None:
         self.core = core
         self.log: AccessLog | None = None
         self._files: dict[tuple[str, int, int, int], int] = {}
-        self._untold: list[tuple[Any, ...]] | None = None
+        self._paused_events: list[tuple[Any, ...]] | None = None  # None: the log is not paused
 
     def pause(self) -> None:
-        """The mount ends: what is given up from here on is not what a replay should end with, so the log is not told."""
-        self._untold = []
+        """Stop logging events while the mount ends: a replay must not end with the evictions of an unmount."""
+        self._paused_events = []
 
     def resume(self) -> None:
-        """The mount goes on after all: the log is told everything."""
-        untold, self._untold = self._untold or [], None
-        for event in untold:
+        """Log the events since `pause`, and log again: the mount continues."""
+        paused_events, self._paused_events = self._paused_events or [], None
+        for event in paused_events:
             if self.log is not None:
                 self.log.event(event)
 
     def tell(self, *event: Any) -> None:
-        """Passes an event on."""
-        if self._untold is not None:
-            self._untold.append(event)
+        """Pass an event to the log and the core."""
+        if self._paused_events is not None:
+            self._paused_events.append(event)
         elif self.log is not None:
             self.log.event(event)
         if self.core is not None:
             self.core.apply(event)
 
     def joined(self, group: Group, member: Member, backing: Backing) -> None:
-        """A member's file is open: its identity is known."""
+        """Log the identity of a member's file, which was opened."""
         if self.log is None:
             return
         identity = (backing.path, backing.dev, backing.ino, backing.generation)
@@ -137,16 +146,16 @@ class References:
         self.log.event(("file", member.file_id, group.key, group.members.index(member)))
 
     def guessed(self, group: Group, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
-        """A header was read."""
+        """Report the first guess from a header: extents read by pages, the hot ones among them, and the loop's order."""
         self.tell("guess", group.key, ranges(single), ranges(hot), ranges(order))
 
     def lost(self, group: Group, extent: int) -> None:
-        """An extent that was to be held could not be read."""
+        """Report that an extent could not be read, if the core counts it as held."""
         if self.core is not None and self.core.holds(group.key, extent):
             self.tell("lost", group.key, extent)
 
     def claimed(self, group: Group, member: Member, extent: int, pid: int) -> int:
-        """A whole extent is being fetched; returns the core's verdict (MISS without one)."""
+        """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
         verdict = MISS if self.core is None else self.core.reference(group.key, extent)
         if self.log is not None:
             offset, length = group.offset_of(member, extent), group.length_of(member, extent)
@@ -155,12 +164,12 @@ class References:
         return verdict
 
     def slices(self, group: Group, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
-        """An expert is missed: (offset, bytes) of what is read of it, in whole pages."""
+        """Report a miss of an expert. `parts`: (offset, bytes) of its slices, in whole pages."""
         for offset, length in parts:
             self.pages(group, member, offset, length, READ, pid)
 
     def pages(self, group: Group, member: Member, offset: int, length: int, op: int, pid: int) -> None:
-        """Pages of single extents were read from storage, or written to it."""
+        """Report pages of single-page extents that were read from storage, or written to it."""
         if length <= 0:
             return
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
@@ -171,7 +180,7 @@ class References:
 
 
 def ranges(extents: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns `extents`, in their order, as (first, end) of runs of neighbours."""
+    """Return `extents` as (first, end) of runs of consecutive numbers; keeps their order."""
     runs: list[tuple[int, int]] = []
     for extent in extents:
         if runs and runs[-1][1] == extent:
@@ -191,28 +200,28 @@ class CacheState:
     budget_bytes: int
     pool: BufferPool
     allowance_bytes: int = WINDOW_ALLOWANCE_BYTES
-    experts_allowance_bytes: int = 0  # more of it, where there are some
+    experts_allowance_bytes: int = 0  # added while MoE models are read
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
-    late_waits: Waits = field(default_factory=Waits)  # for extents that were being fetched ahead of the reader
-    demand_waits: Waits = field(default_factory=Waits)  # for extents that nobody had fetched ahead
+    late_waits: Waits = field(default_factory=Waits)  # for extents that a loader was fetching ahead of the reader
+    demand_waits: Waits = field(default_factory=Waits)  # for extents that no loader had fetched ahead
     began_ns: int = field(default_factory=time.monotonic_ns)
     references: References = field(default_factory=References)
     services: Services = field(default_factory=Services)
     groups: dict[str, Group] = field(default_factory=dict)
-    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be known alone, too
+    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be in two groups
     owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
-    opens: dict[Backing, int] = field(default_factory=dict)  # by applications
-    debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # node, offset, length, charged: to be dropped
-    jobs: deque[Job] = field(default_factory=deque)  # for loaders, before all that they find to do themselves
+    opens: dict[Backing, int] = field(default_factory=dict)  # open handles of clients
+    debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # (node, offset, length, charged) to invalidate
+    jobs: deque[Job] = field(default_factory=deque)  # loaders run these before they claim extents
     storing: list[tuple[Group, Member]] = field(default_factory=list)  # STOREs under way
-    resident_bytes: int = 0  # upper bound of what the kernel holds for us
-    asked_bytes: int = 0  # of room that a warm-up waits for
+    resident_bytes: int = 0  # upper bound of this mount's bytes in the page cache
+    asked_bytes: int = 0  # room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
-    least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that is streamed
-    slack_bytes: int = 0  # in place only: beyond the limit, in memory that nobody wants
-    is_calm: bool = True  # memory has not got shorter for a while
-    crowded: bool = False  # somebody on `work` waits for room
+    least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that does not fit
+    slack_bytes: int = 0  # in place only: opportunistic bytes beyond the limit, in memory that nothing else needs
+    is_calm: bool = True  # available memory has not shrunk for a while
+    crowded: bool = False  # a thread that waits on `work` needs room
     running: bool = True
 
     def __post_init__(self) -> None:
@@ -225,7 +234,7 @@ class CacheState:
         self.ended = threading.Condition(self.lock)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Takes what pressure leaves of the budget: pins stay within it, all together may have the allowance."""
+        """Set the bytes that memory pressure leaves of the budget: the limit of pins. Windows may add the allowance."""
         if limit_bytes != self.pin_limit_bytes:
             self.references.tell("limit", limit_bytes)
         self.pin_limit_bytes = limit_bytes
@@ -233,20 +242,20 @@ class CacheState:
         self.limit_bytes = limit_bytes + self.allowance_bytes + experts_bytes
 
     def set_slack(self, free_bytes: int) -> None:
-        """Takes how much memory nobody wants (negative: so much is wanted): so much more may be used than is used now."""
+        """Set the bytes that may be used beyond the limit. `free_bytes`: unneeded memory; negative: memory is short."""
         slack_bytes = max(0, self.used_bytes + free_bytes - self.limit_bytes)
         if slack_bytes < self.slack_bytes:
             self.room.notify()
         self.slack_bytes = slack_bytes
 
     def ask_room(self) -> None:
-        """Has the evictor make room, and wake those on `work` once there is some."""
+        """Wake the evictor, which wakes threads that wait on `work` once there is room."""
         self.crowded = True
         self.room.notify()
 
     @property
     def room_bytes(self) -> int:
-        """What may be used before something has to be dropped."""
+        """Bytes that may be used before extents are evicted."""
         return self.limit_bytes + self.slack_bytes
 
     @property
@@ -255,42 +264,42 @@ class CacheState:
         return self.resident_bytes + self.held_bytes
 
     def stores_old(self, path: str) -> bool:
-        """True while a STORE of a group that has ended is under way to `path`."""
+        """Return True while a STORE to `path` of a group that has ended is under way."""
         return any(member.path == path and not group.alive for group, member in self.storing)
 
     def load_ended(self, member: Member) -> None:
-        """Notes the end of a read of the file for a fetch."""
+        """Count the end of a fetch's read of the file."""
         member.loads -= 1
         self.ended.notify_all()
 
     def store_ended(self, group: Group, member: Member) -> None:
-        """Notes the end of a STORE that is in `storing`."""
+        """Remove a STORE that has ended from `storing`."""
         self.storing.remove((group, member))
         self.ended.notify_all()
 
     def opens_of(self, group: Group) -> int:
-        """Open handles of applications on all files of `group`, which is alive."""
+        """Return the number of client handles on all files of `group`, which is alive."""
         return sum(self.opens.get(member.backing, 0) for member in group.members if member.backing is not None)
 
     def programs_of(self, group: Group) -> int:
-        """Open handles of applications on one file of `group`, of which there are most."""
+        """Return the largest number of client handles on one file of `group`."""
         return max((self.opens.get(member.backing, 0) for member in group.members if member.backing is not None), default=0)
 
     def place(self, group: Group, member: Member) -> None:
-        """The file of a member is at its path from now on."""
+        """Register a member at its path."""
         self.places.setdefault(member.path, []).append((group, member))
 
     def displace(self, group: Group, member: Member) -> None:
-        """And is no more, or is forgotten."""
-        known = self.places[member.path]
-        known.remove((group, member))
-        if not known:
+        """Remove a member from its path."""
+        members = self.places[member.path]
+        members.remove((group, member))
+        if not members:
             del self.places[member.path]
 
     def charge(self, group: Group, extent: int, length: int) -> None:
-        """Counts `length` more bytes of `extent`, in whole pages, as held by the kernel (at most the whole extent)."""
+        """Account `length` more bytes of `extent`, in whole pages, to the page cache; at most the whole extent."""
         if not group.alive or group.member_of(extent).node is None:
-            return  # what comes in before the node is known is dropped when it is
+            return  # until the node is known, nothing is accounted; then all pages are dropped
         before = group.charge[extent]
         after = min(group.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
         group.charge[extent] = after
@@ -299,21 +308,21 @@ class CacheState:
             self.room.notify()
 
     def consumed(self, length: int, hit: bool) -> None:
-        """Counts bytes that a reader got."""
+        """Count bytes that a client has read."""
         if hit:
             self.counters.hit_bytes += length
         else:
             self.counters.miss_bytes += length
 
     def finish(self, fetch: Fetch) -> None:
-        """Drops one user of `fetch`; the last one gives its buffer back."""
+        """Remove one user of `fetch`; the last one returns its buffer to the pool."""
         fetch.users -= 1
         if fetch.users == 0 and fetch.buffer is not None:
             self.pool.give(fetch.buffer)
             self.work.notify()
 
     def ranges(self, group: Group, extents: list[int]) -> list[tuple[Member, int, int]]:
-        """Returns (member, offset, length) of `extents`, neighbours merged."""
+        """Return (member, offset, length) of `extents`, consecutive ones merged."""
         merged: list[tuple[Member, int, int]] = []
         for extent in sorted(extents):
             member = group.member_of(extent)
@@ -325,9 +334,9 @@ class CacheState:
         return merged
 
     def pinned_bytes(self) -> int:
-        """Bytes that are pinned in the page cache (steer) or held in the arena."""
+        """Return the bytes that are pinned in the page cache (steer, in place) or in the arena."""
         return sum(group.pinned_bytes for group in self.groups.values())
 
     def window_bytes(self) -> int:
-        """Charged bytes that are not pinned: the window, hot pages and what has not been dropped yet."""
+        """Return the accounted bytes that are not pinned: windows, hot pages and pages that are not invalidated yet."""
         return max(0, self.used_bytes - self.pinned_bytes())

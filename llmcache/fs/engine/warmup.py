@@ -1,11 +1,12 @@
-"""Brings files in before anybody reads them: what the plan wants kept of them, and their hot pages.
+"""Populates the cache before clients read: the extents that the plan pins, and hot pages.
 
-`Warmer.warm` opens the files as a reader would (so that they are grouped, attached to the pin helper and planned), has
-`Bringer` fetch what is wanted and absent, and closes them. It fetches nothing that would only stream through.
+`Warmer.warm` opens the files as a client would, so that they are grouped, attached to the pin helper and planned. `Bringer`
+then fetches the absent extents that the plan wants, and nothing that would only stream through the window. Afterwards the
+files are closed.
 
-Locking: the engine's one lock, as in `state`. In steer and in place, extents are fetched like those of a loader. In arena
-they are read into memory of their own and handed to the core, which keeps what it still wants: no reference is made, so
-passes that are learned from references stay those of readers. No thread here owes a reply to a READ.
+Locking: the engine's lock, as described in `state.py`; no thread here owes a reply to a READ. In steer and in place, extents
+are fetched as by a loader. In arena, they are read into memory of their own and handed to the core, which keeps those that
+it still wants. No reference is recorded, so the learned passes remain those of clients.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ if TYPE_CHECKING:
 
 SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
-NAMES_S = 5.0  # for a scan of SOURCE
-DESCRIPTORS = 2  # of an open file: with and without O_DIRECT
+NAMES_S = 5.0  # time limit of a scan of SOURCE
+DESCRIPTORS = 2  # descriptors of an open file: with and without O_DIRECT
 _LONGEST_SHOWN = 500
-_ROUNDS = 8  # of bringing in what a changed plan wants: others may change it for ever
+_ROUNDS = 8  # plans at most: other clients may change the plan again and again
 
 
 class Opener(Protocol):
-    """What opens files as a reader of the mount would."""
+    """Opens files as a client of the mount does."""
 
     def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """(handle, …) of a regular file. OSError."""
+        """Open a regular file; return (handle, …). OSError."""
 
     def release(self, number: int) -> None:
-        """Ends an open."""
+        """Close a handle."""
 
 
 class Warmer:
-    """Warm-ups of one mount; several may be asked for at a time, and bring in one after the other."""
+    """Warm-ups of one mount. Several may be requested at a time; they populate the cache one after another."""
 
     def __init__(self, engine: Engine, operations: Opener) -> None:
         self.engine = engine
@@ -64,29 +65,29 @@ class Warmer:
         self._turn = threading.Lock()
 
     def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
-        """Warms the files that match `globs` (none: all models and small files); returns what is kept of them now.
+        """Populate the files that match `globs` (none: all models and small files); return the state of the files.
 
-        `tell` is given progress several times a second, and ends the warm-up by raising. Not `fetch`: only looks.
-        UsageError: no file matches; MountProblem: the mount ended meanwhile.
+        `tell` receives progress several times a second, and cancels the warm-up by raising. Without `fetch`, only report.
+        UsageError: no file matches. MountProblem: the mount ended.
         """
         began = time.monotonic()
         paths = self.named(globs, tell)
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # the others are for who reads meanwhile
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # half remains for clients
         if len(paths) > most:
             hint = "name fewer files by globs, or raise the limit of open files (ulimit -n) of the daemon"
             raise EnvironmentProblem(f"GLOB: {len(paths)} files match, but at most {most} can be warmed at once", hint)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
-            unreadable = [path for path in _while_telling(paths, tell) if not self._open(path, stack)]
+            unreadable = [path for path in _with_heartbeat(paths, tell) if not self._open(path, stack)]
             groups = self._groups(set(paths))
-            # Shards of one model are kept together, whichever of them was named.
+            # All shards of a model are populated, even if only one was named.
             with self.state.lock:
                 closed = [member.path for group in groups for member in group.members if member.backing is None]
             for path in closed:
                 self._open(path, stack)
             self._ready(groups, suppose=bool(globs))
             if fetch:
-                self._bring(groups, tell)
+                self._populate(groups, tell)
             rows = self._rows(groups, warm=fetch)
         read = self.state.counters.backing_read_bytes - before if fetch else 0
         return {
@@ -100,11 +101,11 @@ class Warmer:
             "unreadable": unreadable,
         }
 
-    def _bring(self, groups: list[Group], tell: Tell) -> None:
-        """Brings in what is absent when its turn has come: two warm-ups at once would read the same twice.
+    def _populate(self, groups: list[Group], tell: Tell) -> None:
+        """Fetch absent extents, one warm-up at a time: two would read the same extents twice.
 
-        What comes in changes the plan (hot pages take room from loops), and so do others meanwhile: it goes on until
-        nothing that is wanted is absent, or no more comes.
+        Fetched hot pages take room from loops, and other clients may change the plan as well. So a new plan is made until no
+        wanted extent is absent, or none can be fetched.
         """
         while not self._turn.acquire(timeout=TELL_S):
             tell({})
@@ -124,10 +125,10 @@ class Warmer:
     # Which files
 
     def named(self, globs: list[str], tell: Tell) -> list[str]:
-        """Paths of the regular files that match `globs`, all without globs. UsageError: there are globs and no file."""
+        """Return the paths of regular files that match `globs`, or of all. UsageError: there are globs and no match."""
         tree = self.engine.tree
         tree.names.refresh(NAMES_S, at_once=True)
-        paths = [path for path in _while_telling(self._paths(), tell) if not globs or tree.matches(path, globs)]
+        paths = [path for path in _with_heartbeat(self._paths(), tell) if not globs or tree.matches(path, globs)]
         if globs and not paths:
             shown, hint = (
                 " ".join(globs)[:_LONGEST_SHOWN],
@@ -137,18 +138,18 @@ class Warmer:
         return paths
 
     def _paths(self) -> Iterator[str]:
-        """Paths of all regular files, in the order of their names."""
+        """Yield the paths of all regular files, in the order of their names."""
         for directory, names, files, fd in os.fwalk(".", dir_fd=self.engine.tree.fd, follow_symlinks=False):
             names.sort()
             for name in sorted(files):
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
                     path = os.path.normpath(f"/{directory}/{name}")
                     mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
                     if stat.S_ISREG(mode) or path in self.engine.tree.targets:
                         yield path
 
     def _open(self, path: str, stack: ExitStack) -> bool:
-        """Opens as a reader does, until `stack` ends; False where SOURCE refuses."""
+        """Open a file as a client does, until `stack` ends; return False if SOURCE refuses."""
         try:
             number, _ = self.operations.open(path, os.O_RDONLY, Caller(os.geteuid(), os.getegid(), os.getpid()))
         except OSError:
@@ -162,11 +163,11 @@ class Warmer:
         return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
 
     def _ready(self, groups: list[Group], suppose: bool) -> None:
-        """Wait until the kernel's nodes are known and old pages are dropped, and have the groups steered."""
+        """Wait until the files' nodes are known and old pages are dropped, and make sure that the groups are steered."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
             members = [member for group in groups for member in group.members]
-            # The pin helper, or the dropping of old pages, is still busy with them.
+            # The pin helper is attaching them, or old pages are being dropped.
             while any(each.backing is not None and (each.attaching or each.backing.unsettled) for each in members):
                 if not state.running:
                     raise ended()
@@ -174,31 +175,29 @@ class Warmer:
                     break
                 state.work.wait(0.05)
             for group in groups:
-                if group.left:  # what is to be kept cannot be left to the kernel
+                if group.left:  # the kernel would not keep what the warm-up fetches
                     self.engine.judge.turn(group, is_left=False)
                 if suppose and group.alive and group.status.count(SINGLE) == 0:
                     self.engine.grouping.suppose(group)
 
-    # What is to be kept of them
+    # Planned extents
 
     def _planned(self, groups: list[Group]) -> list[Piece]:
-        """What should be there by a plan of this moment, in the order in which it will be read: hot pages as far as their
-        share goes, then loops. Lock held.
-        """
+        """Return the extents to populate by a new plan: hot pages up to their share, then pins in loop order. Lock held."""
         self.state.references.tell("plan")
         self.engine.planner.plan()
-        found: list[Piece] = []
+        planned: list[Piece] = []
         share = self.state.limit_bytes // HOT_SHARE
         for group in groups:
             for extent in sorted(group.hot):
                 member = group.member_of(extent)
                 share -= group.length_of(member, extent)
                 if share >= 0 and group.length_of(member, extent) > 0:
-                    found.append((group, member, extent))
+                    planned.append((group, member, extent))
         for group in groups:
             wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
-            found += [(group, group.member_of(extent), extent) for extent in wanted]
-        return found
+            planned += [(group, group.member_of(extent), extent) for extent in wanted]
+        return planned
 
     def _wants(self, group: Group, extent: int) -> bool:
         core = self.state.references.core
@@ -207,18 +206,18 @@ class Warmer:
         return bool(group.wanted[extent]) if core is None else core.wants(group.key, extent)
 
     def _rows(self, groups: list[Group], warm: bool) -> list[dict[str, Any]]:
-        """What is wanted and kept of each file, at one moment; and (`warm`) keeps it until it has been used."""
+        """Return the wanted and the cached bytes of each file, by one plan. `warm`: keep them cached until first used."""
         sums = {(group.key, member.path): [0, 0] for group in groups for member in group.members if member.backing}
         with self.state.lock:
             for group in groups:
                 group.warm = group.warm or (warm and group.alive)
             for piece in self._planned(groups):
                 group, member, extent = piece
-                both = sums.get((group.key, member.path))
-                if both is not None:
+                sums_of_file = sums.get((group.key, member.path))
+                if sums_of_file is not None:
                     length = group.length_of(member, extent)
-                    both[0] += length
-                    both[1] += length if has(self.state, piece) else 0
+                    sums_of_file[0] += length
+                    sums_of_file[1] += length if has(self.state, piece) else 0
             return [
                 {
                     "path": member.path,
@@ -234,26 +233,26 @@ class Warmer:
             ]
 
 
-def _while_telling(paths: Iterable[str], tell: Tell) -> Iterator[str]:
-    """Passes `paths` on; now and then tells the client, whose patience ends, that something goes on."""
-    told = time.monotonic()
+def _with_heartbeat(paths: Iterable[str], tell: Tell) -> Iterator[str]:
+    """Yield `paths`, and call `tell` now and then, so that the client does not time out."""
+    last_s = time.monotonic()
     for path in paths:
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
+        if time.monotonic() - last_s > TELL_S:
+            last_s = time.monotonic()
             tell({})
         yield path
 
 
 THREADS = 4
 TELL_S = 0.2
-STALLED_S = 10.0  # without a byte: there is no room, or storage hangs
+STALLED_S = 10.0  # without a byte: no room, or storage hangs
 
 Tell = Callable[[dict[str, Any]], None]
 Piece = tuple[Group, Member, int]
 
 
 def has(state: CacheState, piece: Piece) -> bool:
-    """True if the extent is kept, as far as the mount knows. Lock held."""
+    """Return True if the mount has the extent cached. Lock held."""
     group, member, extent = piece
     if group.state(extent) == SINGLE:
         return bool(group.charge[extent] >= min(group.extent_bytes, group.length_of(member, extent)))
@@ -262,12 +261,12 @@ def has(state: CacheState, piece: Piece) -> bool:
 
 
 def ended() -> MountProblem:
-    """The error of a warm-up that the end of the mount has cut short."""
+    """Return the error of a warm-up that was cut short by the end of the mount."""
     return MountProblem("the mount ended during the warm-up")
 
 
 class Bringer:
-    """One warm-up's threads, and the pieces that are left to do for them."""
+    """The threads of one warm-up, and the extents that remain to be fetched."""
 
     def __init__(self, state: CacheState, backend: Backend, holder: Holder, pieces: list[Piece]) -> None:
         self.state, self.backend, self.holder = state, backend, holder
@@ -279,12 +278,12 @@ class Bringer:
         self.stop = False
 
     def run(self, tell: Tell) -> None:
-        """Returns when everything was brought in, or does not fit."""
+        """Return once every extent was fetched, or does not fit."""
         threads = [threading.Thread(target=self._work, name=f"warm-{n}", daemon=True) for n in range(THREADS)]
         for thread in threads:
             thread.start()
         try:
-            while self.total_bytes:  # of nothing there is no progress to tell
+            while self.total_bytes:  # without work there is no progress to report
                 tell({"done_bytes": self.done_bytes, "total_bytes": self.total_bytes})
                 if not any(thread.is_alive() for thread in threads):
                     break
@@ -305,32 +304,32 @@ class Bringer:
                 piece = self.left.popleft()
             except IndexError:
                 return
-            self._bring(*piece)
+            self._populate(*piece)
 
-    def _bring(self, group: Group, member: Member, extent: int) -> None:
+    def _populate(self, group: Group, member: Member, extent: int) -> None:
         backing = member.backing
         if backing is None:
             return
         if group.state(extent) == SINGLE:
-            self._bring_hot(group, member, extent, backing)
+            self._fetch_hot(group, member, extent, backing)
         elif self.state.references.core is None:
-            self._bring_fetched(group, member, extent)
+            self._fetch(group, member, extent)
         else:
-            self._bring_held(group, member, extent, backing)
+            self._fetch_to_arena(group, member, extent, backing)
         with self.state.lock:
             if has(self.state, (group, member, extent)):
                 self.done_bytes += group.length_of(member, extent)
                 self.last_ns = time.monotonic_ns()
 
-    def _bring_fetched(self, group: Group, member: Member, extent: int) -> None:
-        """Steer: as a loader does, when there is a buffer and room."""
+    def _fetch(self, group: Group, member: Member, extent: int) -> None:
+        """Fetch an extent as a loader does, once there is a buffer and room (steer, in place)."""
         while not self.stop and self.state.running:
             with self.state.lock:
                 if not group.alive or not group.wanted[extent]:
                     return  # the plan has changed
                 if group.state(extent) not in (ABSENT, SPARSE, LOADING):
-                    return  # it is there
-                if group.state(extent) == LOADING:  # others bring it
+                    return  # it is cached
+                if group.state(extent) == LOADING:  # another thread fetches it
                     job = None
                 elif self.state.used_bytes + group.extent_bytes <= self.state.room_bytes and member.reachable:
                     job = self.backend.ahead(group, member, extent)
@@ -346,8 +345,8 @@ class Bringer:
                 job()
                 return
 
-    def _bring_held(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
-        """Arena: into memory of the daemon; the core may have changed its mind while it was read."""
+    def _fetch_to_arena(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+        """Read an extent into memory of the daemon, unless the core no longer wants it then (arena)."""
         try:
             region = MemoryRegion(group.extent_bytes)
         except OSError:  # no memory
@@ -365,8 +364,8 @@ class Bringer:
                 self.state.references.tell("hold", group.key, extent)
                 self.holder.keep(group, extent, region)
 
-    def _bring_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
-        """Puts a page-by-page extent into the page cache whole."""
+    def _fetch_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+        """Populate a whole extent that is read by pages."""
         with self.state.lock:
             if not group.alive or member.node is None:
                 return
@@ -374,7 +373,7 @@ class Bringer:
         if not self.backend.fill(group, member, extent, backing):
             return
         with self.state.lock:
-            if group.key in self.state.groups:  # else it was given up meanwhile
+            if group.key in self.state.groups:  # otherwise the group has ended since
                 self.state.charge(group, extent, length)
                 group.strays[extent] = time.monotonic_ns()
                 self.state.references.pages(group, member, offset, length, READ, os.getpid())

@@ -1,6 +1,6 @@
-"""Prompts of llama-cpp-python on disk: `PrefixCache`, and its server with one.
+"""PrefixCache: prompts of llama-cpp-python on disk; and the server of llama-cpp-python with a PrefixCache.
 
-Needs the [llama] extra; nothing else in this package does, and nothing of it is imported before it is asked for.
+Only this package needs the [llama] extra; it is imported on first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["PrefixCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, once llama-cpp-python is found to be there."""
+    """Import PrefixCache on first use. EnvironmentProblem: llama-cpp-python is not installed."""
     if name != "PrefixCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,14 +1,14 @@
-"""AttachedCache: a PrefixCache as one Llama has it, from `llama.set_cache` on.
+"""AttachedCache: the cache of one Llama, which uses a PrefixCache that several may share.
 
 `Llama` uses its cache twice in each completion: `cache[prompt]` before it evaluates the prompt, and `cache[tokens] = state`
-after the answer. It does not pass itself. So kv.llama.cache replaces `Llama.set_cache`: each Llama gets a cache of its own,
-which replaces three methods of this Llama:
+after the answer. It does not pass itself to the cache. Therefore kv.llama.cache replaces `Llama.set_cache` to give each
+Llama an AttachedCache, which replaces three methods of this Llama:
 
-- `_create_completion` marks when code of a completion runs, and reads how the answer was requested.
-- `eval` stores a prompt as soon as it is evaluated, before the first token is sampled. It evaluates the last token of the
-  prompt alone. A restored prompt continues in the same way, so that both have the same answer, to the last bit.
-- `save_state`, called by a completion, copies no scores, and nothing if all blocks are stored. Called by others it is
-  unchanged.
+- `_create_completion` records whether a completion is running, and reads the options of the request.
+- `eval` stores a prompt after it is evaluated and before the first token is sampled. It evaluates the last token of the
+  prompt separately. A restored prompt continues in the same way, so the answers are bit-identical.
+- `save_state`, called by a completion, does not copy scores, and copies nothing if all blocks are stored. Other callers get
+  the unchanged method.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmcache.kv")
 
 EARLY_TOKENS = 64
-"""A prompt is stored before its answer if at least so many tokens were evaluated, which takes longer than the copy."""
+"""Least number of evaluated tokens for which a prompt is stored before its answer; for fewer, the copy takes longer."""
 GROWTH_TOKENS = 64
-"""While an answer is generated, memory is looked at after so many tokens."""
+"""Interval in tokens at which available memory is checked while an answer is generated."""
 _REPLACED = ("_create_completion", "eval", "save_state")
 _SCORE_BYTES = 4
 
 
 class AttachedCache(BaseLlamaCache):
-    """The PrefixCache `cache` for `llama` alone; all other attributes are those of `cache`."""
+    """The cache of `llama`, which stores prompts in the PrefixCache `cache` and has its public attributes."""
 
     def __init__(self, cache: PrefixCache, llama: Llama) -> None:
         super().__init__(cache.capacity_bytes)
         self._cache, self._llama = cache, weakref.ref(llama)
         self._completing = self._echoes = False
         self._answer_tokens = 0
-        self._prompt: Sequence[int] | None = None  # looked up, and not evaluated yet
-        self._stored: Task | None = None  # the prompt, while its answer is generated
-        self._scored = 0  # tokens whose scores have memory
+        self._prompt: Sequence[int] | None = None  # a prompt that was looked up and is not evaluated yet
+        self._stored: Task | None = None  # the task that stores the prompt, while its answer is generated
+        self._scored = 0  # tokens whose scores have memory already
         for name in _REPLACED:
             setattr(llama, name, getattr(self, name))
 
@@ -57,7 +57,7 @@ class AttachedCache(BaseLlamaCache):
         return getattr(self._cache, name)
 
     def detach(self, llama: Llama) -> None:
-        """Give `llama` its own methods back."""
+        """Restore the original methods of `llama`."""
         for name in _REPLACED:
             vars(llama).pop(name, None)
 
@@ -77,13 +77,13 @@ class AttachedCache(BaseLlamaCache):
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """Restore the longest stored prefix of `key`, and return its tokens; KeyError if there is none.
 
-        The returned state is no longer than what the Llama then has, so the Llama does not load it.
+        The returned state has only the tokens that the Llama then holds, so the Llama does not load it.
         """
         llama = self._owner()
         self._prompt, self._stored = key, None
         self._make_room(llama, len(key))
         if llama._logits_all and self._echoes:
-            llama.reset()  # its scores of an earlier prompt may be older than what was restored of it
+            llama.reset()  # it may have tokens that were restored without their scores
             raise KeyError("the request needs the scores of the prompt's tokens, which are not stored")
         self._prompt = None  # restoring may evaluate
         try:
@@ -97,21 +97,21 @@ class AttachedCache(BaseLlamaCache):
         return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
 
     def __contains__(self, key: object) -> bool:
-        """True if a prefix of the tokens `key` is stored."""
+        """Return whether a prefix of the tokens `key` is stored."""
         return isinstance(key, Sequence) and self._cache.has_prefix(self._owner(), key)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Write the blocks of `value` that are not stored yet; its tokens are taken from it, not from `key`."""
+        """Store the blocks of `value` that are not stored yet; the tokens are those of `value`, not `key`."""
         self._cache.keep(self._owner(), value)
 
-    # Methods of the Llama
+    # Replaced methods of the Llama
 
     def _create_completion(self, *args: Any, **named: Any) -> Iterator[Any]:
         llama = self._owner()
         self._echoes = bool(named.get("echo")) and named.get("logprobs") is not None
         self._answer_tokens = max(0, named.get("max_tokens") or 0)
         completion = type(llama)._create_completion(llama, *args, **named)
-        del llama  # it may be deleted while the client reads the answer
+        del llama  # so that it can be deleted while the client reads the answer
         try:
             while True:
                 self._completing = True
@@ -127,7 +127,7 @@ class AttachedCache(BaseLlamaCache):
             self._echoes, self._stored = False, None
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens; those of a prompt that was looked up are then stored."""
+        """Evaluate tokens, and store the prompt if they are the rest of one that was looked up."""
         llama, (prompt, self._prompt) = self._owner(), (self._prompt, None)
         evaluate: Callable[[Llama, Sequence[int]], None] = type(llama).eval
         is_prompt = prompt is not None and self._completing and self._cache.cuts(llama, len(prompt))
@@ -141,7 +141,7 @@ class AttachedCache(BaseLlamaCache):
             self._stored = self._cache.keep_prompt(llama, self._answer_tokens or llama.n_ctx())
 
     def save_state(self) -> LlamaState:
-        """Return the state of the Llama; for a completion that stores it, without scores, and empty if all is stored."""
+        """Return the state of the Llama; during a completion without scores, and empty if all blocks are stored."""
         llama = self._owner()
         if not self._completing:
             return type(llama).save_state(llama)
@@ -149,10 +149,10 @@ class AttachedCache(BaseLlamaCache):
         return self._cache.handed(llama, stored)
 
     def _make_room(self, llama: Llama, tokens: int) -> None:
-        """Drop prompts that wait to be written if the scores of so many tokens, and some more, need their memory.
+        """Drop queued prompts if the scores of `tokens`, and of GROWTH_TOKENS more, need their memory.
 
-        `Llama` has a row of scores for each token with logits_all, and llama.cpp one for each token of a batch; both take
-        memory when they are used first.
+        With logits_all, `Llama` has a row of scores for each token, and llama.cpp one for each token of a batch; both use
+        memory only from the first access on.
         """
         if llama._logits_all:
             tokens = min(tokens + GROWTH_TOKENS, llama.n_ctx())

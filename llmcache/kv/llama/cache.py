@@ -1,34 +1,22 @@
-"""PrefixCache: prompts that llama.cpp has evaluated, kept on disk by llama-cpp-python and restored by prefix.
+"""PrefixCache: prompts that llama-cpp-python has evaluated, stored on disk and restored by prefix.
 
     llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
 
-A prompt is cut into blocks of 256 tokens, each named by a hash of the model's fingerprint and of all tokens to its end: a
-prefix that many prompts share is stored once, and the longest stored one is found with a look-up for each block. The last
-block may have fewer tokens, and of a block that begins like the prompt the first tokens serve (kv.prefix.store).
+The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a common
+prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls
+this one before and after a prompt is evaluated and after its answer. To restore a prefix, the cache loads the state with
+llama_state_seq_set_data and sets `input_ids` and `n_tokens`; `Llama` then evaluates only the rest. `Llama.load_state` takes
+only whole contexts.
 
-The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls this one before and after a prompt is
-evaluated, and after its answer. It restores a prefix by llama_state_seq_set_data and the public `input_ids` and `n_tokens`:
-`Llama` finds the prompt's beginning in its context, and evaluates the rest. Its own `load_state` takes whole contexts only,
-with copies of them and of all scores.
+- Nothing is restored or stored until all bytes of the model's files are hashed, nor after one of them was changed.
+- The last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of a prompt is always
+  evaluated alone, so answers to new and restored prompts are identical.
+- States that cannot be cut (kv.prefix.state) are stored whole, after 1, 2, 4, 8... blocks and after the last.
+- Not supported: `echo` with `logprobs`, because scores are not stored; chat handlers with images, which have no tokens.
+  Control vectors set through the C interface are not detected: use another directory for them.
 
-Nothing is restored or stored before the model's files are identified by all of their bytes (kv.prefix.identity), nor after
-one of them was changed or replaced.
-
-What llama.cpp computes of a token depends, in the last bits, on how many are evaluated with it. So the last token of a
-prompt, which is evaluated again after the prompt was restored, is evaluated alone also the first time.
-
-Layouts that cannot be cut (kv.prefix.state: recurrent layers, windows that have dropped tokens) are stored whole, at block
-boundaries: the prompt is evaluated up to 1, 2, 4, 8… blocks and the last, and the state taken there. One log line says so.
-Where `Llama` would evaluate the prompt anew all the same, as its llama.cpp does not remove "nothing behind it" from a
-recurrent state, nothing is restored or stored, and another line says that.
-
-Nothing is restored for a completion that tells the probabilities of the prompt's tokens (`echo` with `logprobs`): their
-scores are not stored. Nothing is restored or stored for a Llama with a chat handler of images, which have no tokens.
-Control vectors set through the C interface are not noticed: use another directory for them.
-
-Threads: a Llama is used by one thread at a time. What is to be stored is copied there and handed to one thread that cuts,
-checks and writes it, through a queue bounded by bytes and by the memory of the machine and the cgroup. One lock guards the
-queue, another what several Llamas count.
+Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and writes
+it. One lock guards the writer's queue, another the counters that several Llamas share.
 """
 
 from __future__ import annotations
@@ -75,14 +63,14 @@ log = logging.getLogger("llmcache.kv")
 
 BLOCK_TOKENS = 256
 LINKED_TOKENS = (128, 64, 32, 16)
-"""By so many of its first tokens a block is found; fewer are not stored as a last block, nor taken from one."""
+"""Numbers of first tokens by which links find a block; blocks and common beginnings below the least are not used."""
 LEAST_TOKENS = LINKED_TOKENS[-1]
 FORMAT = 2
-"""Of fingerprints: raised when other things go into them, or blocks lie otherwise."""
+"""Version of fingerprints: increase it if their input or the layout of blocks changes."""
 WAIT_S = 2.0
-"""A Llama's first look-up waits so long for the identity of its files."""
+"""Time for which the first look-up of a Llama waits for the digests of its files."""
 LOG_S = 60.0
-"""Lines about the same failure have at least this distance."""
+"""Least interval between log lines about the same kind of failure."""
 LEAST_ROOM_BYTES = 1 << 20
 _READERS = 2
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
@@ -94,14 +82,14 @@ _NOT_ATTACHED = "pass a PrefixCache to llama.set_cache, or call its methods rest
 
 @dataclass
 class PrefixCounters:
-    """What a cache has done since it was made. `restore_s` is the time of restoring, reading included."""
+    """Counters of a cache since its creation. `restore_s` is the time of restoring, including reads."""
 
     lookups: int = 0
     hits: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0
-    saved_s: float = 0.0  # evaluating what was restored would have taken, less `restore_s`; 0 while its speed is not known
+    saved_s: float = 0.0  # estimated time to evaluate the restored tokens, less `restore_s`; 0 until the speed is measured
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0
@@ -109,23 +97,24 @@ class PrefixCounters:
 
 @dataclass
 class _Model:
-    """What is known of a Llama: the fingerprint, what it stands for, and whether its states are stored whole.
+    """The model of a Llama, with its settings.
 
-    `root`: the fingerprint, hexadecimal, or empty while its files are not identified; the first block's name is made from
-    it, in place of the block before it.
+    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the previous
+    block's name in the name of the first block; it is empty until the files are identified. `whole`: states cannot be cut.
+    `refused`: why nothing is restored or stored.
     """
 
-    told: dict[str, Any]
+    description: dict[str, Any]
     whole: bool = False
     refused: str = ""
-    files: tuple[FileIdentity, ...] = ()  # those of the model, and a LoRA adapter
+    files: tuple[FileIdentity, ...] = ()  # files of the model, and of a LoRA adapter
     root: str = ""
     has_waited: bool = False
-    token_s: float = 0.0  # of evaluating, a token; 0: not known yet
+    token_s: float = 0.0  # time to evaluate a token; 0 until it is measured
 
     @property
     def name(self) -> str:
-        """The directory of its blocks."""
+        """Name of the directory of its blocks."""
         return self.root[:32]
 
     @property
@@ -134,24 +123,24 @@ class _Model:
         return bool(self.root) and not self.refused
 
     def identify(self, digests: list[str]) -> None:
-        """Set the fingerprint, which depends on the digests of `files`."""
-        models = len(self.files) - (self.told["lora"] is not None)
-        self.told["files"] = [
+        """Compute the fingerprint from the digests of `files`."""
+        models = len(self.files) - (self.description["lora"] is not None)
+        self.description["files"] = [
             [file.stamp.size_bytes, digest] for file, digest in zip(self.files[:models], digests, strict=False)
         ]
-        if self.told["lora"] is not None:
-            self.told["lora"] = [digests[-1], self.told["lora"][-1]]
-        identity = {key: value for key, value in self.told.items() if key not in ("file", "name")}
+        if self.description["lora"] is not None:
+            self.description["lora"] = [digests[-1], self.description["lora"][-1]]
+        identity = {key: value for key, value in self.description.items() if key not in ("file", "name")}
         text = json.dumps(identity, sort_keys=True)
         self.root = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()[:40]
 
 
 @dataclass
 class Task:
-    """Blocks to be written, with the tokens before the end of each: `block` makes one when its turn has come.
+    """Blocks to write; `tokens` are all tokens of the prompt, and `block` cuts a block when it is written.
 
-    `pushed`: they are given to the shared tier as well; not those that are from there. `memory`: what the state was copied
-    to, which is free for another one when `is_done`.
+    `pushed`: also send the blocks to the shared tier (not if they come from it). `memory` has the copy of the state; it can
+    be used again when `is_done`.
     """
 
     model: _Model
@@ -165,13 +154,19 @@ class Task:
 
 
 class PrefixCache(BaseLlamaCache):
-    """Prompts below `directory`, at most `limit` bytes ("20G") of them; for one Llama or several, of any models.
+    """Store prompts below `directory`, for one Llama or several of any models. Processes may share the directory.
 
-    `ttl`: a duration ("30d"), after which a block that was not used goes; `floor`: bytes of the file system that are left
-    free, by default 1 GB or 5 % of a smaller file system; `queue`: bytes that may wait to be written, and no more than half
-    of the memory that is available: prompts beyond are not stored; `shared`: the address of a Redis-compatible server
-    (redis://host:6379/0), which has `deadline` seconds for what a prompt asks of it. Several processes may have the same
-    directory. Close it, or end the process normally, to have written what waits. UsageError, EnvironmentProblem as
+    Parameters
+    ----------
+    limit: Largest size of all blocks ("20G").
+    ttl: Evict blocks that were not used for this duration ("30d").
+    floor: Bytes of the file system to leave free; by default 1 GB, or 5 % of a smaller file system.
+    queue: Largest size of the prompts that wait to be written, also limited to half of the available memory. Prompts that
+        do not fit are not stored.
+    shared: Address of a Redis-compatible server (redis://host:6379/0) that shares blocks between machines.
+    deadline: Seconds for the requests of one prompt to that server.
+
+    `close`, and the normal end of the process, write the queued blocks. Raises UsageError and EnvironmentProblem like
     `BlockStore` and `SharedTier`.
     """
 
@@ -206,7 +201,7 @@ class PrefixCache(BaseLlamaCache):
         return sum(entry.size_bytes for entry in self.store.entries())
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Raise TypeError: only the cache that `llama.set_cache` makes of this one knows its Llama."""
+        """Raise TypeError: this works only on the cache that `llama.set_cache` attaches to a Llama."""
         raise TypeError(_NOT_ATTACHED)
 
     def __contains__(self, key: object) -> bool:
@@ -218,18 +213,18 @@ class PrefixCache(BaseLlamaCache):
         raise TypeError(_NOT_ATTACHED)
 
     def attached(self, llama: Llama) -> AttachedCache:
-        """Return this cache for `llama` alone, as `llama.set_cache` sets it; begin to identify the files of its model."""
+        """Return the cache that `llama.set_cache` attaches to `llama`, and start to identify the model's files."""
         if llama not in self._models:
             self._models[llama] = self._described(llama)
         return AttachedCache(self, llama)
 
-    # What it does
+    # Restoring and storing
 
     def restore(self, llama: Llama, tokens: Sequence[int]) -> int:
-        """Restores the longest stored prefix of `tokens` in `llama`, and returns its tokens; 0, and nothing done, if none.
+        """Restore the longest stored prefix of `tokens` into `llama`, and return its number of tokens.
 
-        It is none where `llama` has as long a prefix already. Where states are stored whole, `tokens` are evaluated up to
-        the last block boundary, with the states on the way stored.
+        Return 0, without an effect, if none is stored that is longer than the one in the context. If states are stored
+        whole, also evaluate `tokens` up to the last block boundary, store the states on the way, and return that boundary.
         """
         model = self._model(llama)
         if not model.usable:
@@ -239,7 +234,7 @@ class PrefixCache(BaseLlamaCache):
             self.counters.lookups += 1
         tokens = tokens[: llama.n_ctx()]
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
-        # The last token is evaluated in any case, for its logits: it can be cut off again, but not from a whole state.
+        # The last token is evaluated again for its logits. It can be cut off a state of blocks, but not a whole state.
         keys = _keys(model, tokens[:-1] if model.whole else tokens)
         if model.whole and live < llama.n_tokens:
             live = 0
@@ -250,7 +245,7 @@ class PrefixCache(BaseLlamaCache):
             before = len(stored)
             data, found, stored = (self._whole if model.whole else self._joined)(model, stored, tokens, live, fetched)
             if data is not None and not self._set(llama, data, tokens[:found]):
-                log.warning("%s: llama.cpp rejected the stored state; its blocks were removed", model.told["file"])
+                log.warning("%s: llama.cpp rejected the stored state; its blocks were removed", model.description["file"])
                 self.store.drop(stored)
                 found, stored, fetched = 0, [], {}
             elif data is not None:
@@ -271,24 +266,25 @@ class PrefixCache(BaseLlamaCache):
         return model.usable and any(True for _ in self._stored(_keys(model, tokens), model.whole))
 
     def cuts(self, llama: Llama, tokens: int) -> bool:
-        """Return whether a prompt of so many tokens is stored for `llama`, in blocks."""
+        """Return whether a prompt with this number of tokens is stored for `llama`, in blocks."""
         model = self._model(llama)
         return tokens >= LEAST_TOKENS and not model.refused and not model.whole
 
     def make_room(self, size_bytes: int) -> bool:
-        """Drop prompts that wait to be written until so much memory is available; return whether it is."""
+        """Drop queued prompts until `size_bytes` of memory are available; return whether they are."""
         return not size_bytes or self._writer.make_room(size_bytes)
 
     def keep(self, llama: Llama, state: LlamaState) -> None:
-        """Write the blocks of `state`, which `llama.save_state` returned, that are not stored yet, in the background."""
+        """Queue the blocks of `state`, a result of `llama.save_state`, that are not stored yet."""
         tokens, data = state.input_ids[: state.n_tokens].tolist(), np.frombuffer(state.llama_state, np.uint8)
         if len(data) and (missing := self._missing(llama, tokens)):
             self._put(llama, tokens, missing, data)
 
     def keep_prompt(self, llama: Llama, answer_tokens: int) -> Task | None:
-        """Write the blocks of what `llama` has evaluated that are not stored yet, in the background.
+        """Queue the blocks of the evaluated tokens of `llama` that are not stored yet.
 
-        Its answer may have `answer_tokens`. Returns what was begun, for `handed` to use its memory again.
+        Return the task, or None if nothing was queued. Its memory has room for an answer of `answer_tokens`, so that
+        `handed` can use it again.
         """
         tokens = llama.input_ids[: llama.n_tokens].tolist()
         missing = self._missing(llama, tokens)
@@ -302,9 +298,9 @@ class PrefixCache(BaseLlamaCache):
         return task
 
     def handed(self, llama: Llama, stored: Task | None) -> LlamaState:
-        """Return the state of `llama` as a completion stores it: without scores, and empty if all its blocks are stored.
+        """Return the state of `llama` without scores, for a completion that stores it; empty if all blocks are stored.
 
-        `stored`: what `keep_prompt` returned for the prompt.
+        `stored` is the result of `keep_prompt` for the prompt.
         """
         data: Bytes = np.empty(0, np.uint8)
         if missing := self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
@@ -316,23 +312,25 @@ class PrefixCache(BaseLlamaCache):
         return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
 
     def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
-        """Have the blocks `missing` of the state `data` of `tokens` written; None if they cannot be."""
+        """Queue the blocks `missing` of the state `data` of `tokens`; return None if the state cannot be stored."""
         model = self._model(llama)
         try:
-            cut = read_state(data, model.told["architecture"])
+            cut = read_state(data, model.description["architecture"])
         except Uncut as reason:
-            log.warning("%s: states are stored whole, at block boundaries: %s", model.told["file"], reason)
+            log.warning("%s: states are stored whole, at block boundaries: %s", model.description["file"], reason)
             model.whole = True
             return None
         if cut.tokens < len(tokens):
-            log.warning("%s: a state was not stored: it has %d tokens, not %d", model.told["file"], cut.tokens, len(tokens))
+            log.warning(
+                "%s: a state was not stored: it has %d tokens, not %d", model.description["file"], cut.tokens, len(tokens)
+            )
             return None
         task = Task(model, missing, tokens, len(data), functools.partial(_block_of, cut, tokens))
         self._writer.put(task)
         return task
 
     def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
-        """The blocks of what `llama` has evaluated, `tokens`, that are not stored and do not wait to be."""
+        """Return the blocks of `tokens`, which `llama` has evaluated, that are neither stored nor queued."""
         model = self._model(llama)
         perf = llama_cpp.llama_perf_context(llama.ctx)
         if perf.n_p_eval >= BLOCK_TOKENS:
@@ -343,11 +341,11 @@ class PrefixCache(BaseLlamaCache):
         return [key for key in keys if not self._writer.has(key) and key not in self.store]
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that waits is written or dropped; returns whether it is, after `timeout_s` at most."""
+        """Wait up to `timeout_s` until all queued blocks are written or dropped; return whether they are."""
         return self._writer.flush(timeout_s)
 
     def metrics(self) -> str:
-        """Returns what it has done since it was made, in OpenMetrics text."""
+        """Return the counters of the cache as OpenMetrics text."""
         counters = self.counters
         rows = (
             ("lookups", "", counters.lookups, "Prompts that were looked up"),
@@ -367,7 +365,7 @@ class PrefixCache(BaseLlamaCache):
         return openmetrics(rows)
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread; nothing is stored after that."""
+        """Write the queued blocks, and end the writer thread; nothing is stored afterwards."""
         self._writer.close()
         if self.shared is not None:
             self.shared.close()
@@ -378,10 +376,10 @@ class PrefixCache(BaseLlamaCache):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # Parts of it
+    # Implementation
 
     def _model(self, llama: Llama) -> _Model:
-        """What is known of `llama`, whose files are looked at: they are identified, or were changed meanwhile."""
+        """Return the model of `llama`, after checking whether its files are identified or were changed."""
         model = self._models.get(llama)
         if model is None:
             model = self._models[llama] = self._described(llama)
@@ -393,43 +391,42 @@ class PrefixCache(BaseLlamaCache):
             digests = [file.digest(max(0.0, until - time.monotonic())) for file in model.files]
         except EnvironmentProblem as error:
             model.refused = error.message
-            log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+            log.warning("%s: nothing is restored or stored: %s", model.description["file"], model.refused)
             return model
         known = [digest for digest in digests if digest]
         if not model.root and len(known) == len(digests):
             model.identify(known)
-            # How fast the process was that stored first, until this one knows its own speed.
+            # Use the speed of the process that stored first, until this process has measured its own.
             speed = self.store.description(model.name).get("token_s")
             model.token_s = speed if isinstance(speed, float) else 0.0
             if not is_first:
-                log.warning("%s: identified: prompts are restored and stored from now on", model.told["file"])
+                log.warning("%s: identified: prompts are restored and stored from now on", model.description["file"])
         elif not model.root and is_first:
             done, size = (
                 sum(sizes) for sizes in zip(*((f.hashed_bytes, f.stamp.size_bytes) for f in model.files), strict=True)
             )
             log.warning(
                 "%s: prompts are restored and stored once the file is identified, which reads all of it: %s of %s",
-                model.told["file"],
+                model.description["file"],
                 format_size(done),
                 format_size(size),
             )
         return model
 
     def _described(self, llama: Llama) -> _Model:
-        """What there is to know of `llama` before its files are identified, which begins."""
         try:
             model = _describe(llama)
         except OSError as error:
-            told = {"file": os.path.basename(llama.model_path)}
-            model = _Model(told, refused=f"the file cannot be read: {error.strerror}")
+            description = {"file": os.path.basename(llama.model_path)}
+            model = _Model(description, refused=f"the file cannot be read: {error.strerror}")
         if model.refused:
-            log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+            log.warning("%s: nothing is restored or stored: %s", model.description["file"], model.refused)
         elif model.whole:
-            log.warning("%s: states are stored whole, at block boundaries", model.told["file"])
+            log.warning("%s: states are stored whole, at block boundaries", model.description["file"])
         return model
 
     def _stored(self, keys: list[BlockKey], whole: bool) -> Iterator[BlockKey]:
-        """Returns the blocks that are stored, from the first one on; of whole states all to the last that is stored."""
+        """Return the stored blocks up to the first missing one; if states are whole, all up to the last stored one."""
         if not whole:
             return takewhile(self.store.__contains__, keys)
         last = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.store), 0)
@@ -438,15 +435,15 @@ class PrefixCache(BaseLlamaCache):
     def _fetched(
         self, model: _Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
     ) -> dict[BlockKey, Block]:
-        """Blocks that the shared tier has behind those of `keys` that are `stored`, which they are added to."""
+        """Fetch blocks after the `stored` ones of `keys` from the shared tier, and append their keys to `stored`."""
         if self.shared is None:
             return {}
         until = time.monotonic() + self.shared.deadline_s
         missing = keys[len(stored) :]
         if model.whole:
-            # States of 1, 2, 4, 8… blocks and the last are there; the longest that is serves.
+            # States after 1, 2, 4, 8… blocks and after the last are stored; use the longest one.
             wanted = [key for key in missing if key is keys[-1] or not (key.index + 1) & key.index]
-            one = next((got for key in reversed(wanted) if (got := self.shared.fetch([key], until))), [])
+            one = next((blocks for key in reversed(wanted) if (blocks := self.shared.fetch([key], until))), [])
             if not one or not _is_of(model, keys, *one[0]):
                 return {}
             stored += [key for key in missing if key.index <= one[0][0].index]
@@ -458,12 +455,12 @@ class PrefixCache(BaseLlamaCache):
         parent = stored[-1].name if stored else model.root
         links = _links(parent, tokens[len(stored) * BLOCK_TOKENS :])
         if links and self.store.newest(model.name, links, len(stored)) is None:
-            behind = self.shared.newest(model.name, links, len(stored), until)
-            fetched |= [behind] if behind and _is_of(model, keys, *behind) else []
+            partial = self.shared.newest(model.name, links, len(stored), until)
+            fetched |= [partial] if partial and _is_of(model, keys, *partial) else []
         return fetched
 
     def _read(self, model: _Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
-        """The block `key`, which is one of `keys` or behind them; None if there is none, or not a right one: that goes."""
+        """Return the block `key`, one of `keys` or their successor; None if it is missing, or invalid and removed."""
         block = fetched.get(key) or self.store.read(key)
         if block is None or (_is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
             return block
@@ -471,7 +468,7 @@ class PrefixCache(BaseLlamaCache):
         return None
 
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
-        """Gives `llama` the state `data` of `tokens`; if it does not take it, it is empty afterwards."""
+        """Load the state `data` of `tokens` into `llama`; return False and clear the context if llama.cpp rejects it."""
         llama.reset()
         memory = llama_cpp.llama_get_memory(llama.ctx)
         taken = llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0)
@@ -485,46 +482,47 @@ class PrefixCache(BaseLlamaCache):
     def _whole(
         self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
-        """As `_joined`, of the state that is stored as the last of `keys`."""
+        """Like `_joined`, for a whole state."""
         block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
     def _joined(
         self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
-        """The state of `keys` and of what begins like `tokens` behind them; its tokens; and the blocks that it is made of.
+        """Join `keys`, and the beginning of a block after them that matches `tokens`, to one state.
 
-        None, 0 and those of `keys` that can be used, if it would not have more than `live` tokens, or one is damaged.
+        Return the state, its number of tokens, and the blocks used. Return None, 0 and the usable ones of `keys` if the
+        state would not have more than `live` tokens, or if a block is damaged.
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS
         links = _links(keys[-1].name if keys else model.root, tokens[at:])
-        behind = next((key for key in fetched if key.index == len(keys)), None)
-        behind = behind or self.store.newest(model.name, links, len(keys))
-        part = self._read(model, keys, behind, fetched) if behind else None
-        common = _common(np.asarray(part.tokens, np.intc), tokens[at:]) if part else 0
+        partial_key = next((key for key in fetched if key.index == len(keys)), None)
+        partial_key = partial_key or self.store.newest(model.name, links, len(keys))
+        partial = self._read(model, keys, partial_key, fetched) if partial_key else None
+        common = _common(np.asarray(partial.tokens, np.intc), tokens[at:]) if partial else 0
         if common < LEAST_TOKENS:
-            part, common = None, 0
+            partial, common = None, 0
         if at + common <= live:
             return None, 0, keys
-        first = self._read(model, keys, keys[0], fetched) if keys else part
+        first = self._read(model, keys, keys[0], fetched) if keys else partial
         layout = first.layout if first else None
         if layout is None:
             return None, 0, []
-        if behind and part and part.layout != layout:
-            self.store.drop([behind])
-            part, common = None, 0
+        if partial_key and partial and partial.layout != layout:
+            self.store.drop([partial_key])
+            partial, common = None, 0
         if not self.make_room((at + common) * layout.token_bytes):
             self._writer.report("restored", "a prompt was not restored: %s", "memory is short")
             return None, 0, keys
         joined = Joined(layout, at + common)
-        if part:
-            joined.put(at, part.payload, common)
+        if partial:
+            joined.put(at, partial.payload, common)
 
         def place(key: BlockKey) -> bool:
             block = self._read(model, keys, key, fetched) if key.index else first
             if block is None or block.layout != layout:
-                self.store.drop([key])  # so that it is stored anew
+                self.store.drop([key])  # so that it can be stored again
                 return False
             joined.put(key.index * BLOCK_TOKENS, block.payload)
             return True
@@ -533,13 +531,13 @@ class PrefixCache(BaseLlamaCache):
             placed = list(readers.map(place, keys))
         if not all(placed):
             return None, 0, keys[: placed.index(False)]
-        return joined.data, joined.tokens, [*keys, behind] if behind and part else keys
+        return joined.data, joined.tokens, [*keys, partial_key] if partial_key and partial else keys
 
     def _evaluated(self, llama: Llama, model: _Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
-        """Evaluates `tokens` to their last block boundary, and stores states on the way; returns the tokens it has then."""
+        """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the context."""
         live = _common(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
-            llama.reset()  # what is whole cannot be cut back
+            llama.reset()  # a whole state cannot be shortened
             live = 0
         for blocks in range(1, len(keys) + 1):
             at = blocks * BLOCK_TOKENS
@@ -549,7 +547,7 @@ class PrefixCache(BaseLlamaCache):
             live = at
             if not llama._ctx.kv_cache_seq_rm(-1, live, -1):
                 model.refused = "the model cannot continue from a state without evaluating the whole prompt again"
-                log.warning("%s: nothing is restored or stored: %s", model.told["file"], model.refused)
+                log.warning("%s: nothing is restored or stored: %s", model.description["file"], model.refused)
                 llama.reset()
                 return 0
             if keys[blocks - 1] not in self.store:
@@ -570,14 +568,14 @@ class PrefixCache(BaseLlamaCache):
             counters.restored_bytes += size_bytes
             counters.restore_s += seconds
             counters.saved_s += max(0.0, tokens * model.token_s - seconds)
-        with contextlib.suppress(OSError):  # the directory may be gone; what was restored is right
+        with contextlib.suppress(OSError):  # the directory may be removed; the restored state is valid
             self.store.used(keys, tokens, size_bytes)
 
 
 class _Writer:
-    """One thread that writes blocks, behind a queue of at most `most_bytes` and half of the memory that is available.
+    """A thread that writes blocks from a queue, which is limited to `most_bytes` and half of the available memory.
 
-    What does not fit is dropped.
+    Tasks that do not fit are dropped. `_changed` guards the queue.
     """
 
     def __init__(self, store: BlockStore, shared: SharedTier | None, counters: PrefixCounters, most_bytes: int) -> None:
@@ -587,17 +585,17 @@ class _Writer:
         self._pending: set[BlockKey] = set()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._reported: dict[str, tuple[float, int]] = {}  # by kind: when it was logged, and what was not since
+        self._reported: dict[str, tuple[float, int]] = {}  # by kind: time of the last log line, failures since
 
     def has(self, key: BlockKey) -> bool:
-        """True if `key` waits to be written."""
+        """Return whether `key` is queued."""
         return key in self._pending
 
     def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
-        """Return memory for a state of `blocks` that is to wait; None, with the blocks dropped, if there is none for it.
+        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first use.
 
-        It has room for `more_bytes`, which take no memory until they are used. It does not come from the heap, which would
-        not return it to the kernel.
+        If the queue or the memory is full, count `blocks` as dropped and return None. The memory is mapped separately,
+        because the heap would not return it to the kernel.
         """
         with self._changed:
             why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"
@@ -608,9 +606,10 @@ class _Writer:
             return None
 
     def make_room(self, size_bytes: int) -> bool:
-        """Drop tasks, the last one first, until so much memory is available; return whether it is."""
+        """Drop tasks, the newest first, until `size_bytes` of memory are available; return whether they are."""
         with self._changed:
-            while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:  # the first is being written
+            # The first task is being written, so its memory is in use.
+            while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:
                 task = self._tasks.pop()
                 self._end(task)
                 self._drop(len(task.keys), "memory is short", "memory is short")
@@ -625,7 +624,7 @@ class _Writer:
         self.report(kind, "a prompt was not stored: %s", why)
 
     def report(self, kind: str, message: str, why: object) -> None:
-        """Log a failure, unless one of its kind was logged less than LOG_S ago; the next line says how many were not."""
+        """Log a failure, at most one of its `kind` in LOG_S; the next line has the number of failures left out."""
         with self._changed:
             logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
             if time.monotonic() - logged_s < LOG_S:
@@ -635,7 +634,7 @@ class _Writer:
             log.warning(message + " (%d more since the last line)" * bool(left_out), why, *([left_out] if left_out else []))
 
     def put(self, task: Task) -> None:
-        """Have `task` written, unless too much waits already."""
+        """Queue `task`, or drop it."""
         with self._changed:
             if self._closed or self._is_full(task.size_bytes):
                 task.is_done = True
@@ -644,26 +643,25 @@ class _Writer:
                 return
             self._tasks.append(task)
             self._pending.update(task.keys)
-            if self._thread is None or not self._thread.is_alive():  # of a process that forked it has none
+            if self._thread is None or not self._thread.is_alive():  # a forked process does not have it
                 self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
             self._changed.notify_all()
 
     def _end(self, task: Task) -> None:
-        """Note that `task`, which is not in the queue any more, is written or dropped."""
         task.is_done = True
-        task.block = _no_block  # the state that it holds
+        task.block = _no_block  # to release the state
         self._pending.difference_update(task.keys)
         self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Returns whether nothing waits, after `timeout_s` at most."""
+        """Wait up to `timeout_s` until the queue is empty; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread."""
+        """Write the queued tasks, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -680,20 +678,20 @@ class _Writer:
                 task = self._tasks[0]
             written = 0
             try:
-                self._store.describe(task.model.name, {**task.model.told, "token_s": task.model.token_s})
+                self._store.describe(task.model.name, {**task.model.description, "token_s": task.model.token_s})
                 used_ns = self._store.used(_keys(task.model, task.tokens, part=True))
                 for key in task.keys:
                     self._counters.stored_bytes += self._write(task, key, used_ns)
                     written += 1
             except (LlmcacheError, OSError, MemoryError) as error:
                 self.report(type(error).__name__, "a prompt was not stored: %s", error)
-            except Exception:  # a bug here must not end storing, nor generation
+            except Exception:  # a bug here must end neither storing nor generation
                 log.exception("%d blocks were not stored", len(task.keys) - written)
             with self._changed:
                 self._counters.stored_blocks += written
                 self._counters.dropped_blocks += len(task.keys) - written
                 self._end(self._tasks.popleft())
-            del task  # with the memory of its state
+            del task  # to release the memory of its state
 
     def _write(self, task: Task, key: BlockKey, used_ns: int) -> int:
         block, links = task.block(key), list[str]()
@@ -709,7 +707,6 @@ class _Writer:
 
 
 def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
-    """The block `key` of `state`, whose tokens are `tokens`."""
     start = key.index * BLOCK_TOKENS
     end = min(start + BLOCK_TOKENS, len(tokens))
     payload = aligned((end - start) * state.layout.token_bytes)
@@ -718,7 +715,7 @@ def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
 
 
 def _copied(llama: Llama, memory: Bytes) -> Bytes:
-    """The state of `llama`, in `memory`."""
+    """Copy the state of `llama` to `memory`, and return the part that it fills."""
     return memory[: llama_cpp.llama_state_get_data(llama.ctx, memory.ctypes.data_as(_U8), len(memory))]
 
 
@@ -727,19 +724,19 @@ def _no_block(key: BlockKey) -> Block:
 
 
 def _describe(llama: Llama) -> _Model:
-    """What names the blocks of `llama`: all that its keys and values depend on besides the tokens. OSError.
+    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError.
 
-    Its files count by all their bytes, not by name or time, so that a copy on another machine has the same blocks.
+    Files are identified by all of their bytes, not by name or time, so a copy on another machine has the same fingerprint.
     """
     paths = [*model_files(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
     metadata, handle = llama.metadata, llama.model
     context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
-    # Some models have two sets of rope factors, for contexts up to a length (by default that of training) and beyond.
+    # Some models have two sets of rope factors: for contexts up to a length (default: that of training), and for longer.
     if any(".rope.scaling." in key for key in metadata) or context["yarn_orig_ctx"]:
         context["n_ctx"] = llama.n_ctx()
     else:
         context["n_ctx"] = llama.n_ctx() > llama_cpp.llama_model_n_ctx_train(handle)
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "format": FORMAT,
         "file": os.path.basename(llama.model_path),
         "architecture": metadata.get("general.architecture", ""),
@@ -754,21 +751,21 @@ def _describe(llama: Llama) -> _Model:
     whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
     whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
     if hasattr(llama.chat_handler, "clip_model_path"):
-        return _Model(told, whole, "prompts with images cannot be identified by their tokens")
+        return _Model(description, whole, "prompts with images cannot be identified by their tokens")
     if llama.context_params.embeddings:
-        return _Model(told, whole, "the model computes embeddings")
+        return _Model(description, whole, "the model computes embeddings")
     files = tuple(FileIdentity(path) for path in paths)
-    # llama.cpp notes when it began to load, by the monotonic clock.
+    # llama.cpp records the monotonic time at which it started to load.
     loaded_ns = time.time_ns() - time.monotonic_ns() + int(llama_cpp.llama_perf_context(llama.ctx).t_start_ms * 1e6)
     replaced = [f"{os.path.realpath(path)} (deleted)" for path in paths]
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     if any(file.stamp.ctime_ns > loaded_ns for file in files) or any(name in maps for name in replaced):
-        return _Model(told, whole, "the file was changed or replaced after it was loaded")
-    return _Model(told, whole, files=files)
+        return _Model(description, whole, "the file was changed or replaced after it was loaded")
+    return _Model(description, whole, files=files)
 
 
 def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[BlockKey]:
-    """The keys of all whole blocks of `tokens`, and with `part` of what is left behind them, if that is worth it."""
+    """Return the keys of all whole blocks of `tokens`; with `part`, also of the rest if it has LEAST_TOKENS."""
     ids: NDArray[np.int32] = np.asarray(tokens, np.dtype("<i4"))
     name, keys = model.root, []
     for start in range(0, len(ids), BLOCK_TOKENS):
@@ -782,25 +779,25 @@ def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[Bloc
 
 
 def _name(parent: str, ids: NDArray[np.int32]) -> str:
-    """The name of the block of the tokens `ids` behind the block `parent`."""
+    """Return the name of the block with the tokens `ids` that follows the block `parent`."""
     return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
 
 
 def _is_of(model: _Model, keys: Sequence[BlockKey], key: BlockKey, block: Block) -> bool:
-    """True if `block` has the tokens of which `key`, which is one of `keys` or behind them, is the name."""
+    """Return whether the tokens of `block` give the name in `key`, which is one of `keys` or their successor."""
     parent = keys[key.index - 1].name if key.index else model.root
     return _name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name
 
 
 def _links(parent: str, tokens: Sequence[int]) -> list[str]:
-    """The links to blocks behind the block `parent` that begin like `tokens`, the longest beginning first."""
+    """Return the links to blocks after `parent` that begin like `tokens`, the longest beginning first."""
     ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
-    begun = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
-    return [hashlib.blake2b(beginning, digest_size=20, person=b"link").hexdigest() for beginning in begun]
+    prefixes = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
+    return [hashlib.blake2b(prefix, digest_size=20, person=b"link").hexdigest() for prefix in prefixes]
 
 
 def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     length = min(len(have), len(tokens))
     differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
     return int(differ[0]) if len(differ) else length

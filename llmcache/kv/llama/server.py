@@ -1,7 +1,7 @@
-"""llama-cpp-python's OpenAI-compatible server with a PrefixCache: its settings can name its own two caches only.
+"""Run llama-cpp-python's OpenAI-compatible server with a PrefixCache.
 
-It is that server, with its own options; each model that it loads is given the one cache, and GET /metrics tells what the
-cache has done (OpenMetrics), without the key that other requests may need.
+The server's settings can select only its own two types of cache, so `serve` attaches the PrefixCache to each model that the
+server loads. The other options remain. GET /metrics returns the counters of the cache (OpenMetrics) without authentication.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from llmcache.kv.llama.cache import PrefixCache
 
 
 def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
-    """Serves until it is ended; returns the exit code. `arguments` are those of `python -m llama_cpp.server`.
+    """Run the server with the arguments of `python -m llama_cpp.server`; return its exit code.
 
-    Ended by SIGTERM or Ctrl-C it writes what waits to be stored. EnvironmentProblem: the server's own packages are not
-    installed; UsageError: it has no use for the arguments, or a model cannot be loaded.
+    SIGTERM or Ctrl-C ends it, after all queued blocks are written. EnvironmentProblem: the server's packages are not
+    installed; UsageError: invalid arguments, or a model cannot be loaded.
     """
     if any(argument.partition("=")[0] in ("--cache", "--cache_type", "--cache_size") for argument in arguments):
         raise UsageError("--cache: llmcache stores the prompts instead", "remove --cache, --cache_type and --cache_size")
     server, app = (_module(f"llama_cpp.server.{name}") for name in ("__main__", "app"))
     create_app, proxy = server.create_app, app.LlamaProxy
 
-    class Proxy(proxy):  # type: ignore[misc, valid-type]  # a class of a module that is looked for only now
-        """Loads models as the server does, and gives them the cache."""
+    class Proxy(proxy):  # type: ignore[misc, valid-type]  # the class is imported at run time
+        """Attaches the cache to each model that the server loads."""
 
         @staticmethod
         def load_llama_from_model_settings(settings: Any) -> Any:
@@ -47,19 +47,19 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
         return made
 
     app.LlamaProxy, server.create_app = Proxy, create
-    words, sys.argv = sys.argv, ["llmcache serve-llama", *arguments]
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when it has ended
+    original_argv, sys.argv = sys.argv, ["llmcache serve-llama", *arguments]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises the signal again after it has ended
     try:
         server.main()
     except SystemExit as ending:
-        if ending.code == 1:  # it has said which, with all that it knows
+        if ending.code == 1:  # the server has printed the fault and its options
             raise UsageError(
                 "the server rejected its arguments, as shown above", "at least a model is needed: -- --model FILE"
             ) from None
         return ending.code if isinstance(ending.code, int) else int(bool(ending.code))
     finally:
         signal.signal(signal.SIGTERM, before)
-        sys.argv = words
+        sys.argv = original_argv
         app.LlamaProxy, server.create_app = proxy, create_app
         cache.close()
     return 0

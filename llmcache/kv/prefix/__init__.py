@@ -1,1 +1,1 @@
-"""Prompts on disk: blocks of a sequence's state under names that tell the model and all tokens before, shared by prefix."""
+"""Prompts on disk: blocks of a sequence's state, named by the model and all tokens up to their end, and shared by prefix."""

@@ -3,15 +3,15 @@
     identity = FileIdentity(path)
     identity.digest(wait_s=2.0)  # None until the digest is known
 
-A digest of samples would give a model with a few changed rows the keys of the original. So one thread reads the whole file,
-one file at a time, while the disk is idle. It leaves the page cache as it was: it reads what is cached from there,
-and the rest with O_DIRECT, or drops it again where the file system has no O_DIRECT.
+A digest of samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files,
+one at a time, with idle I/O priority. It leaves the page cache unchanged: it reads cached pages from the cache and the rest
+with O_DIRECT. On a file system without O_DIRECT, it drops the pages that it has loaded.
 
-The digest is remembered in the user's cache directory, in one file for each device and inode, and is valid for the size, the
-modification time and the change time (ctime) that the model file had. Programs cannot set the change time, so a file that
-was written to has another one. Where the file system does not keep it, nothing is remembered.
+The digest is saved in the user's cache directory, in one file for each device and inode. It is valid while the model file
+keeps its size, modification time and change time (ctime). Programs cannot set the change time, so every write to the file
+changes it. On file systems without change times, no digest is saved.
 
-A file that changes while it is read, or after its FileIdentity was made, has no digest: `digest` raises EnvironmentProblem.
+If a file changes while it is read, or after its FileIdentity was created, `digest` raises EnvironmentProblem.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from llmcache.units import BLOCK_BYTES, format_size
 log = logging.getLogger("llmcache.kv")
 
 FORMAT = 1
-"""Of the remembered digests."""
+"""Version of the saved digests."""
 CHUNK_BYTES = 4 << 20
 PIECE_BYTES = 64 << 10
-"""Unit of what is dropped from the page cache, in chunks that were cached in part."""
+"""Unit in which loaded pages are dropped from the page cache, for chunks that were partly cached."""
 TICK_NS = 50 * 10**6
-"""Longer than the kernel's clock for change times stands still: two writes within it can leave the same time."""
+"""Longer than a tick of the kernel's clock for change times; two writes within one tick can leave the same time."""
 PROGRESS_S = 30.0
 NO_CHANGE_TIME = frozenset(
     ("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs", "vfat", "exfat", "ntfs", "ntfs3", "msdos")
@@ -64,7 +64,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Stamp(NamedTuple):
-    """Which file a path names, and its state: a file with the same stamp has the same bytes."""
+    """Identifies a file and its contents: files with the same stamp have the same bytes."""
 
     device: int
     inode: int
@@ -74,7 +74,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: str | os.PathLike[str] | int) -> Stamp:
-        """Return the stamp of a path or an open file. OSError: also if it is not a regular file."""
+        """Return the stamp of a path or an open file. OSError, also if it is not a regular file."""
         found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
@@ -82,7 +82,7 @@ class Stamp(NamedTuple):
 
 
 class FileIdentity:
-    """The identity that the file at `path` has now; hashing starts at once, unless the digest is remembered. OSError."""
+    """The identity of the current file at `path`; hashing starts at once, unless the digest is saved. OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
@@ -90,9 +90,9 @@ class FileIdentity:
         _hasher.job(self.path, self.stamp)
 
     def digest(self, wait_s: float = 0.0) -> str | None:
-        """Return the digest, 64 hexadecimal digits; None if it is not known after `wait_s`.
+        """Return the digest, 64 hexadecimal digits; None if it is not ready after `wait_s`.
 
-        EnvironmentProblem: the file was changed or replaced since this identity was made, or cannot be read.
+        EnvironmentProblem: the file was changed or replaced since this identity was created, or cannot be read.
         """
         job = _hasher.job(self.path, self.stamp)
         job.finished.wait(wait_s)
@@ -106,12 +106,12 @@ class FileIdentity:
 
     @property
     def hashed_bytes(self) -> int:
-        """Return how much of the file was hashed."""
+        """Number of bytes hashed so far."""
         return _hasher.job(self.path, self.stamp).hashed_bytes
 
 
 def model_files(path: str) -> list[str]:
-    """Return the files of the GGUF model at `path`: all shards, if it is the first of several."""
+    """Return the files of the GGUF model at `path`: all shards if the name has the form of a shard."""
     match = _SHARD.fullmatch(path)
     if match is None:
         return [path]
@@ -119,7 +119,7 @@ def model_files(path: str) -> list[str]:
 
 
 class _Job:
-    """The digest of the file with one stamp; `problem` says why it cannot be known."""
+    """The job of hashing the file with a stamp; `problem` is the reason if that failed."""
 
     def __init__(self, path: str, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -134,7 +134,7 @@ class _Job:
 
 
 class _Hasher:
-    """The thread that hashes files, which ends when there is nothing to do; `_lock` guards the fields."""
+    """Hashes files in a thread that ends when no job is left; `_lock` guards the fields."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class _Hasher:
         self._thread: threading.Thread | None = None
 
     def job(self, path: str, stamp: Stamp) -> _Job:
-        """Return the job of the file at `path`, which has this stamp; a new one is begun."""
+        """Return the job for the file at `path` with this stamp; create and queue it if there is none."""
         with self._lock:
             if (job := self._jobs.get(stamp)) is not None:
                 return job
@@ -158,7 +158,7 @@ class _Hasher:
             return job
 
     def _run(self) -> None:
-        # Only I/O: a thread that the scheduler leaves waiting with Python's lock would stop the whole process.
+        # Lower only the I/O priority: a thread with low CPU priority could be preempted while it holds the GIL.
         _libc.syscall(ctypes.c_long(_IOPRIO_SET), *map(ctypes.c_int, _THIS_THREAD), ctypes.c_int(_IDLE))
         while True:
             with self._lock:
@@ -170,7 +170,7 @@ class _Hasher:
                 job.finish(_hash(job))
             except EnvironmentProblem as error:
                 job.finish(problem=error.message)
-            except Exception:  # a bug here must not keep a model from answering
+            except Exception:  # a bug here must not break generation
                 log.exception("%s: cannot be identified", job.path)
                 job.finish(problem="the file cannot be identified")
 
@@ -184,7 +184,7 @@ def _explained() -> Iterator[None]:
 
 
 def _hash(job: _Job) -> str:
-    """Return the digest of a file, and remember it. EnvironmentProblem: the file changed meanwhile, or cannot be read."""
+    """Return the digest of a file, and save it. EnvironmentProblem: the file changed meanwhile, or cannot be read."""
     if abs(time.time_ns() - job.stamp.ctime_ns) < TICK_NS:
         time.sleep(TICK_NS / 1e9)
     digest, size, logged_s = hashlib.blake2b(digest_size=32), job.stamp.size_bytes, time.monotonic()
@@ -208,12 +208,12 @@ def _hash(job: _Job) -> str:
 
 
 class _Reader:
-    """A file that is read without changing what the page cache holds of it. OSError."""
+    """Reads a file without changing which of its pages are cached. OSError."""
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
         self._direct_fd: int | None = None
-        self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned, as O_DIRECT needs it
+        self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned, as O_DIRECT requires
 
     def __enter__(self) -> _Reader:
         with contextlib.suppress(OSError):
@@ -228,11 +228,11 @@ class _Reader:
                 os.close(fd)
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Return `size` bytes at `offset`, a multiple of a block, valid until the next read; fewer where the file ends."""
+        """Return `size` bytes at a block-aligned `offset`, fewer at the end of the file; valid until the next read."""
         done = 0
         while done < size:
             count = self._read(self._buffer[done:], offset + done, size - done)
-            if done + count < size:  # O_DIRECT goes on at a whole block only
+            if done + count < size:  # O_DIRECT can continue only at a block boundary
                 count -= count % BLOCK_BYTES
             if not count:
                 break
@@ -258,7 +258,7 @@ class _Reader:
         return count
 
     def _absent(self, offset: int, size: int) -> list[tuple[int, int]] | None:
-        """Return the pieces (offset, bytes) without cached pages; None if the kernel does not say."""
+        """Return the pieces (offset, bytes) without cached pages; None if that cannot be determined."""
         try:
             cached = cached_blocks(self.fd, offset, size)
             if cached == -(-size // BLOCK_BYTES):
@@ -276,13 +276,13 @@ def _memory_of(stamp: Stamp) -> Path:
 
 
 def _checked(stamp: Stamp, digest: str) -> dict[str, object]:
-    """Return what is remembered: with a sum, so that damage is noticed."""
+    """Return the contents of a saved digest, with a checksum to detect damage."""
     found: dict[str, object] = {"format": FORMAT, "stamp": list(stamp), "digest": digest}
     return {**found, "sum": hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()}
 
 
 def remembered(stamp: Stamp) -> str | None:
-    """Return the remembered digest of the file with this stamp; None if there is none, or it is damaged."""
+    """Return the saved digest of the file with this stamp; None if it is missing or damaged."""
     try:
         found = json.loads(_memory_of(stamp).read_bytes())
         digest = found["digest"]
@@ -292,7 +292,7 @@ def remembered(stamp: Stamp) -> str | None:
 
 
 def _remember(path: str, stamp: Stamp, digest: str) -> None:
-    """Remember a digest, if the file system keeps change times and there is a place for it."""
+    """Save a digest, unless the file system has no change times or the cache directory is not writable."""
     with contextlib.suppress(OSError):
         if fstype_at(path) in NO_CHANGE_TIME:
             return
@@ -306,7 +306,7 @@ _hasher = _Hasher()
 
 
 def _forked() -> None:
-    """A child process has no thread: it identifies files anew."""
+    """Create a new hasher: a child process does not have the thread."""
     global _hasher
     _hasher = _Hasher()
 

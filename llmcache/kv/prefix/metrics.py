@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 
 def openmetrics(rows: Iterable[tuple[str, str, float, str]]) -> str:
-    """Return counters `llmcache_prefix_NAME`, each a name, a unit, a value and its description."""
-    from prometheus_client.metrics_core import CounterMetricFamily  # loads an HTTP server: only where it is needed
+    """Return the counters `llmcache_prefix_NAME` as text; a row has a name, a unit, a value and a description."""
+    from prometheus_client.metrics_core import CounterMetricFamily  # imported here: it loads an HTTP server
     from prometheus_client.openmetrics.exposition import generate_latest
 
     found = [

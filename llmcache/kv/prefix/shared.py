@@ -1,13 +1,14 @@
-"""The shared tier: blocks on a Redis-compatible server, by which they leave one machine; a protocol of our own is none.
+"""SharedTier: blocks on a Redis-compatible server, through which several machines share them.
 
-A key is `llmcache:MODEL:NAME-INDEX.kind`, its value what a block's file holds, checked like it; the value of a link,
-`llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). Authentication and TLS are in the address, as
-redis-py has them. Nothing is ever removed: the server is to have `maxmemory` with `allkeys-lru`, or a `ttl` is given.
+The value of the key `llmcache:MODEL:NAME-INDEX.kind` has the contents of a block's file and is verified like it; the value
+of a link, `llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). The address contains authentication
+and TLS as in redis-py. Blocks are never removed explicitly: configure the server with `maxmemory` and `allkeys-lru`, or pass
+a `ttl`.
 
-Checksums tell damage, not malice: who may write to the server can have a model read other prompts than it was given.
-Whatever else the server does costs the hit, and at most the deadline: each question is asked by a thread that is left behind
-when it is late, its connection cut. After that, and after an error, the server is not asked for PAUSE_S; one log line says
-so.
+Checksums detect damage, not malice: a client that may write to the server can substitute other states for a prompt.
+All other faults of the server cost only the hit, and at most the deadline: a thread runs each request, and the caller
+abandons it and closes its connection when it is late. After a late request or an error, no requests are sent for PAUSE_S;
+one log line says so.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ log = logging.getLogger("llmcache.kv")
 
 PAUSE_S = 10.0
 LARGEST = 512 << 20
-"""Bytes of a value that such servers take."""
+"""Largest value in bytes that these servers accept."""
 Answer = TypeVar("Answer")
 
 
 class SharedTier:
-    """The blocks of the server at `address` (redis://, rediss://, unix://), which has `deadline_s` for each question.
+    """The blocks on the server at `address` (redis://, rediss://, unix://), with `deadline_s` for each request.
 
-    `ttl_ns`: after so long the server forgets a block (0: as it is set up). UsageError: `address` is none;
-    EnvironmentProblem: redis-py is not installed; ValueError: a deadline that is none.
+    `ttl_ns`: expiry of a pushed block (0: none). UsageError: invalid `address`; EnvironmentProblem: redis-py is not
+    installed; ValueError: `deadline_s` is not positive.
     """
 
     def __init__(self, address: str, deadline_s: float = 1.0, ttl_ns: int = 0) -> None:
@@ -57,9 +58,9 @@ class SharedTier:
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Returns the blocks of `keys` from the first one on, until one is not there or not right, or it is `until_s`.
+        """Return the blocks of `keys` in order, up to the first that is missing or damaged, or would arrive after `until_s`.
 
-        `until_s`: of time.monotonic().
+        `until_s` is a time of `time.monotonic()`.
         """
         found: list[tuple[BlockKey, Block]] = []
         for key in keys:
@@ -69,20 +70,20 @@ class SharedTier:
                 break
             found.append((key, block))
             if 2 * time.monotonic() - begin > until_s:
-                break  # the next one would be late: that is no failure
+                break  # the next one would probably be late, which would count as a failure
         return found
 
     def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[BlockKey, Block] | None:
-        """Returns the block of number `index` that was pushed last under the first of `links` that leads to one."""
+        """Return the block `index` that the first existing one of `links` points to; None if there is none."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
-        told = names if isinstance(names, list) else []
-        name = next((name for name in told if isinstance(name, bytes)), b"")
+        found = names if isinstance(names, list) else []
+        name = next((name for name in found if isinstance(name, bytes)), b"")
         key = key_of(model, name.decode(errors="replace"))
         block = self._block(key, until_s) if key is not None and key.index == index else None
         return (key, block) if key is not None and block is not None else None
 
     def push(self, key: BlockKey, block: Block, links: Sequence[str]) -> None:
-        """Puts `block` there as `key`, to which `links` then lead, if the server takes it within the deadline."""
+        """Send `block` to the server as `key`, and point `links` to it; skip it if the server fails or is late."""
         if len(block.payload) > LARGEST // 2:
             return
         value = b"".join(bytes(part) for part in pack(key, block))
@@ -96,7 +97,7 @@ class SharedTier:
         self.pushed_blocks += bool(self._asked(put, time.monotonic() + self.deadline_s))
 
     def close(self) -> None:
-        """Cuts the connections."""
+        """Close the connections."""
         self._redis.close()
 
     def _block(self, key: BlockKey, until_s: float) -> Block | None:
@@ -114,8 +115,8 @@ class SharedTier:
         self.fetched_blocks += 1
         return block
 
-    def _asked(self, question: Callable[[], Answer], until_s: float) -> Answer | None:
-        """The answer; None if the server fails, is late, or is not asked now."""
+    def _asked(self, request: Callable[[], Answer], until_s: float) -> Answer | None:
+        """Return the result of `request`; None if the server fails or is late, or during a pause."""
         left = min(self.deadline_s, until_s - time.monotonic())
         if left <= 0 or time.monotonic() < self._silent_until:
             return None
@@ -124,14 +125,14 @@ class SharedTier:
 
         def ask() -> None:
             try:
-                answers.append(question())
-            except Exception as error:  # noqa: BLE001 - whatever a server can make of redis-py
+                answers.append(request())
+            except Exception as error:  # noqa: BLE001 - redis-py raises many types on invalid replies
                 errors.append(error)
 
         thread = threading.Thread(target=ask, name="llmcache-shared", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter ends: from Python 3.12 on it starts no more threads
+        except RuntimeError:  # at interpreter exit, Python 3.12 and later start no more threads
             return None
         thread.join(left)
         if answers:

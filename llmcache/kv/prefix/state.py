@@ -1,15 +1,21 @@
-"""The serialized state of a sequence (llama.cpp's llama_state_seq_get_data), cut at token boundaries and joined again.
+"""Cut the serialized state of a sequence (llama.cpp's llama_state_seq_get_data) at token boundaries, and join it again.
 
-Layout, all little-endian: magic, flags (of a whole context: length and name of the architecture); then one part for each
-attention cache (two with sliding windows): streams (1), cells; a cell: position, number of sequences (1), sequence (0);
-then whether values are transposed, layers; for each layer the type of keys (i32), bytes of a token's row (u64), rows; for
-each layer the values: type (i32), bytes of a row (u64), rows; or where they are transposed type (i32), bytes of an element
-(u32), elements (u32), for each element a line of all tokens.
-Source: llama_kv_cache::state_write and llama_context::state_seq_write_data in llama.cpp, as llama-cpp-python 0.3.36 has it.
+A state consists of a header and one part for each attention cache (two with sliding windows). All numbers are little-endian,
+u32 where no type is given. The header has a magic number and flags; in the state of a whole context, it has the length and
+the name of the architecture instead. A part has:
 
-Nothing in it names its version, so everything is checked: the state can be cut if it ends where this says to the byte, and
-each part has the positions 0 to n - 1, once. It cannot with recurrent layers, several positions a token, or windows that
-have dropped tokens: `read_state` tells why.
+- number of streams (1), number of cells
+- for each cell: position (i32), number of sequences (1), sequence (0, i32)
+- whether values are transposed, number of layers
+- for each layer, the keys: type (i32), bytes of a token's row (u64), rows
+- for each layer, the values: the same; if they are transposed: type (i32), bytes of an element, number of elements, and for
+  each element a line with all tokens
+
+Source: llama_kv_cache::state_write and llama_context::state_seq_write_data in llama.cpp, as of llama-cpp-python 0.3.36.
+
+The state has no version number, so `read_state` verifies all of it: a state can be cut if its size matches this layout to
+the byte and each cache has the positions 0 to n - 1 once. States with recurrent layers, with several positions for a token
+or with windows that dropped tokens cannot be cut; `Uncut` has the reason.
 """
 
 from __future__ import annotations
@@ -28,15 +34,15 @@ MAGIC = 0xAF143CD8
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MOST_PARTS = 2
-_LARGEST = 1 << 28  # bytes of a row, elements of a line: damaged numbers end here
+_LARGEST = 1 << 28  # limit of row bytes and of elements, to reject damaged numbers
 _KEYS = struct.Struct("<iQ")
 _COLUMNS = struct.Struct("<iII")
 Places = list[tuple[NDArray[np.uint8], NDArray[np.intp] | None]]
-"""The lines of each strip in a state, [lines, tokens, bytes of a cell], and the order of its tokens; None: ascending."""
+"""For each strip of a state: its lines [lines, tokens, cell bytes], and the order of its tokens (None: ascending)."""
 
 
 class Strip(NamedTuple):
-    """Keys or values of one layer: `lines` lines of `cell_bytes` bytes a token; 1 line where rows of tokens lie whole."""
+    """Keys or values of one layer: `lines` lines with `cell_bytes` for each token; 1 line unless they are transposed."""
 
     kind: int  # ggml_type
     cell_bytes: int
@@ -48,13 +54,13 @@ class Strip(NamedTuple):
         return self.cell_bytes * self.lines
 
     def lines_in(self, data: Bytes, at: int, tokens: int) -> NDArray[np.uint8]:
-        """Returns its lines [lines, tokens, cell_bytes] of so many tokens, from `at` of `data` on; not copied."""
+        """Return a view [lines, tokens, cell_bytes] of the strip at offset `at` of `data`."""
         return data[at : at + tokens * self.token_bytes].reshape(self.lines, tokens, self.cell_bytes)
 
 
 @dataclass(frozen=True)
 class AttentionCache:
-    """One attention cache: the strips of its layers, keys and values, and whether values are transposed."""
+    """One attention cache: the strips of keys and values, one for each layer, and whether values are transposed."""
 
     transposed: bool
     keys: tuple[Strip, ...]
@@ -63,26 +69,26 @@ class AttentionCache:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How a state of any number of tokens lies."""
+    """The layout of a state, independent of the number of tokens."""
 
     parts: tuple[AttentionCache, ...]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers, without its cells."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
 
     def to_json(self) -> list[list[object]]:
-        """Returns what `from_json` takes: for each part whether values are transposed, keys, values."""
+        """Return the input of `from_json`: for each attention cache a list of `transposed`, `keys` and `values`."""
         return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
 
     @classmethod
-    def from_json(cls, told: object) -> StateLayout:
-        """Returns the layout that `to_json` told of; ValueError if it is none."""
+    def from_json(cls, data: object) -> StateLayout:
+        """Return the layout that `to_json` wrote as `data`; ValueError if it is invalid."""
         try:
             parts = tuple(
                 AttentionCache(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
-                for transposed, keys, values in told  # type: ignore[attr-defined]
+                for transposed, keys, values in data  # type: ignore[attr-defined]
             )
         except TypeError as error:
             raise ValueError(f"layout: {error}") from None
@@ -95,7 +101,7 @@ class StateLayout:
         return cls(parts)
 
     def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
-        """Yields the strips in the order in which they lie, each after the bytes before it, for a state of `tokens`."""
+        """Yield the strips of a state of `tokens` tokens in their order, each after the bytes that precede it."""
         head = struct.pack("<II", MAGIC, 0)
         for part in self.parts:
             cells = np.zeros(tokens, _CELL)
@@ -109,8 +115,8 @@ class StateLayout:
                 yield _COLUMNS.pack(*strip) if part.transposed else _KEYS.pack(strip.kind, strip.cell_bytes), strip
 
 
-def _strip(told: object) -> Strip:
-    strip = Strip(*told)  # type: ignore[misc]
+def _strip(numbers: object) -> Strip:
+    strip = Strip(*numbers)  # type: ignore[misc]
     if any(type(number) is not int for number in strip) or not 0 <= strip.kind < 1 << 31:
         raise ValueError("layout: a strip has no valid type")
     if not (0 < strip.cell_bytes < _LARGEST and 0 < strip.lines < _LARGEST):
@@ -119,18 +125,18 @@ def _strip(told: object) -> Strip:
 
 
 class Uncut(Exception):
-    """Why a state cannot be cut at token boundaries."""
+    """A state cannot be cut at token boundaries; the message is the reason."""
 
 
 class State:
-    """A state of `tokens` tokens, as llama.cpp wrote it, that has been checked; made by `read_state`."""
+    """A verified state of `tokens` tokens, in the form of llama.cpp; created by `read_state`."""
 
     def __init__(self, layout: StateLayout, tokens: int, places: Places) -> None:
         self.layout, self.tokens = layout, tokens
         self._places = places
 
     def block(self, start: int, end: int, out: Bytes) -> None:
-        """Fills `out` [(end - start) * layout.token_bytes] with the tokens from `start` to `end`, strip after strip."""
+        """Fill `out` [(end - start) * layout.token_bytes] with the tokens from `start` to `end`, strip by strip."""
         at = 0
         for lines, order in self._places:
             rows = lines[:, start:end] if order is None else lines[:, order[start:end]]
@@ -139,9 +145,9 @@ class State:
 
 
 def read_state(data: Bytes, architecture: str | None = None) -> State:
-    """Returns the state that `data` [bytes] is; Uncut, with the reason, if it cannot be cut at token boundaries.
+    """Parse the state `data`; Uncut, with the reason, if it cannot be cut at token boundaries.
 
-    `architecture`: it is that of the whole context (llama_state_get_data), of a model of that architecture.
+    With `architecture`, `data` is the state of a whole context (llama_state_get_data) of a model of that architecture.
     """
     head = struct.pack("<II", MAGIC, 0)
     if architecture is not None:
@@ -165,7 +171,7 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
 
 
 def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
-    """The part at `at`: it, its tokens, where its strips lie and in which order their tokens, and where it ends."""
+    """Parse the attention cache at offset `at`; return it, its number of tokens, its strips, and the offset of its end."""
     streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
     if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):
@@ -202,9 +208,9 @@ def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
 
 
 class Joined:
-    """A state of `tokens` tokens in `layout` that is put together from blocks: `data` [bytes] is what llama.cpp takes.
+    """A state of `tokens` tokens that is joined from blocks; `data` [bytes] has the form of llama.cpp.
 
-    Blocks may be put into it by several threads at a time, each into its own tokens.
+    Several threads may call `put` at the same time for different tokens.
     """
 
     def __init__(self, layout: StateLayout, tokens: int) -> None:
@@ -219,18 +225,18 @@ class Joined:
             at += len(head) + tokens * strip.token_bytes
 
     def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
-        """Puts a block, as `State.block` fills it, at the tokens from `start` on: its first `tokens`, or all.
+        """Copy the first `tokens` (None: all) of a block in the form of `State.block` to position `start`.
 
-        ValueError if its size is not that of whole tokens, or they do not fit.
+        ValueError: the block does not consist of whole tokens, or the tokens do not fit.
         """
         per_token = self.layout.token_bytes
-        held, rest = divmod(len(block), per_token)
-        tokens = held if tokens is None else tokens
-        if rest or tokens > held or start + tokens > self.tokens:
+        block_tokens, rest = divmod(len(block), per_token)
+        tokens = block_tokens if tokens is None else tokens
+        if rest or tokens > block_tokens or start + tokens > self.tokens:
             raise ValueError(f"block: {len(block)} bytes of {per_token} per token do not fit {tokens} tokens at {start}")
         at = 0
         for lines in self._lines:
-            size = held * lines.shape[0] * lines.shape[2]
-            rows = block[at : at + size].reshape(lines.shape[0], held, lines.shape[2])
+            size = block_tokens * lines.shape[0] * lines.shape[2]
+            rows = block[at : at + size].reshape(lines.shape[0], block_tokens, lines.shape[2])
             lines[:, start : start + tokens] = rows[:, :tokens]
             at += size

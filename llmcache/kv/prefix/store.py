@@ -1,29 +1,24 @@
-"""BlockStore: a directory of blocks, a file for each, that several processes write and read at once.
+"""BlockStore: a directory with one file for each block, which several processes read and write at once.
 
-    DIR/lock                          used bytes and the newest stamp, changed by whoever holds its lock (flock)
-    DIR/MODEL/model.json, uses        what the fingerprint stands for; how often, and how much of it was restored
-    DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME tells of all tokens to its end
+    DIR/lock                          used bytes and the newest time of use, changed only under its lock (flock)
+    DIR/MODEL/model.json, uses        what the fingerprint MODEL was computed from; counters of restores
+    DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME is a hash of all tokens up to its end
     DIR/MODEL/NAME-INDEX.part         the last block of a prompt, with fewer tokens
-    DIR/MODEL/NAME-INDEX.state        a whole state that ends there, where it cannot be cut
-    DIR/MODEL/LINK-INDEX.next         a link to the newest block of number INDEX that begins as LINK tells
+    DIR/MODEL/NAME-INDEX.state        a whole state that ends with this block, for states that cannot be cut
+    DIR/MODEL/LINK-INDEX.next         a link to the newest block INDEX whose first tokens have the hash LINK
 
-A spill file has one writer and pages of one context in their order; blocks come from many writers, belong to many contexts
-and go one by one. So each has a file of its own, written by the spill file's means (RawFile, checksums) and promises:
-the data is on the disk before the name is, and nothing counts that has no name. Who reads a block compares its checksum;
-one that is damaged is taken away, the others stay. Names that are not of this form are nobody's business.
+A file is synced before it is renamed to its final name. A reader verifies the checksum and removes a damaged block. Links
+lead to parts, and to blocks of which only the first tokens can be used. A part is removed when a block is stored that begins
+with all of its tokens.
 
-A prompt that differs from the stored ones within a block finds, by a link, one that begins alike: its first tokens serve.
-A last block with fewer tokens can be found in no other way. It goes when one comes that begins with all of it.
+The lock is held to create and to publish a file, to evict and to record a use, never while a block is read or written. A
+writer locks its temporary file, so a sweep recognizes the files of dead writers.
 
-The lock is held to begin a file, to publish it (the limit is seen to, then the name given), to evict and to note a use:
-never while a block is read or written. A file being written is locked by its writer, so what a dead one has left is known
-and removed.
+The modification time of a file is the time of its last use, which increases even if the clock goes back. Of the blocks of
+one use, the last is evicted first, because a block cannot be used without those before it.
 
-Blocks are not compressed: of F16 keys and values zstd (level 1) takes 7 % away at 0.5 GB/s, lz4 nothing (measured on SmolLM2
-with tools/bench prefix, which goes on measuring it), and storage is as fast.
-
-When a block was used last is the time of its file, given by the store: later than any before it, whatever the clock says.
-Of the blocks of one use the last goes first, as it is of no use without those before it.
+Blocks are not compressed: zstd (level 1) saves 7 % of F16 keys and values at 0.5 GB/s (measured by `tools/bench prefix` on
+SmolLM2), and storage is as fast.
 """
 
 from __future__ import annotations
@@ -60,33 +55,33 @@ from llmcache.units import format_size, parse_duration, parse_size
 log = logging.getLogger("llmcache.kv")
 
 CUT, PART, WHOLE = "kv", "part", "state"
-"""Kinds of blocks, and how the names of their files end."""
+"""Kinds of blocks; also the suffixes of their files."""
 VERSION = 1
 _MAGIC = b"llmcKVB1"
 _HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the JSON behind it, their CRC
 _LOCK = struct.Struct("<8sQQ")  # magic, used bytes, newest stamp
 _USES = struct.Struct("<QQQ")  # restores, tokens, bytes
 _MOST_USES = (1 << 64) - 1
-_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO of that name keeps nobody waiting
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not block
 _MOST_DESCRIBED = 1 << 20
 _MOST_HEAD = 1 << 16
-"""Bytes of a header: as many as 256 tokens and the layout of the deepest model take."""
+"""Largest header in bytes: room for 256 tokens and the layout of the deepest model."""
 _MOST_WHOLE_HEAD = 1 << 26
-"""Bytes of the header of a whole state, which may list all of its tokens."""
+"""Largest header of a whole state in bytes; it may list all tokens of the state."""
 _COPY_BYTES = 8 << 20
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
 _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
 FLOOR_BYTES, FLOOR_SHARE = 10**9, 0.05
-"""By default so much of a file system stays free: a size, or a share of a smaller one."""
+"""Free space to leave by default: the smaller of a size in bytes and a share of the file system."""
 _SPARE = 0.95
-"""Evicted down to this share of the limit, so that not every block needs a look at all."""
+"""Eviction frees space down to this share of the limit, so that not every write has to list all blocks."""
 
 
 @dataclass(frozen=True)
 class BlockKey:
-    """Which block: the model's fingerprint, the block's name, its number from 0, and its kind."""
+    """Identifies a block: the model's fingerprint, the block's name, its index from 0, and its kind."""
 
     model: str
     name: str
@@ -95,18 +90,18 @@ class BlockKey:
 
     @property
     def base(self) -> str:
-        """Name of its file."""
+        """Name of the block's file."""
         return f"{self.name}-{self.index}.{self.kind}"
 
     @property
     def file(self) -> str:
-        """Path of its file below the directory."""
+        """Path of the block's file, relative to the store's directory."""
         return f"{self.model}/{self.base}"
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a file holds: the bytes of `tokens`, all those from the start of the block on; no layout if it is a state."""
+    """The contents of a block: its tokens, and their keys and values in `layout`; `layout` is None for a whole state."""
 
     payload: Bytes
     tokens: tuple[int, ...]
@@ -115,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A block that is there: its size, and when it was used last (ns since 1970)."""
+    """A stored block: its size, and the time of its last use (ns since 1970)."""
 
     key: BlockKey
     size_bytes: int
@@ -123,7 +118,7 @@ class Entry:
 
 
 class Uses(NamedTuple):
-    """What was restored of a model: how often, tokens and bytes of it."""
+    """Totals of what was restored for one model."""
 
     restores: int = 0
     restored_tokens: int = 0
@@ -132,24 +127,24 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What is stored of one model: blocks by kind, bytes, ages in ns, and what was restored of it."""
+    """Summary of one model in a store: its blocks, their size and ages, and what was restored."""
 
     fingerprint: str
-    file: str  # of the model; empty if that is lost
-    blocks: dict[str, int]
+    file: str  # name of the model's file; empty if `model.json` is missing
+    blocks: dict[str, int]  # number by kind
     size_bytes: int
-    longest_tokens: int  # of a prompt, in whole blocks
+    longest_tokens: int  # longest stored prompt, in whole blocks
     used_ns_ago: int
-    unused_ns: int  # the age of its oldest block
+    unused_ns: int  # age of the least recently used block
     restores: int
     restored_tokens: int
     restored_bytes: int
-    described: dict[str, Any]  # what the fingerprint stands for
+    described: dict[str, Any]  # contents of `model.json`
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed, and what is left."""
+    """Totals of a prune: what it removed, and what remains."""
 
     removed_blocks: int
     removed_bytes: int
@@ -158,12 +153,13 @@ class Pruned:
 
 
 class BlockStore:
-    """The blocks below `directory`, which is made if it is not there (0700; files are 0600).
+    """The blocks below `directory`, which is created if it does not exist (mode 0700; files have 0600).
 
-    At most `limit_bytes` are kept, nothing that was not used for `ttl_ns` (0: for ever; looked at when it is opened, stored
-    to or restored from), and `floor_bytes` of the file system are left free. UsageError: it is no directory;
-    EnvironmentProblem: it cannot be written. Without `limit_bytes` it is looked at as it is: UsageError if it holds no
-    blocks.
+    The store keeps at most `limit_bytes`, evicts blocks that were not used for `ttl_ns` (0: no expiry; checked when the
+    store is opened, written or restored from), and leaves `floor_bytes` of the file system free (None: FLOOR_BYTES or
+    FLOOR_SHARE). With `limit_bytes` None, an existing store is opened for listing and pruning.
+
+    UsageError: not a directory, or without `limit_bytes` not a store; EnvironmentProblem: it is not writable.
     """
 
     def __init__(
@@ -179,14 +175,14 @@ class BlockStore:
         self.ttl_ns, self.floor_bytes = ttl_ns, floor_bytes or 0
         self._clock = clock
         self.evicted = 0  # blocks
-        self._looked_ns = clock()  # for what is too old
+        self._looked_ns = clock()  # time of the last check for expired blocks
         if limit_bytes is None:
             if not (self.directory / "lock").is_file():
                 raise UsageError(
                     f"{self.directory}: has no stored prompts", "name the directory of a PrefixCache or of serve-llama"
                 )
             return
-        _checksum(np.zeros(8, np.uint8))  # its code is loaded now, and not while a prompt waits
+        _checksum(np.zeros(8, np.uint8))  # load its code now, and not while a prompt waits
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if floor_bytes is None:
@@ -203,7 +199,7 @@ class BlockStore:
     # Reading
 
     def __contains__(self, key: BlockKey) -> bool:
-        """True if the block is there and not too old; it may be gone, or prove damaged, when it is read."""
+        """Return whether the block is stored and not expired; reading it can still fail if it is evicted or damaged."""
         try:
             with self._opened(key.model) as directory:
                 status = os.stat(key.base, dir_fd=directory, follow_symlinks=False)
@@ -212,7 +208,7 @@ class BlockStore:
         return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
 
     def ahead(self, keys: Iterable[BlockKey]) -> None:
-        """Has the system read blocks that will be asked for next, as far as they are there."""
+        """Start kernel readahead of the stored blocks among `keys`."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 fd = os.open(key.base, _READING | os.O_CLOEXEC, dir_fd=directory)
@@ -222,7 +218,7 @@ class BlockStore:
                     os.close(fd)
 
     def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
-        """Returns the block of number `index` that was stored last under the first of `links` that leads to one."""
+        """Return the block `index` that the first usable one of `links` points to; None if none does."""
         for link in links:
             with contextlib.suppress(OSError), self._opened(model) as directory:
                 key = key_of(model, os.readlink(f"{link}-{index}.next", dir_fd=directory))
@@ -231,11 +227,10 @@ class BlockStore:
         return None
 
     def read(self, key: BlockKey, payload: bool = True, copy_to: int | None = None) -> Block | None:
-        """Returns what was stored as `key`, without its payload if that is said; None if it is not there or damaged: then it
-        goes.
+        """Return the block stored as `key`; None if it is missing or damaged. A damaged block is removed.
 
-        `copy_to`: an empty file, open for writing, that gets the payload instead, which need not fit in memory. OSError if
-        that cannot be written.
+        With `payload` False, only the header is read. `copy_to` is an empty file, open for writing: the payload is copied
+        to it in pieces instead of being returned. OSError: `copy_to` cannot be written.
         """
         path = self.directory / key.file
         try:
@@ -263,9 +258,9 @@ class BlockStore:
             raw.close()
 
     def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> int:
-        """Notes that `keys`, the blocks of a prompt, are in use now, all of them alike, and returns when that is. OSError.
+        """Set the time of last use of `keys`, the blocks of one prompt, to now, and return that time. OSError.
 
-        `tokens`, `size_bytes`: that so much of them was restored.
+        `tokens` and `size_bytes` are added to the totals of restores; 0 tokens: nothing was restored.
         """
         with self._account() as account:
             stamp = account.stamp()
@@ -287,27 +282,27 @@ class BlockStore:
 
     # Writing
 
-    def describe(self, model: str, told: dict[str, Any]) -> None:
-        """Keeps what the fingerprint `model` stands for, for those who list the directory. OSError."""
+    def describe(self, model: str, described: dict[str, Any]) -> None:
+        """Write `described`, the input of the fingerprint `model`, to `model.json`, unless that exists. OSError."""
         if not (self.directory / model / "model.json").exists():
-            # With the lock: a sweep, or `_forget` of a model without blocks, sees all of it, or nothing.
+            # Under the lock, so that a sweep, or `_forget` of a model without blocks, sees no unfinished file.
             with (
                 self._account(),
                 self._opened(model, make=True) as directory,
                 files.replacing(f"/proc/self/fd/{directory}/model.json") as stream,
             ):
-                stream.write(json.dumps(told, indent=1).encode())
+                stream.write(json.dumps(described, indent=1).encode())
 
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
-        """Stores `block` as `key`, to which `links` then lead, and returns the bytes it takes.
+        """Store `block` as `key`, point `links` to it, and return the size of its file.
 
-        `used_ns`: what `used` gave for the prompt that it is of: to make room its own last blocks go, not its first. None:
-        it is the newest of all. EnvironmentProblem if there is no room, or it fails.
+        `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too large
+        are not evicted for the last ones. None: a new time of use. EnvironmentProblem: no space, or writing failed.
         """
         return self._publish(key, pack(key, block), links, block, used_ns)
 
     def write_file(self, key: BlockKey, tokens: tuple[int, ...], path: Path) -> int:
-        """Stores the contents of the file at `path` as `key`, as `write` does; they need not fit in memory. OSError."""
+        """Store the contents of the file at `path` as `key`, like `write`, without loading it into memory. OSError."""
         with open(path, "rb", buffering=0) as file:
             size, sum_ = os.fstat(file.fileno()).st_size, RunningChecksum()
             for piece in _pieces(file.fileno(), 0, size, path):
@@ -325,7 +320,7 @@ class BlockStore:
         used_ns: int | None,
         behind: tuple[int, int] | None = None,
     ) -> int:
-        """Stores a file of `parts`, and `behind` them the contents of an open file of a size, as `write` says."""
+        """Store `parts`, followed by the contents of the open file `behind` (descriptor, size), as described at `write`."""
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
@@ -340,11 +335,11 @@ class BlockStore:
                     self._evict(account, size)
                 stamp = account.stamp() if used_ns is None else used_ns
                 os.utime(raw.fd, ns=(stamp, stamp))
-                # Another process that has stored the same block has stored the same bytes.
-                there = self._size(key)
-                # A name that is lost with the machine costs a hit, no more.
+                # If another process has stored the same block, its bytes are the same.
+                replaced_bytes = self._size(key)
+                # The directory is not synced: a name that is lost in a crash costs only a hit.
                 os.replace(raw.path.name, key.base, src_dir_fd=opened, dst_dir_fd=opened)
-                account.used_bytes += size - there
+                account.used_bytes += size - replaced_bytes
                 account.used_bytes -= self._link(key, block, links)
         except OSError as error:
             raise EnvironmentProblem(f"{directory}: cannot store a block: {error.strerror}") from None
@@ -352,10 +347,10 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _written(self, model: str, parts: Iterable[Bytes | bytes]) -> Iterator[tuple[RawFile, int]]:
-        """A new file with `parts`, on the disk and locked, and its open directory; removed afterwards unless renamed."""
+        """Yield a new, locked file with `parts`, synced, and its open directory; remove the file unless it was renamed."""
         temporary, at = self.directory / model / f"new-{secrets.token_hex(8)}.tmp", 0
         with contextlib.ExitStack() as stack:
-            with self._account():  # a sweep, or `_forget` of a model without blocks, sees it locked, or not at all
+            with self._account():  # so that a sweep, or `_forget` of a model without blocks, never sees it unlocked
                 directory = stack.enter_context(self._opened(model, make=True))
                 raw = RawFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, directory=directory)
                 stack.callback(raw.close)
@@ -371,12 +366,12 @@ class BlockStore:
                     os.unlink(temporary.name, dir_fd=directory)
 
     def _link(self, key: BlockKey, block: Block, links: Iterable[str]) -> int:
-        """Has `links` lead to `key`; returns the bytes of parts that they led to and that `block` begins with: these go."""
+        """Point `links` to `key`; remove the parts they pointed to that `block` begins with, and return their bytes."""
         freed = 0
         for link in links:
             before = self.newest(key.model, [link], key.index)
             temporary = f"new-{secrets.token_hex(8)}.tmp"
-            # A file system without links: blocks are not found by their first tokens there.
+            # Ignore file systems without symbolic links: blocks are not found by their first tokens there.
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 os.symlink(key.base, temporary, dir_fd=directory)
                 os.replace(temporary, f"{link}-{key.index}.next", src_dir_fd=directory, dst_dir_fd=directory)
@@ -388,18 +383,19 @@ class BlockStore:
         return freed
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Remove blocks that cannot be used."""
+        """Remove blocks."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
-        """Removes blocks of `model` (None: of all): all, or those unused for `unused_ns`, and the oldest above `keep_bytes`.
+        """Remove the blocks of `model` (None: of all models), and return what was removed. OSError.
 
-        Returns what was removed. A model of which nothing is left is forgotten. OSError.
+        With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently used
+        ones until at most that many bytes remain; without both, all. Metadata of models without blocks is removed too.
         """
         if keep_bytes is None:
-            keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # not even an empty one stays, or whatever was used
+            keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # -1: also remove empty files
         with self._account() as account:
             entries = [entry for entry in self._aged() if model in (None, entry.key.model)]
             gone = self._remove_oldest(entries, keep_bytes, unused_ns)
@@ -409,10 +405,10 @@ class BlockStore:
                 self._forget({entry.key.model for entry in gone} - {entry.key.model for entry in rest})
         return gone
 
-    # What is there
+    # Listing
 
     def entries(self) -> list[Entry]:
-        """Returns all blocks, unsorted."""
+        """Return all stored blocks, unsorted."""
         found = []
         for model in self.models():
             for item in self._files(model):
@@ -424,30 +420,30 @@ class BlockStore:
         return found
 
     def models(self) -> list[str]:
-        """Returns the fingerprints of the models of which something may be there."""
+        """Return the fingerprints of the models that have a directory."""
         with os.scandir(self.directory) as listing:
             return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
 
     def description(self, model: str) -> dict[str, Any]:
-        """Returns what was told of `model`; empty if that is lost."""
+        """Return the contents of `model.json`; empty if it is missing or damaged."""
         try:
-            told = json.loads(self._small_file(model, "model.json"))
+            described = json.loads(self._small_file(model, "model.json"))
         except (OSError, ValueError, RecursionError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return described if isinstance(described, dict) else {}
 
     def uses(self, model: str) -> Uses:
-        """Returns what was restored of `model`."""
+        """Return the totals of what was restored for `model`."""
         try:
             return Uses(*_USES.unpack(self._small_file(model, "uses")))
         except (OSError, struct.error):
             return Uses()
 
-    # Inside
+    # Implementation
 
     @contextlib.contextmanager
     def _opened(self, model: str, make: bool = False) -> Iterator[int]:
-        """A descriptor of the directory of `model`. OSError: there is none, or a link, which could lead root anywhere."""
+        """Yield a descriptor of the directory of `model`. OSError: it does not exist, or is a symbolic link."""
         if make:
             (self.directory / model).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.directory / model, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -457,14 +453,13 @@ class BlockStore:
             os.close(fd)
 
     def _small_file(self, model: str, name: str) -> bytes:
-        """Contents of a regular file beside the blocks of `model`, as far as _MOST_DESCRIBED bytes. OSError."""
+        """Return up to _MOST_DESCRIBED bytes of a metadata file of `model`. OSError."""
         with self._opened(model) as directory:
             fd = os.open(name, _READING | os.O_CLOEXEC, dir_fd=directory)
         with open(fd, "rb") as file:
             return file.read(_MOST_DESCRIBED)
 
     def _files(self, model: str) -> list[os.DirEntry[str]]:
-        """Entries of the directory of `model`; none if it cannot be listed."""
         with contextlib.suppress(OSError), os.scandir(self.directory / model) as listing:
             return list(listing)
         return []
@@ -479,7 +474,7 @@ class BlockStore:
         return bool(self.ttl_ns) and self._clock() - used_ns > self.ttl_ns
 
     def _make_room(self, size: int) -> None:
-        """Evicts where the file system would be left with less than the floor; EnvironmentProblem if that is not enough."""
+        """Evict until `size` more bytes leave the floor free; EnvironmentProblem if eviction does not free enough."""
         if self.lacking(size) > 0:
             with self._account() as account:
                 self._evict(account, 0, self.lacking(size))
@@ -488,21 +483,21 @@ class BlockStore:
                 raise EnvironmentProblem(f"{self.directory}: the file system would have less than {left} of free space")
 
     def lacking(self, size: int) -> int:
-        """Bytes that have to be freed before `size` more may be written; 0 or less: none."""
+        """Return the bytes to free before `size` more can be written; 0 or less: none."""
         status = os.statvfs(self.directory)
         return self.floor_bytes + size - status.f_bavail * status.f_frsize
 
     def room_bytes(self) -> int:
-        """Return how many bytes of blocks there can be: those that are stored, and those that may be written."""
+        """Return how many bytes of blocks fit: those that are stored, and those that can still be written."""
         stored = sum(entry.size_bytes for entry in self.entries())
         return min(self.limit_bytes, stored - self.lacking(0))
 
     def _aged(self) -> list[Entry]:
-        """All blocks, the least recently used first, and of one use the last."""
+        """Return all blocks, least recently used first; of the blocks of one use, the last first."""
         return sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
-        """Removes what is too old, then the least recently used until `size` more fit and `least` bytes are freed."""
+        """Evict expired blocks, then the least recently used ones until `size` more fit and `least` bytes are freed."""
         self._looked_ns = self._clock()
         entries = self._aged()
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
@@ -513,8 +508,9 @@ class BlockStore:
         account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
     def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
-        """Removes the first of `entries`, which are `_aged`, and returns them: those unused for longer than `unused_ns`, and
-        until `keep_bytes` are left. Links that lead nowhere go too.
+        """Remove entries unused for longer than `unused_ns`, and more until at most `keep_bytes` remain; return them.
+
+        `entries` are in the order of `_aged`. Dangling links are removed too.
         """
         now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
@@ -535,11 +531,11 @@ class BlockStore:
             for name in ("model.json", "uses"):
                 with contextlib.suppress(OSError):
                     os.unlink(self.directory / model / name)
-            with contextlib.suppress(OSError):  # something foreign lies there, or is being written
+            with contextlib.suppress(OSError):  # it has files of others, or one that is being written
                 os.rmdir(self.directory / model)
 
     def _sweep(self) -> None:
-        """Removes what writers that ended have left half-written."""
+        """Remove the temporary files of dead writers."""
         for model in self.models():
             for item in self._files(model):
                 if not _TEMPORARY.fullmatch(item.name):
@@ -557,12 +553,12 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _account(self) -> Iterator[_Account]:
-        """The account of the directory, for as long as nobody else may change it. OSError."""
+        """Yield the account of the directory while holding its lock; write it back at the end. OSError."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            told = os.pread(fd, _LOCK.size, 0)
-            magic, used, newest = _LOCK.unpack(told) if len(told) == _LOCK.size else (b"", 0, 0)
+            packed = os.pread(fd, _LOCK.size, 0)
+            magic, used, newest = _LOCK.unpack(packed) if len(packed) == _LOCK.size else (b"", 0, 0)
             is_whole = magic == _MAGIC and max(used, newest) < _NO_LIMIT
             account = _Account(self._clock, *((used, newest) if is_whole else (0, 0)))
             if not is_whole or (self.ttl_ns and abs(self._clock() - self._looked_ns) > self.ttl_ns // 16):
@@ -580,20 +576,20 @@ _NO_LIMIT = 1 << 63
 
 @dataclass
 class _Account:
-    """What the lock file tells: bytes used, and the newest stamp."""
+    """The contents of the lock file: used bytes, and the newest time of use."""
 
     clock: Callable[[], int]
     used_bytes: int
     newest_ns: int
 
     def stamp(self) -> int:
-        """Returns the time of a use: now, or later than the newest before."""
+        """Return the time for a new use: now, but always later than every earlier one."""
         self.newest_ns = max(self.clock(), self.newest_ns + 1)
         return self.newest_ns
 
 
 def listed(directory: str | Path) -> list[StoredModel]:
-    """Returns what is stored below `directory`, the most recently used model first; UsageError if it holds nothing of it."""
+    """Return the models stored below `directory`, most recently used first; UsageError: not the directory of a store."""
     store, now = BlockStore(directory, None), time.time_ns()
     by_model: dict[str, list[Entry]] = defaultdict(list)
     for entry in store.entries():
@@ -622,7 +618,7 @@ def listed(directory: str | Path) -> list[StoredModel]:
 
 
 def chosen(models: list[StoredModel], name: str) -> StoredModel:
-    """Returns the one of `models` whose fingerprint begins with, or whose file is, `name`; UsageError if not one is."""
+    """Return the only model whose fingerprint begins with `name` or whose file is `name`; UsageError: none, or several."""
     found = [model for model in models if model.fingerprint.startswith(name) or model.file == name]
     if len(found) != 1:
         matched = "several models" if found else "no model"
@@ -632,9 +628,9 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
 
 
 def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
-    """Removes blocks below `directory`: unused for longer than `unused`, the oldest above `keep` bytes; of `model` alone.
+    """Remove blocks below `directory`: unused for longer than `unused`, and the least recently used above `keep` bytes.
 
-    UsageError if nothing says which, or one cannot be understood; of a model alone: all of it.
+    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid one.
     """
     if unused is None and keep is None and model is None:
         raise UsageError(
@@ -650,38 +646,38 @@ def pruned(directory: str | Path, unused: str | None, keep: str | None, model: s
 
 
 def key_of(model: str, name: str) -> BlockKey | None:
-    """Returns the key of the block whose file is called `name`; None if that is no name of ours."""
+    """Return the key of the block in the file `name`; None if that is not the name of a block."""
     match = _BLOCK.fullmatch(name)
     return BlockKey(model, match[1], int(match[2]), match[3]) if match else None
 
 
 def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
-    """Returns the parts of the file, or of the message, that holds `block` as `key`."""
+    """Return the header and the payload of `block`, as its file or message contains them."""
     head = _packed_head(key, len(block.payload), _checksum(block.payload), block.tokens, block.layout)
     return [head, block.payload]
 
 
 def _packed_head(key: BlockKey, size: int, crc: int, tokens: tuple[int, ...], layout: StateLayout | None) -> bytes:
-    told = {
+    header = {
         "key": [key.model, key.name, key.index, key.kind],
         "bytes": size,
         "crc": crc,
         "tokens": tokens,
         "layout": layout.to_json() if layout else None,
     }
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     head = _HEAD.pack(_MAGIC, VERSION, len(text), zlib.crc32(text)) + text
     return head.ljust(whole_blocks(len(head)), b"\0")
 
 
 def unpack(data: Bytes, key: BlockKey, where: object) -> Block:
-    """Returns the block that `pack` packed as `key`; DataError, naming `where`, if it is not whole."""
+    """Return the block that `pack` packed as `key`; DataError, which names `where`, if the data is damaged."""
     end, crc, block = _head(data[:_MOST_HEAD].tobytes(), len(data), key, where)
     return _filled(block, data[end:], crc, where)
 
 
 def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
-    """The first bytes of a file, with all of its header, if that is not too long for its kind."""
+    """Return the first bytes of a file, with all of its header unless that is too long for its kind."""
     data = raw.read(_MOST_HEAD, 0)
     if key.kind == WHOLE and len(data) >= _HEAD.size:
         wanted = _HEAD.size + _HEAD.unpack_from(data)[2]
@@ -691,7 +687,7 @@ def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
 
 
 def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
-    """Yields the bytes from `start` to `end` of an open file; the next step overwrites the array. DataError; OSError."""
+    """Yield the bytes from `start` to `end` of an open file, in a buffer that is reused. DataError: truncated; OSError."""
     buffer = aligned(min(_COPY_BYTES, max(1, end - start)))
     while start < end:
         count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)
@@ -702,7 +698,7 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
 
 
 def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
-    """Appends the bytes from `start` to `end` to an open file; DataError if they are not what was stored. OSError."""
+    """Append the bytes from `start` to `end` to the file `copy_to`; DataError if the checksum is wrong. OSError."""
     sum_ = RunningChecksum()
     for piece in _pieces(raw.fd, start, end, raw.path):
         sum_.add(piece)
@@ -714,9 +710,9 @@ def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
 
 
 def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:
-    """Where the header ends that `data` begins with, the checksum of the payload behind it, and the block without that.
+    """Parse the header at the start of `data`; return its size, the payload's checksum, and the block without payload.
 
-    DataError if it is not the header of `key` in a file of `size_bytes`.
+    DataError: it is not a valid header of `key` in a file of `size_bytes`.
     """
     if len(data) < _HEAD.size:
         raise DataError(f"{where}: truncated")
@@ -725,9 +721,9 @@ def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[i
     if magic != _MAGIC or version != VERSION or len(text) != length or zlib.crc32(text) != crc:
         raise DataError(f"{where}: the header is damaged, or of another version")
     try:
-        told = json.loads(text)
-        layout = StateLayout.from_json(told["layout"]) if told["layout"] is not None else None
-        payload_bytes, sum_, named, tokens = told["bytes"], told["crc"], told["key"], told["tokens"]
+        header = json.loads(text)
+        layout = StateLayout.from_json(header["layout"]) if header["layout"] is not None else None
+        payload_bytes, sum_, named, tokens = header["bytes"], header["crc"], header["key"], header["tokens"]
         if any(type(token) is not int or not 0 <= token < 1 << 31 for token in tokens):
             raise ValueError("invalid tokens")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -742,14 +738,13 @@ def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[i
 
 
 def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
-    """`block` with its `payload`; DataError if that is not what was stored."""
     if _checksum(payload) != crc:
         raise DataError(f"{where}: wrong checksum")
     return replace(block, payload=payload)
 
 
 def _checksum(payload: Bytes) -> int:
-    """The spill file's checksum of a page; a page of any size here, so zeros follow to the next multiple of 8."""
+    """Return the checksum that spill files use for pages; `payload` is padded with zeros to a multiple of 8 bytes."""
     if rest := -len(payload) % 8:
         payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
     return int(checksums(payload[None])[0, 0])

@@ -1,5 +1,5 @@
-"""A proxy in front of the stock llama-server: prompts on disk that survive restarts and changes of models.
+"""A proxy in front of an unmodified llama-server that stores prompts on disk, across restarts and changes of models.
 
-proxy.py composes the rest: http.py moves requests and answers, server.py identifies the server and its model, slots.py
-decides which slot a request gets, prompts.py stores what a slot holds, command.py starts and ends it all.
+http.py forwards requests and answers, server.py identifies the server and its model, slots.py selects the slot for a
+request, prompts.py stores the contents of slots, proxy.py combines these, and command.py starts and ends the proxy.
 """

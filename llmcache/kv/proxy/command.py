@@ -1,4 +1,4 @@
-"""`llmcache kv proxy`: start the server, serve in front of it, and end with it."""
+"""`llmcache kv proxy`: start a llama-server or attach to a running one, and serve clients in front of it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from llmcache.units import format_size
 
 LOOPBACK = "127.0.0.1"
 SPOOL = "slots"
-"""Directory below that of the store for the files of a server that was started here."""
+"""Subdirectory of the store for the slot files of a server that this command started."""
 _IDLE_SLOTS = "LLAMA_ARG_CACHE_IDLE_SLOTS"
 _END_S = 10.0
-"""After the server has ended, what waits has so long to be stored."""
+"""Time to store waiting slots after the server has ended."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a directory may hold, as `BlockStore` takes it."""
+    """Limits of a store, as in `BlockStore`."""
 
     limit_bytes: int
     ttl_ns: int
     floor_bytes: int | None
 
     def store(self, directory: str) -> BlockStore:
-        """Return the store of a directory. UsageError; EnvironmentProblem."""
+        """Open the store in a directory. UsageError; EnvironmentProblem."""
         return BlockStore(directory, self.limit_bytes, self.ttl_ns, self.floor_bytes)
 
 
@@ -54,21 +54,21 @@ def start(directory: str, limits: Limits, words: Sequence[str], listen: str | No
         spool.mkdir(mode=0o700, exist_ok=True)
         spooled = Spool(spool)
     behind = Address(LOOPBACK, _free_port())
-    # The server may start in another directory (a wrapper), so its path is absolute.
+    # The path is absolute, because a wrapper may start the server in another directory.
     command = [words[0], *options.behind(behind, f"{spool.absolute()}/")]
     proxy = Proxy(behind, options.prefix, options.headers, store, spooled)
     with contextlib.closing(spooled), ending_by_interrupt():
-        # What slots hold is stored here; their own copies would be cleared for it. Old servers ignore the variable.
+        # Otherwise the server moves idle slots to its own prompt cache and clears them. Old servers ignore the variable.
         environment = {_IDLE_SLOTS: "0", **os.environ}
         child = Child(command, program, environment, dies_with_parent=True)
         try:
-            asyncio.run(_beside(proxy, addresses, child, options))
+            asyncio.run(_serve_child(proxy, addresses, child, options))
         finally:
             child.cancel()
     return child.end_alike()
 
 
-async def _beside(proxy: Proxy, addresses: Sequence[Address], child: Child, options: Options) -> None:
+async def _serve_child(proxy: Proxy, addresses: Sequence[Address], child: Child, options: Options) -> None:
     async with _serving(proxy, addresses, options):
         with child.forwarding():
             child.release()
@@ -76,7 +76,6 @@ async def _beside(proxy: Proxy, addresses: Sequence[Address], child: Child, opti
 
 
 async def _ended(child: Child) -> None:
-    """Return when the command has ended."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     fd = os.pidfd_open(child.pid)
     try:
@@ -89,7 +88,7 @@ async def _ended(child: Child) -> None:
 
 
 def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str | None) -> int:
-    """Serve in front of a llama-server that runs, until a signal ends it. UsageError; EnvironmentProblem."""
+    """Serve in front of a running llama-server until a signal arrives. UsageError; EnvironmentProblem."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     try:
         behind = Address(parts.hostname or "", parts.port or DEFAULT_PORT)
@@ -126,7 +125,7 @@ async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Opt
 
 @contextlib.asynccontextmanager
 async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options) -> AsyncIterator[None]:
-    """While it lasts, the proxy serves clients and looks after its server."""
+    """Serve clients and watch the server while the context is open."""
     servers = []
     for address in addresses:
         try:
@@ -154,22 +153,22 @@ async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options)
 
 
 def _report(served: Served) -> None:
-    told, prompts = served.identity.described, served.prompts
+    info, prompts = served.identity.described, served.prompts
     size = sum(e.size_bytes for e in prompts.store.entries() if e.key.model == prompts.fingerprint)
     kinds = ", windows or recurrent layers: partly reused where the ending differs" if prompts.states_only else ""
-    say(f"{told['file']} (build {told['build']}{kinds}): {format_size(size)} of prompts stored as {prompts.fingerprint[:8]}")
+    say(f"{info['file']} (build {info['build']}{kinds}): {format_size(size)} of prompts stored as {prompts.fingerprint[:8]}")
 
 
 class _Refusals:
-    """Says why a server cannot be identified, once for each reason."""
+    """Reports each reason for which a server cannot be identified once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def report(self, error: Exception) -> None:
         text = str(error)
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             say(f"nothing is stored or restored: {text}")
             if hint := getattr(error, "hint", None):
                 say(f"hint: {hint}")

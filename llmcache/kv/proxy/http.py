@@ -1,7 +1,7 @@
-"""HTTP/1.1 over asyncio's streams: as much as a proxy needs that passes bodies on as they are.
+"""HTTP/1.1 over asyncio's streams, for a proxy that forwards bodies unchanged.
 
-The upstream server gets a connection for each request, with `Connection: close`, so the end of its answer is the end of the
-connection, and a client that disconnects is passed on by closing it.
+Each request to the upstream server has its own connection, with `Connection: close`. An answer ends with its connection, and
+closing the connection tells the server that the client has disconnected.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_HEAD = 256 << 10
-"""Bytes of a request line and its headers."""
+"""Largest size in bytes of a request line with its headers."""
 PART_BYTES = 64 << 10
 _END = b"\r\n\r\n"
-# Of a connection and not of a request. `Expect` is answered here; the framing of an answer's body stays as it is.
-_OF_CONNECTION = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"expect"}
+# Hop-by-hop headers, and `Expect`, which the proxy answers. The headers that frame a body are forwarded.
+_HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"expect"}
 _NO_BODY = (204, 304)
 
 
 class BadRequest(Exception):
-    """A request that is no HTTP/1.1: answered with 400."""
+    """A request is not valid HTTP/1.1; the proxy answers with status 400."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
-        """Return the head that `data` is, without the empty line at its end. BadRequest."""
+        """Parse a head without the empty line at its end. BadRequest."""
         line, *rest = data.split(b"\r\n")
         headers = []
         for each in rest:
@@ -51,15 +51,15 @@ class Head:
         return next((value.decode("latin-1") for key, value in self.headers if key.lower() == wanted), None)
 
     def encode(self, **changed: str | int) -> bytes:
-        """Return the bytes of it, without the headers of a connection, and with `changed` ones (Content_Length)."""
+        """Return the head as bytes, without hop-by-hop headers; `changed` headers are set (Content_Length=3)."""
         new = {name.replace("_", "-").encode(): str(value).encode() for name, value in changed.items()}
-        left_out = _OF_CONNECTION | {name.lower() for name in new}
-        kept = [pair for pair in self.headers if pair[0].lower() not in left_out]
+        omitted = _HOP_BY_HOP | {name.lower() for name in new}
+        kept = [pair for pair in self.headers if pair[0].lower() not in omitted]
         return b"\r\n".join([self.line, *(name + b": " + value for name, value in (*kept, *new.items())), b"", b""])
 
     @property
     def body_bytes(self) -> int | None:
-        """Bytes of the body of a request; None if it is chunked. BadRequest."""
+        """Size of the body of a request in bytes; None if it is chunked. BadRequest."""
         length, coding = self.get("Content-Length"), self.get("Transfer-Encoding")
         if coding is not None:
             if length is not None or coding.lower() != "chunked":
@@ -73,7 +73,7 @@ class Head:
 
     @property
     def status(self) -> int:
-        """Return the status of an answer. BadRequest."""
+        """Status code of an answer. BadRequest."""
         try:
             return int(self.line.split(b" ", 2)[1])
         except (IndexError, ValueError):
@@ -82,33 +82,33 @@ class Head:
 
 @dataclass
 class Request:
-    """A request: its head, and the body as far as it was read; `rest` yields what follows."""
+    """A request: its head, and the beginning of the body; `rest` yields the remaining parts."""
 
     head: Head
     method: str
     target: str
     version: str
-    parts: AsyncIterator[bytes] | None  # what follows `body`
+    parts: AsyncIterator[bytes] | None  # the rest of the body, after `body`; None: nothing is left
     body: bytes = b""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the body was read."""
+        """Whether the whole body was read."""
         return self.parts is None
 
     @property
     def path(self) -> str:
-        """Path of the target, without the query."""
+        """Path of the target without the query."""
         return self.target.partition("?")[0]
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the client wants to send another request over the connection."""
-        wish = (self.head.get("Connection") or "").lower()
-        return "close" not in wish and (self.version == "HTTP/1.1" or "keep-alive" in wish)
+        """Whether the client may send another request on the connection."""
+        connection = (self.head.get("Connection") or "").lower()
+        return "close" not in connection and (self.version == "HTTP/1.1" or "keep-alive" in connection)
 
     async def read_body(self, most_bytes: int) -> None:
-        """Read the body into `body`, up to about `most_bytes`; `is_whole` says whether that was all. BadRequest; OSError."""
+        """Read up to about `most_bytes` into `body`; afterwards, `is_whole` is set if that was all. BadRequest; OSError."""
         parts, size = [self.body], len(self.body)
         async for part in self.rest():
             parts.append(part)
@@ -118,7 +118,7 @@ class Request:
         self.body = b"".join(parts)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """Yield what follows `body`. BadRequest; OSError."""
+        """Yield the rest of the body, after `body`. BadRequest; OSError."""
         while self.parts is not None:
             part = await anext(self.parts, None)
             if part is None:
@@ -141,7 +141,7 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request | None:
-    """Return the next request, without its body; None if the client has closed the connection. BadRequest; OSError."""
+    """Return the next request, with its body unread; None if the client closed the connection. BadRequest; OSError."""
     head = await read_head(reader)
     if head is None:
         return None
@@ -153,7 +153,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def body_parts(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
-    """Yield the body that follows the head of a request. BadRequest, if it ends too early; OSError."""
+    """Yield the body of the request with this head. BadRequest, also if the body ends early; OSError."""
     left = head.body_bytes
     try:
         if left is None:
@@ -182,7 +182,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 class Answer:
-    """The answer of the upstream server to one request; the body is read as it is framed, until the connection ends."""
+    """An answer of the upstream server. The body is read until the connection ends, with its chunk framing."""
 
     def __init__(self, head: Head, reader: asyncio.StreamReader, method: str) -> None:
         self.head, self._reader = head, reader
@@ -192,7 +192,7 @@ class Answer:
         self.read_bytes, self.tail = 0, b""
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the bytes that follow the head. OSError."""
+        """Yield the body, with its framing. OSError."""
         while part := await self._reader.read(PART_BYTES):
             self.read_bytes += len(part)
             self.tail = (self.tail + part)[-PART_BYTES:]
@@ -200,18 +200,18 @@ class Answer:
 
     @property
     def has_end(self) -> bool:
-        """Whether the client sees the end of the body without the end of the connection."""
+        """Whether the body ends in a way that a client detects without the end of the connection."""
         return not self.has_body or self.is_chunked or self._length is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the body has arrived, as far as the answer shows it."""
+        """Whether the whole body was received, as far as its framing shows."""
         if self.is_chunked and self.has_body:
             return self.tail.endswith(b"0" + _END)
         return not self.has_body or self._length is None or self._length == str(self.read_bytes)
 
     async def json(self) -> Any:
-        """Return the body, which is JSON. ValueError; OSError."""
+        """Return the decoded JSON body. ValueError; OSError."""
         data = b"".join([part async for part in self.parts()])
         if not self.is_whole:
             raise ValueError("the answer ends too early")
@@ -233,7 +233,7 @@ def _unchunked(data: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
+    """The TCP address of a server."""
 
     host: str
     port: int
@@ -243,7 +243,7 @@ class Address:
 
     @contextlib.asynccontextmanager
     async def sent(self, request: Request) -> AsyncIterator[Answer]:
-        """Send a request with its body, and yield the answer; its connection is closed afterwards. OSError; BadRequest."""
+        """Send a request with its body, and yield the answer; close the connection afterwards. OSError; BadRequest."""
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=MOST_HEAD)
         try:
             is_chunked = request.head.body_bytes is None and not request.is_whole
@@ -259,23 +259,25 @@ class Address:
         finally:
             writer.transport.abort()
 
-    async def call(
-        self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
+    def request(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> Request:
+        """Return a request of the proxy's own, with a JSON body and `headers`."""
         data = b"" if body is None else json.dumps(body).encode()
         named = {"Host": str(self), "Content-Type": "application/json", **(headers or {})}
         if body is not None:
             named["Content-Length"] = str(len(data))
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
-        head = Head(f"{method} {target} HTTP/1.1".encode(), pairs)
-        request = Request(head, method, target, "HTTP/1.1", None, data)
-        async with self.sent(request) as answer:
+        return Request(Head(f"{method} {target} HTTP/1.1".encode(), pairs), method, target, "HTTP/1.1", None, data)
+
+    async def call(
+        self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
+        async with self.sent(self.request(method, target, body, headers)) as answer:
             return answer.head.status, await answer.json()
 
 
 async def _answer_head(reader: asyncio.StreamReader) -> Head:
-    """The head of the upstream server's answer. OSError: also if it is no answer."""
+    """Return the head of the server's answer, skipping those of status 1xx. OSError, also if the answer is invalid."""
     try:
         head = await read_head(reader)
         while head is not None and 100 <= head.status < 200:
@@ -288,7 +290,7 @@ async def _answer_head(reader: asyncio.StreamReader) -> Head:
 
 
 def _request_head(request: Request, is_chunked: bool) -> Head:
-    """The head that is sent for a request: its body has the length of what was read, if that was all of it."""
+    """Return the head to forward; a body that was read is framed by Content-Length instead of chunks."""
     if is_chunked or (not request.is_whole and not request.body):
         return request.head
     framing = (b"transfer-encoding", b"content-length")
@@ -302,13 +304,13 @@ def _chunk(data: bytes) -> bytes:
 
 
 def reply(status: str, body: bytes, kind: str, keeps_alive: bool) -> bytes:
-    """Return an answer of the proxy itself."""
+    """Return the bytes of an answer with the content type `kind`."""
     connection = "keep-alive" if keeps_alive else "close"
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: {connection}\r\n\r\n"
     return head.encode() + body
 
 
 def error_reply(status: str, message: str, kind: str, keeps_alive: bool) -> bytes:
-    """Return an error in the form of llama-server's own."""
+    """Return the bytes of an error in the format of llama-server; `kind` is its type."""
     body = {"error": {"code": int(status.split()[0]), "message": message, "type": kind}}
     return reply(status, json.dumps(body).encode(), "application/json; charset=utf-8", keeps_alive)

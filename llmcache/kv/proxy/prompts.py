@@ -1,13 +1,12 @@
-"""Stored prompts: files that llama-server saves of its slots, each a whole state in a BlockStore, named by its tokens.
+"""StoredPrompts: the slot files of a llama-server, each stored as a whole state in a BlockStore and named by its tokens.
 
-A saved file has neither a name nor a checksum of its own. Its tokens are read from the file itself, so that it is stored as
-what it is, whichever request the slot has served meanwhile. Two forms of its head are known: a list of tokens, and since
-version 4 of llama.cpp's sequence files that list behind -1, 1 and its length, and before a 0. Files of another form are not
-stored.
+A slot file has no checksum, and another request may have used the slot before it was saved, so the tokens are read from the
+file. Two formats of the token list are supported: the plain list, and since version 4 of llama.cpp's sequence files -1, 1,
+the length, the list, 0. Files in other formats are not stored.
 
-A state is stored whole: its form differs between versions of llama.cpp. The state of an attention cache can be used up to
-any token, so a stored prompt replaces those that it begins with. States of sliding windows and recurrent layers can be used
-to their end, and in part from the server's checkpoints, so all of them stay.
+States are not cut into blocks, because their layout differs between versions of llama.cpp. The state of an attention cache
+can be used up to any token, so storing a prompt removes stored prefixes of it. States with sliding windows or recurrent
+layers can be used only to their end, or partly from the server's checkpoints, so prefixes are kept.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _MAGIC = 0x67677371  # "ggsq"
 _PACKED = (-1, 1)
 _MOST_TOKENS = 1 << 24
 _STATES_ONLY = (b".attention.sliding_window", b".ssm.", b".wkv.", b".shortconv.")
-"""Keys of models whose states cannot be used up to any token."""
+"""Metadata keys of models whose states can be used only to their end."""
 _MODEL_HEAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Found:
-    """A stored prompt that begins like a request's: its block, its tokens, and how many the two have in common."""
+    """A stored prompt: its block, its tokens, and the length of the prefix in common with a request."""
 
     key: BlockKey
     tokens: Tokens
@@ -55,7 +54,7 @@ class Found:
 
 
 def tokens_of(path: Path) -> Tokens:
-    """Return the tokens of the slot file at `path`. DataError: its form is not known; OSError."""
+    """Return the tokens of the slot file at `path`. DataError: unknown format; OSError."""
     with open(path, "rb") as file:
         magic, _, count = _HEAD.unpack((file.read(_HEAD.size) + bytes(_HEAD.size))[: _HEAD.size])
         if magic != _MAGIC or not 0 < count < _MOST_TOKENS:
@@ -63,19 +62,19 @@ def tokens_of(path: Path) -> Tokens:
         words = np.fromfile(file, np.dtype("<i4"), count).astype(np.int32)
     if len(words) == count > 3 and tuple(words[:2]) == _PACKED and words[2] == count - 4 and words[-1] == 0:
         words = words[3:-1]
-    if len(words) not in (count, count - 4) or not len(words) or (words < 0).any():  # negative: an image, or another form
+    if len(words) not in (count, count - 4) or not len(words) or (words < 0).any():  # negative: an image, or another format
         raise DataError(f"{path.name}: its form is not known")
     return words
 
 
 def uses_states(model: str) -> bool:
-    """Return whether states of the GGUF model can be used to their end only, because of windows or recurrent layers."""
+    """Return whether the GGUF model has sliding windows or recurrent layers, whose states can be used only to their end."""
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         return any(data.find(word, 0, _MODEL_HEAD_BYTES) >= 0 for word in _STATES_ONLY)
 
 
 class StoredPrompts:
-    """The prompts of one server and model, below `store`, named by `fingerprint`. Methods may run on several threads."""
+    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only` is the result of `uses_states`."""
 
     def __init__(self, store: BlockStore, fingerprint: str, described: dict[str, Any], states_only: bool) -> None:
         self.store, self.fingerprint, self.states_only = store, fingerprint, states_only
@@ -83,22 +82,22 @@ class StoredPrompts:
         self._tokens: dict[str, Tokens] = {}
         self._lock = threading.Lock()
         sum_ = RunningChecksum()
-        sum_.add(np.zeros(40, np.uint8))  # its code is loaded now, and not while a prompt waits
+        sum_.add(np.zeros(40, np.uint8))  # load its code now, and not while a prompt waits
         sum_.result()
 
     def longest(self, tokens: Tokens) -> Found | None:
-        """Return the stored prompt of which most can be used for `tokens`; None if there is none."""
+        """Return the stored prompt with the most tokens usable for `tokens`; None if nothing is stored."""
         found = [Found(key, stored, common(stored, tokens)) for key, stored in self._known()]
         return max(found, key=self.usable, default=None)
 
     def usable(self, found: Found) -> int:
-        """Return how many tokens of the state can probably be used."""
+        """Estimate how many tokens of the state can be used."""
         if self.states_only and found.common < len(found.tokens):
             return found.common // 2  # from a checkpoint of the server, if there is one
         return found.common
 
     def _known(self) -> list[tuple[BlockKey, Tokens]]:
-        """All stored prompts; those that other processes have stored meanwhile are read."""
+        """Return all stored prompts, including those that other processes have stored meanwhile."""
         names = set()
         with contextlib.suppress(OSError):
             names = set(os.listdir(self.store.directory / self.fingerprint))
@@ -119,14 +118,14 @@ class StoredPrompts:
             return known
 
     def export(self, found: Found, path: Path) -> int:
-        """Write the state of a stored prompt to the new file `path`, and return its bytes; 0 if it is gone or damaged.
+        """Write the state of a stored prompt to the new file `path`, and return its size; 0 if it is missing or damaged.
 
-        A damaged one is removed. OSError.
+        A damaged state is removed from the store. OSError.
         """
         fd = files.create(path)
         try:
             directory = os.stat(path.parent)
-            if os.geteuid() == 0 and directory.st_uid:  # the server runs as the owner of its directory
+            if os.geteuid() == 0 and directory.st_uid:  # let the server, which owns the directory, read it
                 os.fchown(fd, directory.st_uid, directory.st_gid)
             block = self.store.read(found.key, copy_to=fd)
             size = os.fstat(fd).st_size
@@ -142,13 +141,13 @@ class StoredPrompts:
             self.store.used([found.key], tokens, size_bytes)
 
     def drop(self, found: Found) -> None:
-        """Remove a stored prompt that the server does not take."""
+        """Remove a stored prompt that the server rejects."""
         self.store.drop([found.key])
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
-        """Store the slot file at `path`, and return its bytes: 0 if it is stored already. LlmcacheError; OSError.
+        """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError.
 
-        `token_s`: seconds of evaluating a token.
+        `token_s` is the time in seconds to evaluate a token.
         """
         key = BlockKey(self.fingerprint, _name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
         if key in self.store:
@@ -163,14 +162,14 @@ class StoredPrompts:
 
 
 def room(store: BlockStore, size_bytes: int) -> str:
-    """Return why a state of about `size_bytes` cannot be stored; empty if it can."""
+    """Return why a state of about `size_bytes` cannot be stored; an empty string if it can."""
     if size_bytes > store.limit_bytes:
         return "it does not fit the limit"
     try:
         status = os.statvfs(store.directory)
     except OSError as error:
         return str(error.strerror)
-    # The server's file and the stored one exist together for a moment. What can be evicted is not counted here.
+    # The slot file and the stored file exist at the same time. Blocks that could be evicted are not counted as free.
     return "" if size_bytes < status.f_bavail * status.f_frsize else "the file system is full"
 
 
@@ -179,13 +178,13 @@ def _name(fingerprint: str, tokens: Tokens) -> str:
 
 
 class Spool:
-    """The server's directory for slot files, with names of this process; those of processes that have ended are removed.
+    """The server's directory for slot files. Names are unique to a process; files of ended processes are removed.
 
-    A lock on a file of its own says that a process still runs.
+    A process that runs holds the lock on its own lock file.
     """
 
     def __init__(self, directory: Path) -> None:
-        """OSError."""
+        """Remove the files of ended processes, and create the lock file. OSError."""
         self.directory, self._made = directory, 0
         for lock in directory.glob("llmcache-*.lock"):
             with contextlib.suppress(OSError):
@@ -207,7 +206,7 @@ class Spool:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """Yield a path for one slot file, which is removed afterwards."""
+        """Yield the path of a new slot file, which is removed afterwards."""
         self._made += 1
         path = self.directory / f"{self._name}-{self._made}.slot"
         try:
@@ -217,7 +216,7 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove what this process has made."""
+        """Remove the files of this process."""
         with contextlib.suppress(OSError):
             self._sweep_own()
 

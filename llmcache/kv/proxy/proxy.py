@@ -1,19 +1,20 @@
-"""Proxy: passes requests to a llama-server, restores stored prompts into its slots before, and saves the slots behind.
+"""Proxy: forwards requests to a llama-server, restores stored prompts into its slots, and saves the slots afterwards.
 
-A completion goes through these steps:
+The proxy processes a completion in these steps:
 
-1. Its tokens are computed by the server itself (/apply-template, /tokenize), unless an idle slot had the beginning of its
-   text last, as in a conversation that goes on: then it gets that slot, and step 4 follows.
-2. It gets an idle slot: the one that holds most of the prompt, or another, into which the longest stored prompt is restored.
-3. If much of the prompt is left, all but its last token is evaluated, by a request for no answer, and the slot is saved: a
-   save that is sent during an answer waits in the server until the answer ends. The last token is left out because every
-   answer begins with evaluating one token: so the first answer, one of the warm slot and one of a restored slot are computed
-   alike, bit for bit. (With a sliding window the server evaluates the last five tokens of a restored slot again.)
-4. The request is passed on with `id_slot`, otherwise unchanged. Its answer is passed back byte for byte.
-5. When the answer has ended, the slot is saved again, if enough of it is new.
+1. The server computes the tokens (/apply-template, /tokenize). If an idle slot has the beginning of the text, as in a
+   continued conversation, the completion gets this slot without tokens, and step 4 follows.
+2. The completion gets the idle slot with the longest prefix of the prompt, or one into which a longer stored prompt is
+   restored.
+3. If many tokens are not in the slot, a request without an answer evaluates all but the last. Then the slot is saved; a save
+   during an answer would wait in the server until the answer ends. The last token is left out because every answer starts by
+   evaluating one token. This way, answers from a new, a warm and a restored slot are bit-identical. (With a sliding window,
+   the server evaluates the last five tokens of a restored slot again.)
+4. The request is forwarded with `id_slot`, otherwise unchanged; the answer is returned byte for byte.
+5. After the answer, the slot is saved again if enough of its tokens are new.
 
-All other requests are passed on as they are. Nothing that goes wrong with storing or restoring keeps a request from the
-server. Everything runs on one event loop, except what reads and writes files.
+All other requests are forwarded unchanged. A failure to store or restore never blocks a request. Everything runs on one
+event loop, except for file I/O.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from llmcache.kv.proxy.slots import LEAST_GAIN, Slot, SlotTable, Tokens
 log = logging.getLogger("llmcache.kv")
 
 LEAST_TOKENS = 256
-"""Shorter prompts are neither stored nor restored."""
+"""Least number of tokens of a prompt that is stored or restored."""
 LEAST_NEW = 128
-"""Fewer tokens that are left of a prompt are evaluated with the request itself; the speed of more is learned."""
+"""A prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed."""
 NEW_SHARE = 16
-"""A slot is saved again once a part of 1/16 of it, at least LEAST_GAIN tokens, is not stored."""
+"""A slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored."""
 EARLY_COST = 0.1
-"""A prompt is saved before its answer if that takes at most this part of the time that evaluating it has taken."""
+"""A prompt is saved before its answer if that takes at most this share of the time of its evaluation."""
 MOST_UNDERSTOOD = 64 << 20
-"""Bytes of the body of a request that is looked into."""
+"""Largest body in bytes that the proxy parses."""
 MOST_WAITING = 4
-"""Saved slots that wait to be stored; the spool has files for as many."""
+"""Largest number of slot files in the spool that wait to be stored."""
 MOST_FAILURES = 3
-"""After so many saves in a row that the server refuses, no more are tried."""
+"""Number of consecutive refused saves after which the proxy no longer saves slots."""
 METRICS = "/llmcache/metrics"
 _POLL_S = 0.1
 _NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")
@@ -67,27 +68,27 @@ _FORWARDED = ("Authorization", "X-Api-Key")
 
 @dataclass
 class Counters:
-    """What the proxy has done since it was started."""
+    """Counters of the proxy since its start."""
 
     requests: int = 0
-    passed: Counter[str] = field(default_factory=Counter)  # completions that were only passed on, by reason
+    passed: Counter[str] = field(default_factory=Counter)  # completions forwarded without a look-up, by reason
     lookups: int = 0
     hits: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0
-    reused_tokens: int = 0  # of restored slots, by the server's own count
-    saved_s: float = 0.0  # evaluating those would have taken, less `restore_s`
+    reused_tokens: int = 0  # restored tokens that the server did not evaluate, by its own count
+    saved_s: float = 0.0  # estimated time to evaluate the reused tokens, less `restore_s`
     stored: int = 0
     stored_bytes: int = 0
     stored_before_answer: int = 0
-    save_s: float = 0.0  # the server could not compute meanwhile
+    save_s: float = 0.0  # the server cannot compute during a save
     dropped: int = 0
 
 
 @dataclass
 class Served:
-    """A server that was identified: its process, what names its prompts, its slots, and what is stored."""
+    """An identified server: its process, identity, slots and stored prompts."""
 
     process: Process
     identity: Identity
@@ -95,24 +96,24 @@ class Served:
     slots: SlotTable
     prompts: StoredPrompts
     context_tokens: int
-    token_s: float = 0.0  # of evaluating a token; 0: not known yet
-    save_token_s: float = 0.0  # of saving a token
-    token_bytes: float = 0.0  # of a saved slot
-    failed_saves: int = 0  # one after the other
+    token_s: float = 0.0  # time to evaluate a token; 0 until it is measured
+    save_token_s: float = 0.0  # time to save a token
+    token_bytes: float = 0.0  # bytes of a token in a slot file
+    failed_saves: int = 0  # consecutive failures
 
     def learn(self, timings: dict[str, Any]) -> None:
-        """Learn the speed of evaluating from the timings of an answer."""
+        """Update the speed of evaluation from the timings of an answer."""
         with contextlib.suppress(KeyError, TypeError):
             if timings["prompt_n"] >= LEAST_NEW:
                 self.token_s = timings["prompt_ms"] / 1e3 / timings["prompt_n"]
 
 
 class NotUnderstood(Exception):
-    """Why a completion is passed on without looking for stored prompts."""
+    """A completion is forwarded without a look-up; the message is the reason."""
 
 
 class Proxy:
-    """A proxy for the server at `address`, whose paths begin with `prefix` and which saves slots in `spool`."""
+    """A proxy for the server at `address`, which has the path prefix `prefix` and saves slots in `spool`."""
 
     def __init__(self, address: Address, prefix: str, headers: dict[str, str], store: BlockStore, spool: Spool) -> None:
         self.address, self.prefix, self.headers = address, prefix, headers
@@ -149,12 +150,12 @@ class Proxy:
                 writer.write(http.error_reply("400 Bad Request", str(error), "invalid_request_error", False))
                 await writer.drain()
         except OSError:
-            pass  # the client is gone
+            pass  # the client has disconnected
         finally:
             writer.close()
 
     async def _answered(self, request: Request, client: _Client, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request, unless the client disconnects; return whether the connection can have another one."""
+        """Answer a request unless the client disconnects; return whether the connection stays open."""
         answer, gone = asyncio.ensure_future(self._answer(request, writer)), asyncio.ensure_future(client.gone.wait())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,9 +186,9 @@ class Proxy:
         return keeps
 
     async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
-        """Pass a request to the server and its answer to the client; `seen` gets the answer.
+        """Forward a request to the server and the answer to the client; append the answer to `seen`.
 
-        Return whether the client's connection can have another request.
+        Return whether the client's connection stays open.
         """
         head_sent = False
         try:
@@ -203,7 +204,7 @@ class Proxy:
                 return keeps and answer.is_whole
         except OSError:
             if head_sent:
-                return False  # the client sees that the answer is not whole
+                return False  # the client detects that the answer is incomplete
             keeps = request.keeps_alive and request.is_whole
             writer.write(http.error_reply("503 Service Unavailable", "Loading model", "unavailable_error", keeps))
             await writer.drain()
@@ -238,7 +239,7 @@ class Proxy:
             self._run(self._finish(turn))
 
     async def _turn(self, served: Served, prompt: str | Tokens, headers: dict[str, str]) -> _Turn:
-        """Return the turn of a prompt, with its slot, and with the stored prompt that is to be restored. NotUnderstood."""
+        """Lease a slot for a prompt, and select the stored prompt to restore, if any. NotUnderstood."""
         text = prompt if isinstance(prompt, str) else ""
         await self._check_slots(served, headers)
         if text and (slot := served.slots.lease_continued(text)):
@@ -254,18 +255,18 @@ class Proxy:
         return turn
 
     async def _check_slots(self, served: Served, headers: dict[str, str]) -> None:
-        """Forget what idle slots hold no longer: where slots share memory, the server clears them for other requests."""
+        """Clear the records of slots that the server has cleared, which it does for other requests if slots share memory."""
         if not served.slots.is_doubtful(time.monotonic()):
             return
         counts: dict[int, int] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            status, told = await self.address.call("GET", f"{self.prefix}/slots", None, headers)
+            status, answer = await self.address.call("GET", f"{self.prefix}/slots", None, headers)
             if status == 200:
-                counts = {slot["id"]: int(slot["n_prompt_tokens"]) for slot in told if not slot["is_processing"]}
+                counts = {slot["id"]: int(slot["n_prompt_tokens"]) for slot in answer if not slot["is_processing"]}
         served.slots.forget_cleared(counts)
 
     async def _prompt(self, body: dict[str, Any], is_chat: bool, headers: dict[str, str], size_bytes: int) -> str | Tokens:
-        """Return the text of a prompt, or its tokens; no tokens if they are too few to be stored. NotUnderstood."""
+        """Return the text or the tokens of a prompt; no tokens if it is too short to be stored. NotUnderstood."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -273,7 +274,7 @@ class Proxy:
             if any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
                 raise NotUnderstood("its prompt is of another kind")
             return np.array(prompt, np.int32)
-        if size_bytes < LEAST_TOKENS:  # a token has a byte at least
+        if size_bytes < LEAST_TOKENS:  # a token has at least one byte
             return np.empty(0, np.int32)
         if is_chat:
             prompt = (await self._asked("/apply-template", body, headers)).get("prompt")
@@ -282,24 +283,24 @@ class Proxy:
         return prompt
 
     async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
-        """Return the tokens of a text, as the server makes them of a prompt. NotUnderstood."""
-        told = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
+        """Return the tokens that the server computes for a prompt. NotUnderstood."""
+        answer = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
         try:
-            return np.array(told["tokens"], np.int32)
+            return np.array(answer["tokens"], np.int32)
         except (KeyError, ValueError, TypeError, OverflowError):
             raise NotUnderstood("the server does not tokenize it") from None
 
     async def _asked(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
         try:
-            status, told = await self.address.call("POST", self.prefix + route, body, headers)
+            status, answer = await self.address.call("POST", self.prefix + route, body, headers)
         except (OSError, ValueError):
-            status, told = 0, None
-        if status != 200 or not isinstance(told, dict):
+            status, answer = 0, None
+        if status != 200 or not isinstance(answer, dict):
             raise NotUnderstood(f"the server does not answer {route}")
-        return told
+        return answer
 
     async def _found(self, served: Served, tokens: Tokens) -> Found | None:
-        """Return the stored prompt that is of most use for `tokens`, if it is of any."""
+        """Return the stored prompt with the most usable tokens; None if it would save less than LEAST_GAIN."""
         if not len(tokens):
             return None
         self.counters.lookups += 1
@@ -307,7 +308,7 @@ class Proxy:
         return found if found and served.prompts.usable(found) >= LEAST_GAIN else None
 
     async def _restore(self, turn: _Turn, found: Found) -> int:
-        """Restore a stored prompt into the slot; return how many of the request's tokens it has, 0 if that fails."""
+        """Restore a stored prompt into the slot; return how many tokens of the request it provides, 0 on failure."""
         started, served = time.perf_counter(), turn.served
         with self.spool.file() as path:
             try:
@@ -316,7 +317,7 @@ class Proxy:
                     return 0
                 is_restored = await self._taken(turn, found, path)
                 if not served.process.is_running or not await self._is_same(served):
-                    await self._slot(turn, "erase", path)  # another server may have taken it
+                    await self._slot(turn, "erase", path)  # a server with other settings may have loaded it
                     return 0
             except (OSError, ValueError, LlmcacheError) as error:
                 log.warning("nothing is restored: %s", error)
@@ -335,13 +336,13 @@ class Proxy:
         return found.common
 
     async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
-        """Have the server restore the file at `path`; return whether it has. A file that it does not take is removed.
+        """Let the server restore the file at `path`; return whether it succeeds. Remove a stored prompt that it rejects.
 
-        Slots may share the memory for keys, and then the others have to be empty for a large one.
+        If slots share the memory for keys, a large prompt may need that of the idle slots: erase these, and try again.
         """
         for attempt in range(2):
-            status, told = await self._slot(turn, "restore", path)
-            if status == 200 and told.get("n_restored") == len(found.tokens):
+            status, answer = await self._slot(turn, "restore", path)
+            if status == 200 and answer.get("n_restored") == len(found.tokens):
                 return True
             others = turn.served.slots.take_idle() if not attempt else []
             for slot in others:
@@ -355,19 +356,23 @@ class Proxy:
         return False
 
     async def _evaluate(self, turn: _Turn) -> None:
-        """Evaluate all but the last token of a prompt, if much is left of it, and save the slot before the answer begins."""
+        """If many tokens are left, evaluate all but the last one, and save the slot before the answer."""
         first = turn.tokens[:-1]
         if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
             return
-        body = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
+        body: dict[str, Any] = {"prompt": first.tolist(), "n_predict": 0, "cache_prompt": True, "id_slot": turn.slot.number}
+        body["stream"] = True  # the server looks for a disconnected client only then
+        request = self.address.request("POST", f"{self.prefix}/completion", body, turn.headers)
         try:
-            status, told = await self.address.call("POST", f"{self.prefix}/completion", body, turn.headers)
-            timings = told["timings"]
-            cached, evaluated_s = int(timings["cache_n"]), timings["prompt_ms"] / 1e3
-        except (OSError, ValueError, KeyError, TypeError):
+            async with self.address.sent(request) as answer:
+                async for _ in answer.parts():
+                    pass
+        except OSError:
             return  # the request itself shows what is wrong
-        if status != 200:
+        timings = _timings(answer.tail)
+        if answer.head.status != 200 or timings is None:
             return
+        cached, evaluated_s = int(timings["cache_n"]), float(timings.get("prompt_ms", 0.0)) / 1e3
         turn.slot.hold(first)
         turn.served.learn(timings)
         self._count_reuse(turn, cached)
@@ -375,7 +380,6 @@ class Proxy:
             self.counters.stored_before_answer += await self._save(turn)
 
     def _count_reuse(self, turn: _Turn, cached: int) -> None:
-        """Count what the server has reused of a restored prompt."""
         if turn.restored:
             reused = min(cached, turn.restored)
             self.counters.reused_tokens += reused
@@ -383,7 +387,7 @@ class Proxy:
             turn.restored = 0
 
     async def _finish(self, turn: _Turn) -> None:
-        """Save the slot after the answer, if enough of it is new, and let others have it."""
+        """After the answer, save the slot if enough of it is new, and release it."""
         try:
             answer = turn.answers[0] if turn.answers else None
             if answer is None or answer.head.status != 200 or not len(turn.tokens):
@@ -392,7 +396,7 @@ class Proxy:
                 return
             turn.slot.hold(turn.tokens, turn.text)
             timings = _timings(answer.tail)
-            if timings is None:  # the answer was not read to its end
+            if timings is None:  # the answer was not read completely
                 count = len(turn.tokens) + answer.tail.count(b"data: ")
                 turn.slot.answered = 0
             else:
@@ -402,7 +406,7 @@ class Proxy:
                 count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
                 self._count_reuse(turn, int(timings["cache_n"]))
                 turn.served.learn(timings)
-            if count >= turn.served.context_tokens - 1:  # its context may have been shifted: no longer keys of these tokens
+            if count >= turn.served.context_tokens - 1:  # after a context shift, the keys belong to other tokens
                 turn.slot.hold(turn.tokens[:0])
             elif self._is_worth(turn.slot, count):
                 await self._save(turn)
@@ -411,15 +415,14 @@ class Proxy:
 
     @staticmethod
     def _is_worth(slot: Slot, count: int) -> bool:
-        """Whether enough of the `count` tokens in a slot is not stored."""
         return count - slot.stored >= max(LEAST_GAIN, count // NEW_SHARE)
 
     # Saving
 
     async def _save(self, turn: _Turn) -> bool:
-        """Have the server save the slot, and store the file behind; return whether that was begun."""
+        """Let the server save the slot, and store the file in the background; return whether the save succeeded."""
         served = turn.served
-        if served.failed_saves >= MOST_FAILURES:  # as with a projector for images
+        if served.failed_saves >= MOST_FAILURES:  # for example, with a projector for images
             return False
         if self._waiting >= MOST_WAITING or self.served is not served:
             self.counters.dropped += 1
@@ -434,10 +437,10 @@ class Proxy:
             failed.push(stack)
             started = time.perf_counter()
             try:
-                status, told = await self._slot(turn, "save", path)
-                if status != 200 or not path.is_file() or path.stat().st_size != told.get("n_written"):
+                status, answer = await self._slot(turn, "save", path)
+                if status != 200 or not path.is_file() or path.stat().st_size != answer.get("n_written"):
                     served.failed_saves += 1
-                    raise EnvironmentProblem(f"the server does not save a slot: {str(told)[:200]}")
+                    raise EnvironmentProblem(f"the server does not save a slot: {str(answer)[:200]}")
                 served.failed_saves = 0
                 tokens = await asyncio.to_thread(tokens_of, path)
                 served.token_bytes = path.stat().st_size / len(tokens)
@@ -458,7 +461,7 @@ class Proxy:
         return True
 
     async def _store(self, served: Served, path: Path, tokens: Tokens, stack: contextlib.ExitStack) -> None:
-        """Store a slot file, after those before it, and remove it."""
+        """Store a slot file, one at a time, and remove it."""
         try:
             with stack:
                 async with self._storing:
@@ -472,27 +475,27 @@ class Proxy:
             self._waiting -= 1
 
     async def _slot(self, turn: _Turn, action: str, path: Path) -> tuple[int, dict[str, Any]]:
-        """Save or restore the slot of a request. OSError; ValueError."""
+        """Send a save, restore or erase `action` for the slot of a request. OSError; ValueError."""
         target = f"{self.prefix}/slots/{turn.slot.number}?action={action}"
-        status, told = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
-        if not isinstance(told, dict):
+        status, answer = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
+        if not isinstance(answer, dict):
             raise ValueError("the server's answer cannot be understood")
-        return status, told
+        return status, answer
 
     async def _is_same(self, served: Served) -> bool:
-        """Whether the server's settings are those that its identity stands for: adapters can be changed while it runs."""
+        """Return whether the server still has the settings of its identity; clients can change adapters while it runs."""
         if self.served is not served:
             return False
         return not served.adapters or await self._adapters() == served.adapters
 
     async def _adapters(self) -> Any:
-        status, told = await self.address.call("GET", f"{self.prefix}/lora-adapters", None, self.headers)
-        return told if status == 200 else None
+        status, answer = await self.address.call("GET", f"{self.prefix}/lora-adapters", None, self.headers)
+        return answer if status == 200 else None
 
     # The server
 
     async def watch(self) -> None:
-        """Identify the server whenever it was started or changed; ends when it is cancelled."""
+        """Identify the server after each start or change, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -531,7 +534,7 @@ class Proxy:
         known = float(token_s) if isinstance(token_s, int | float) else 0.0
         return Served(process, identity, adapters, slots, prompts, context, known)
 
-    # The rest
+    # Background tasks and metrics
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -544,7 +547,7 @@ class Proxy:
             log.error("a slot is not saved", exc_info=error)
 
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Store what waits, for at most `timeout_s`."""
+        """Wait up to `timeout_s` until waiting slot files are stored."""
         self._ended.set()
         while self._tasks:
             _, left = await asyncio.wait(set(self._tasks), timeout=timeout_s)
@@ -552,7 +555,7 @@ class Proxy:
                 break
 
     def metrics(self) -> str:
-        """Return what the proxy has done, in OpenMetrics text."""
+        """Return the counters as OpenMetrics text."""
         own = self.counters
         rows = (
             ("lookups", "", own.lookups, "Prompts that were looked for"),
@@ -576,23 +579,23 @@ class Proxy:
 
 @dataclass
 class _Turn:
-    """One completion: the server and the slot that it has, its tokens, and what was restored for it."""
+    """A completion: its server, slot and tokens, and the prompt restored for it."""
 
     served: Served
     slot: Slot
     tokens: Tokens
     headers: dict[str, str]
-    text: str = ""  # of the prompt, if it is known
-    is_continued: bool = False  # the slot has held nearly all of it, whatever its tokens are
-    held: int = 0  # tokens of it that the slot held
-    found: Found | None = None  # what is to be restored
+    text: str = ""  # text of the prompt, if known
+    is_continued: bool = False  # nearly all of the prompt was in the slot, so it was not tokenized
+    held: int = 0  # tokens of the prompt that were in the slot
+    found: Found | None = None  # the stored prompt to restore
     restored: int = 0
     restore_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
     @property
     def slot_tokens(self) -> int:
-        """Tokens that the slot holds at least."""
+        """Least number of tokens in the slot."""
         return max(len(self.tokens), len(self.slot.tokens))
 
 
@@ -604,7 +607,7 @@ class _Client(asyncio.StreamReaderProtocol):
         self.gone = asyncio.Event()
 
     def eof_received(self) -> bool | None:
-        """Record the end of what the client sends."""
+        """Record that the client closed its side of the connection."""
         self.gone.set()
         return super().eof_received()
 
@@ -627,7 +630,7 @@ def _body(request: Request) -> dict[str, Any]:
 
 
 def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
-    """NotUnderstood if a completion does not depend on the tokens of one prompt alone, or names its slot."""
+    """Raise NotUnderstood if a completion depends on more than the tokens of one prompt, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         raise NotUnderstood("it wants several answers")
     if body.get("lora"):
@@ -648,7 +651,7 @@ def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
 
 
 def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:
-    """The body of a request with `id_slot`, otherwise as it is."""
+    """Return the body of a request with `id_slot`, otherwise unchanged."""
     if "id_slot" in body:
         return json.dumps({**body, "id_slot": slot}).encode()
     before, brace, rest = data.partition(b"{")
@@ -656,7 +659,7 @@ def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:
 
 
 def _timings(tail: bytes) -> dict[str, Any] | None:
-    """The last timings at the end of an answer; None: there are none."""
+    """Return the last timings at the end of an answer; None if there are none."""
     try:
         timings = json.loads(_TIMINGS.findall(tail)[-1])
         return timings if all(type(timings[name]) is int for name in ("cache_n", "prompt_n", "predicted_n")) else None

@@ -1,12 +1,14 @@
-"""The llama-server behind the proxy: which process it is, and all that its keys and values depend on beside the tokens.
+"""Identify the llama-server behind the proxy: its process, and everything except the tokens that its keys depend on.
 
-A saved slot fits a server whose model, build and settings are the same. The model counts by the digest of all of its bytes,
-wherever it lies, and so does every other file that the command line names (LoRA adapters, control vectors, a projector). The
-build counts by its number and by the digest of the program and its libraries. Of the settings, all words of the command line
-and all variables of llama.cpp count, except those that are known not to change keys and values: a setting that is not known
-here makes other prompts, never wrong ones. The order and the spelling of options count as well.
+A saved slot is valid for a server with the same model, build and settings, which a fingerprint covers:
 
-/props does not tell most of this, so it is read from /proc: of the process that listens at the server's port.
+- the digests of all bytes of the model and of every other file that the command line names (LoRA adapters, control vectors,
+  a projector), independent of their paths
+- the number of the build, and the digests of the program and its libraries
+- all words of the command line and all variables of llama.cpp, except those known not to change keys and values. An unknown
+  setting, or another order or spelling of options, leads to another fingerprint, never to wrong prompts.
+
+/props lacks most of this, so it is read from /proc for the process that listens at the server's port.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from llmcache.kv.proxy.http import Address
 from llmcache.procfs import mappings
 
 FORMAT = 1
-"""Of fingerprints: raised when other things go into them."""
+"""Version of fingerprints: increase it if their input changes."""
 DEFAULT_PORT = 8080
 _ADDRESS = {"--host": "HOST", "--port": "PORT"}
-# What keys and values do not depend on, by option without dashes: with a value, and without one. Secrets are among them,
-# because what counts is stored in the clear.
+# Options, without dashes, that keys and values do not depend on: those with a value, then those without. Secrets are
+# included, because the other options are stored in plain text.
 _WITH_VALUES = """
     host port alias a tags path api-key api-key-file api-prefix ssl-key-file ssl-cert-file timeout to threads t
     threads-batch tb threads-http cpu-mask C cpu-range Cr cpu-strict prio poll cpu-mask-batch Cb cpu-range-batch Crb
@@ -60,7 +62,7 @@ _OWN_CACHE = r"(LLAMA_ARG_|--)(PROMPT_|KV_)?(CACHE|SLOT_CACHE)_(DISK|DIR|PATH|FI
 _PERSISTENT = re.compile(_OWN_CACHE, re.IGNORECASE)
 _UNSUPPORTED = ("--models-dir", "--models-preset", "--ssl-key-file")
 _NEAR = "run the proxy in the server's container, as its user or as root; or let it start the server: -- llama-server …"
-_SEPARATORS = re.compile(r"([,:=])")  # between files and scales of adapters
+_SEPARATORS = re.compile(r"([,:=])")  # separators of files and scales of adapters
 _LIBRARY = re.compile(r"(lib)?(x?llama|ggml|mtmd).*")
 
 
@@ -72,13 +74,13 @@ class Options:
     environment: Mapping[str, str]
 
     def value(self, *names: str, variable: str = "") -> str | None:
-        """Return the last value of an option, or that of its variable; None if it has none."""
+        """Return the last value of an option, or the value of its variable; None if neither is set."""
         places = [place for place, word in enumerate(self.words[:-1]) if word in names]
         return self.words[places[-1] + 1] if places else self.environment.get(variable) or None
 
     @property
     def addresses(self) -> list[Address]:
-        """Where the server would listen. UsageError."""
+        """Addresses at which the server would listen. UsageError."""
         hosts = self.value("--host", variable="LLAMA_ARG_HOST") or "127.0.0.1"
         port = self.value("--port", variable="LLAMA_ARG_PORT") or str(DEFAULT_PORT)
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -89,12 +91,12 @@ class Options:
 
     @property
     def prefix(self) -> str:
-        """What the paths of all routes begin with."""
+        """Prefix of the paths of all routes."""
         return (self.value("--api-prefix", variable="LLAMA_ARG_API_PREFIX") or "").rstrip("/")
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the server's own key, if it has one, makes a request need. OSError."""
+        """Headers that requests need if the server has an API key. OSError."""
         key = self.value("--api-key", variable="LLAMA_API_KEY")
         if key is None and (file := self.value("--api-key-file", variable="LLAMA_ARG_API_KEY_FILE")):
             key = Path(file).read_text().split("\n")[0]
@@ -102,23 +104,23 @@ class Options:
 
     @property
     def caches_prompts(self) -> bool:
-        """Whether the server reuses what a slot holds, unless a request says otherwise."""
+        """Whether the server reuses the contents of a slot by default."""
         off = self.environment.get("LLAMA_ARG_CACHE_PROMPT", "") in ("0", "false", "off", "disabled")
         return "--no-cache-prompt" not in self.words and not off and "LLAMA_ARG_NO_CACHE_PROMPT" not in self.environment
 
     @property
     def own_cache(self) -> str | None:
-        """Return the option or variable that gives the server a persistent prompt cache of its own; None: it has none."""
+        """Option or variable that enables a persistent prompt cache of the server itself; None if there is none."""
         named = [*(word for word in self.words if word.startswith("--")), *self.environment]
         return next((name for name in named if _PERSISTENT.fullmatch(name.replace("-", "_").replace("__", "--", 1))), None)
 
     @property
     def unsupported(self) -> str | None:
-        """Return the option with which the proxy cannot be used; None: there is none."""
+        """First option that the proxy does not support; None if there is none."""
         return next((word for word in self.words if word in _UNSUPPORTED), None)
 
     def behind(self, address: Address, spool: str) -> list[str]:
-        """Return the command line with which the server listens at `address` and saves slots in `spool`."""
+        """Return the arguments for a server that listens at `address` and saves slots in `spool`."""
         words, kept = iter(self.words), []
         for word in words:
             if word in _ADDRESS or word == "--slot-save-path":
@@ -128,24 +130,24 @@ class Options:
         return [*kept, "--host", address.host, "--port", str(address.port), "--slot-save-path", spool]
 
     def that_count(self) -> list[str]:
-        """Return the words and variables that keys and values may depend on, in their order."""
-        counting, is_value = list[str](), False
+        """Return the arguments, in their order, and the variables that keys and values may depend on."""
+        relevant, is_value = list[str](), False
         for word in self.words:
             name = word.lstrip("-") if word.startswith("-") else ""
             is_option = bool(name) and not name[0].isdigit()
             if not (is_value and not is_option) and name not in _VALUES and (not name or name not in _FLAGS):
-                counting.append(word)
+                relevant.append(word)
             is_value = name in _VALUES
         for name, value in sorted(self.environment.items()):
             option = name.removeprefix("LLAMA_ARG_").replace("_", "-").lower()
             is_known = name.startswith("LLAMA_LOG") or name in ("LLAMA_API_KEY", "LLAMA_CACHE", "LLAMA_ARG_MODEL")
             if name.startswith(("LLAMA_", "GGML_")) and not is_known and option.removeprefix("no-") not in _VALUES | _FLAGS:
-                counting.append(f"{name}={value}")
-        return counting
+                relevant.append(f"{name}={value}")
+        return relevant
 
 
 class Process:
-    """The process of a llama-server. EnvironmentProblem: it cannot be looked at."""
+    """The process of a llama-server. EnvironmentProblem: it cannot be inspected, or is in another container."""
 
     def __init__(self, pid: int) -> None:
         try:
@@ -155,20 +157,20 @@ class Process:
             is_near = os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
         except (psutil.Error, OSError) as error:
             raise EnvironmentProblem(f"cannot look at the server's process {pid}: {error}", _NEAR) from None
-        if not is_near:  # its paths are others
+        if not is_near:  # its paths are not valid here
             raise EnvironmentProblem(f"the server's process {pid} is in another container", _NEAR)
 
     @property
     def is_running(self) -> bool:
-        """Whether it is the same process still, and not a new one of the same number."""
+        """Whether the process still runs; a new process with the same PID does not count."""
         return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
 
     def path(self, name: str) -> str:
-        """Return the path of a file that the server calls `name`."""
+        """Return the path of the file `name`, relative to the server's working directory."""
         return os.path.join(self.directory, name)
 
     def libraries(self) -> list[str]:
-        """Return the files of llama.cpp's code: its libraries, or the program. EnvironmentProblem: one was replaced."""
+        """Return the loaded libraries of llama.cpp, or the program without any. EnvironmentProblem: one was replaced."""
         found = {mapped.path for mapped in mappings(self._process.pid) if _LIBRARY.fullmatch(os.path.basename(mapped.path))}
         found = {path for path in found if ".gguf" not in path and not path.endswith(".bin")}
         with contextlib.suppress(psutil.Error):
@@ -177,7 +179,7 @@ class Process:
         return sorted(found)
 
     def digest(self, path: str, ended: threading.Event) -> str:
-        """Return the digest of a file that the server has loaded. EnvironmentProblem: it was changed since then."""
+        """Return the digest of a file that the server has loaded. EnvironmentProblem: it has changed since."""
         self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if mapped.path.startswith(path)})
         with contextlib.suppress(OSError):
             if os.stat(path).st_mtime > self._process.create_time() + 1.0:
@@ -198,7 +200,7 @@ def process_at(address: Address) -> Process:
     with contextlib.suppress(psutil.Error):
         found = [(each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         named = [(where.ip, pid) for where, pid in found if where and where.port == address.port and pid]
-        named.sort(key=lambda pair: pair[0] != address.host)  # others may listen at other addresses
+        named.sort(key=lambda pair: pair[0] != address.host)  # prefer the exact address: several processes may use the port
         if named:
             return Process(named[0][1])
     raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
@@ -206,7 +208,7 @@ def process_at(address: Address) -> Process:
 
 @dataclass(frozen=True)
 class Identity:
-    """What names the prompts of a server: the fingerprint, what it stands for, and the model's file."""
+    """The identity of a server: its fingerprint, the input of the fingerprint, and the path of the model."""
 
     fingerprint: str
     described: dict[str, Any]
@@ -216,9 +218,9 @@ class Identity:
 def identify(
     process: Process, props: dict[str, Any], adapters: Any, context_tokens: int, ended: threading.Event
 ) -> Identity:
-    """Return the identity of a server with these /props, /lora-adapters and tokens per slot; takes as long as hashing files.
+    """Return the identity of a server with these /props, /lora-adapters and tokens per slot. Waits until files are hashed.
 
-    EnvironmentProblem: it cannot be known, or `ended` was set meanwhile; OSError.
+    EnvironmentProblem: the server cannot be identified, or `ended` was set meanwhile; OSError.
     """
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":
@@ -243,12 +245,12 @@ def identify(
         "n_ctx": context_tokens,
         "block_tokens": 1,
     }
-    counting = json.dumps({key: value for key, value in described.items() if key != "file"}, sort_keys=True)
-    return Identity(hashlib.blake2b(counting.encode(), digest_size=16).hexdigest(), described, models[0])
+    hashed = json.dumps({key: value for key, value in described.items() if key != "file"}, sort_keys=True)
+    return Identity(hashlib.blake2b(hashed.encode(), digest_size=16).hexdigest(), described, models[0])
 
 
 def file_digest(path: str, ended: threading.Event) -> str:
-    """Return the digest of all bytes of a file; takes as long as reading it, unless it is remembered. EnvironmentProblem."""
+    """Return the digest of a file; waits until it is hashed, unless the digest is saved. EnvironmentProblem."""
     try:
         identity = FileIdentity(path)
         while (digest := identity.digest(0.2)) is None:

@@ -1,9 +1,8 @@
-"""Slots: what the proxy knows of the slots of a llama-server, and which of them a request gets. No I/O.
+"""SlotTable: the tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
 
-The server does not say which tokens a slot holds. What is known here is what was restored into it, what a request that was
-sent to it has had evaluated, and what its saved file lists. It may be out of date, where requests went to the server by
-another way: that costs time, because a prefix is restored that was there, or evaluated that was stored. The server itself
-compares the tokens of a request with those of its slot, so no answer depends on it.
+The server does not report the tokens of a slot. The table records the tokens that were restored, evaluated by requests of
+the proxy, or listed in a saved slot file. It may be out of date if clients bypass the proxy. This costs time for unnecessary
+restores and evaluations but never changes an answer, because the server compares the tokens of a request with its slot.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 NONE: Tokens = np.empty(0, np.int32)
 MOST_NEW_LETTERS, MOST_LETTERS = 1024, 8
-"""A prompt goes on with a slot's if it has at most so many letters more, and so many for each token of the slot's answer."""
+"""A prompt continues that of a slot if it adds at most MOST_NEW_LETTERS, and MOST_LETTERS for each token of the answer."""
 PAUSE_S = 5.0
 """After a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)."""
 LEAST_GAIN = 64
-"""Tokens that restoring has to save at least, over what a slot holds already."""
+"""Least number of tokens that a restore has to add to those in a slot."""
 
 
 @dataclass
 class Slot:
-    """One slot of the server: the tokens that it holds, how many of them are stored, and when it was used last.
+    """A slot of the server: its tokens, how many of them are stored, and the number of its last use.
 
-    `text`: the prompt that it had last, if that was text; `answered`: tokens of the answer behind it.
+    `text` is its last prompt, if that was text; `answered` is the number of tokens in the answer to it.
     """
 
     number: int
@@ -42,21 +41,21 @@ class Slot:
     is_busy: bool = False
 
     def hold(self, tokens: Tokens, text: str = "") -> None:
-        """Record that the slot holds `tokens` now, of the prompt `text` if that is known."""
+        """Record that the slot contains `tokens`, of the prompt `text` if that is known."""
         self.stored = min(self.stored, common(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A slot for one request, and how many tokens of its prompt the slot holds."""
+    """A slot leased to a request, and how many tokens of its prompt the slot contains."""
 
     slot: Slot
     held: int
 
 
 class SlotTable:
-    """The slots of one server. For the thread of one event loop."""
+    """The slots of one server. Use it only on the thread of one event loop."""
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(number) for number in range(count)]
@@ -64,7 +63,7 @@ class SlotTable:
         self._freed = asyncio.Condition()
 
     async def lease(self, tokens: Tokens, stored: int) -> Lease:
-        """Return a slot for a prompt of `tokens`, `stored` of which could be restored; waits until a slot is idle."""
+        """Wait for an idle slot, and lease one to a prompt of `tokens`, of which `stored` can be restored."""
         async with self._freed:
             await self._freed.wait_for(lambda: any(not slot.is_busy for slot in self.slots))
             lease = choose([slot for slot in self.slots if not slot.is_busy], tokens, stored)
@@ -73,7 +72,7 @@ class SlotTable:
             return lease
 
     def lease_continued(self, text: str) -> Slot | None:
-        """Return an idle slot that holds nearly all of the prompt `text`, which need not be tokenized then; or None."""
+        """Lease an idle slot with nearly all of the prompt `text`, which need not be tokenized then; None: there is none."""
         slot = max(
             (slot for slot in self.slots if not slot.is_busy and slot.text and text.startswith(slot.text)),
             key=lambda slot: len(slot.text),
@@ -86,7 +85,7 @@ class SlotTable:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """Let other requests have `slot`."""
+        """End the lease of `slot`."""
         async with self._freed:
             slot.is_busy = False
             self._last_s = time.monotonic()
@@ -94,39 +93,39 @@ class SlotTable:
 
     @property
     def busy(self) -> int:
-        """Number of slots that requests have."""
+        """Number of leased slots."""
         return sum(slot.is_busy for slot in self.slots)
 
     def take_idle(self) -> list[Slot]:
-        """Return all idle slots, which then have to be released."""
+        """Lease all idle slots, and return them."""
         idle = [slot for slot in self.slots if not slot.is_busy]
         for slot in idle:
             slot.is_busy = True
         return idle
 
     def is_doubtful(self, now_s: float) -> bool:
-        """Whether the server may have cleared an idle slot: one that was not used last, or all after a pause."""
+        """Return whether the server may have cleared idle slots: all but the last used one, or all after a pause."""
         held = [slot for slot in self.slots if not slot.is_busy and len(slot.tokens)]
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Record how many tokens idle slots hold by the server's own count; it says nothing of those that are missing."""
+        """Clear the records of idle slots that have fewer now; `counts` has the server's numbers by slot (default 0)."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.hold(NONE)
 
     def forget_idle(self) -> None:
-        """Record that nothing is known of the idle slots: a request was sent for which the server chooses the slot."""
+        """Clear the records of idle slots, after a request for which the server chooses the slot."""
         for slot in self.slots:
             if not slot.is_busy:
                 slot.hold(NONE)
 
 
 def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
-    """Return which of the `idle` slots a prompt gets: the one that holds most of it, unless restoring is worth more.
+    """Return the `idle` slot with the longest prefix of the prompt, unless restoring `stored` tokens saves more.
 
-    To restore into, and for a prompt that no slot holds, it is the one whose tokens are the smallest loss: an empty one, one
-    whose tokens are stored, the one that was used the longest ago.
+    For a restore, and for a prompt without a prefix in any slot, return the slot whose loss costs least: preferably an empty
+    one, then one whose tokens are stored, then the least recently used one.
     """
     best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
     held = common(best.tokens, tokens)
@@ -142,7 +141,7 @@ def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
 
 
 def common(first: Tokens, second: Tokens) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     length = min(len(first), len(second))
     if not length or first[0] != second[0]:
         return 0

@@ -1,7 +1,8 @@
-"""Traces in other formats: opened by the suffix of the name, and converted to one another in constant memory.
+"""Other trace formats: the suffix of the file name selects the format, and conversion takes constant memory.
 
-A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter, and, where
-it can be written, `write(reader, path)`, which fills a file that is there and empty. DataError names what is wrong in it.
+A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter and raises
+DataError for an invalid file. If the format can be written, it also has `write(reader, path)`, which fills an existing empty
+file.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from llmcache.files import Output, writing
 from llmcache.trace.record import TraceReader, TraceWriter
 
 PARQUET = ".parquet"
-# Ending (in lower case): module, loaded when such a file is met: some load parts of pyarrow that take a while.
+# Suffix (lower case): module. Modules are imported on demand, because some import slow parts of pyarrow.
 FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general", ".recording": "recording"}
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
-    """Returns a reader of a trace in any format; other formats than Parquet are converted to a temporary file first.
+    """Return a reader of a trace in any format; formats other than Parquet are converted to a temporary file first.
 
-    UsageError for a suffix that is unknown; DataError for contents that are wrong, or no rows.
+    UsageError for an unknown suffix; DataError for invalid contents or a trace without rows.
     """
     path = Path(path)
     reader = TraceReader(path) if _suffix(path) == PARQUET else _imported(path)
@@ -37,8 +38,8 @@ def open_trace(path: str | os.PathLike[str]) -> TraceReader:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> int:
     """Write the trace in `source` to `target`, and return the number of rows.
 
-    UsageError for a suffix that is unknown or cannot be written, or if `target` exists and `force` is not set;
-    DataError for contents that are wrong, or a trace without rows. Nothing is left of a conversion that fails.
+    UsageError for a suffix that is unknown or cannot be written, or if `target` exists and `force` is not set; DataError
+    for invalid contents or a trace without rows. A failed conversion leaves no file.
     """
     source, target = Path(source), Path(target)
     if _suffix(target) == PARQUET:
@@ -58,12 +59,12 @@ def _imported(path: Path) -> TraceReader:
         converted = Path(directory) / "trace.parquet"
         with TraceWriter(converted) as writer:
             _module(path).read(path, writer)
-        # The open file outlives its name.
+        # The reader's open file stays readable after its name is removed.
         return TraceReader(converted)
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix of `path` in lower case; UsageError for one that no format has."""
+    """Return the suffix of `path` in lower case; UsageError if it is unknown."""
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
         known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")
@@ -76,7 +77,7 @@ def _module(path: Path) -> Any:
 
 
 def _to_parquet(source: Path, target: Path, force: bool) -> int:
-    """Returns the rows written; other formats are read straight into the target, without a temporary Parquet file."""
+    """Convert to Parquet without a temporary file; return the number of rows."""
     read = _copy if _suffix(source) == PARQUET else _module(source).read
     with TraceWriter(target, force=force) as writer:
         read(source, writer)

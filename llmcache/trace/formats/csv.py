@@ -1,8 +1,8 @@
 """CSV traces: `file,offset,length,op[,time]`, offsets and lengths in bytes, time in seconds, with or without a header.
 
-`op` is read, write or map, or the first letter of it. Without times, the rows are one microsecond apart. Written are all
-five columns with a header, seconds with nine digits after the point; lines are put together column by column: pyarrow's
-own writer refuses paths that are not UTF-8 and writes 1E-9.
+`op` is read, write or map, or its first letter. Without times, the rows are one microsecond apart. `write` writes all five
+columns with a header, and seconds with nine decimals. It joins the columns itself, because pyarrow's writer rejects paths
+that are not UTF-8 and writes small times as 1E-9.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from llmcache.units import BLOCK_BYTES
 FIELDS = ("file", "offset", "length", "op", "time")
 REQUIRED = FIELDS[:4]
 ROW_NS = 1_000
-_CHUNK_BYTES = 1 << 20  # larger ones are not read faster, and several are held at once
+_CHUNK_BYTES = 1 << 20  # larger chunks are not read faster, and several are in memory at once
 _LONGEST_BYTES = BLOCK_BYTES << 31
 _LONGEST_SHOWN = 200
-# Seconds are read as decimals, with room for an epoch and more digits than nanoseconds: a float would lose them.
+# Seconds are read as decimals, wide enough for Unix time with 18 decimals; a float would lose digits.
 _TIME, _TIME_NS = pa.decimal128(38, 18), pa.decimal128(38, 9)
 _TYPES = {"file": pa.binary(), "offset": pa.int64(), "length": pa.int64(), "op": pa.string(), "time": _TIME}
 _HEADER = b"file,offset,length,op,time\n"
@@ -40,7 +40,7 @@ _HINT = "columns: file,offset,length,op[,time]; bytes, read|write|map, seconds; 
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the rows of the CSV file `path`; DataError names the field that is wrong, and the row."""
+    """Append the rows of the CSV file `path`; DataError names the invalid field and the row."""
     with readable(path):
         names, has_header = _header(path)
     writer.provenance = Provenance(
@@ -53,7 +53,7 @@ def read(path: Path, writer: TraceWriter) -> None:
 
 
 class _CsvImporter:
-    """Numbers the files and turns bytes into blocks."""
+    """Numbers the files and converts bytes to blocks."""
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
@@ -94,7 +94,7 @@ class _CsvImporter:
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
     def _numbered(self, paths: Any, ends: Int64s) -> Int64s:
-        """Returns the number of each path; a file is at least as large as what is accessed of it."""
+        """Return the file number of each path; extend the size of each file to the largest of its `ends`."""
         coded = paths.dictionary_encode()
         numbers = np.empty(len(coded.dictionary), np.int64)
         for index, path in enumerate(coded.dictionary.to_pylist()):
@@ -127,7 +127,7 @@ class _CsvImporter:
         if "time" not in batch.schema.names:
             return np.arange(self._rows, self._rows + batch.num_rows) * ROW_NS
         scaled = batch.column("time").cast(_TIME_NS, safe=False)
-        # A decimal is a 128-bit integer: with nine digits after the point, its value is nanoseconds.
+        # A decimal is a 128-bit integer; with nine decimals, its value is in nanoseconds.
         words = np.frombuffer(scaled.buffers()[1], np.int64).reshape(-1, 2)[scaled.offset : scaled.offset + len(scaled)]
         self._refuse("time", words[:, 0], words[:, 1] != words[:, 0] >> 63, "beyond 64 bits of nanoseconds")
         t_ns: Int64s = words[:, 0]
@@ -138,14 +138,14 @@ class _CsvImporter:
         self._after_ns = int(t_ns[-1])
         return t_ns
 
-    def _refuse(self, name: str, values: Int64s, wrong: Flags, what: str) -> None:
+    def _refuse(self, name: str, values: Int64s, wrong: Flags, reason: str) -> None:
         if wrong.any():
             at = int(wrong.argmax())
-            raise DataError(f"{name}: row {self._rows + at} has {values[at]}: {what}", _HINT)
+            raise DataError(f"{name}: row {self._rows + at} has {values[at]}: {reason}", _HINT)
 
 
 def _header(path: Path) -> tuple[list[str], bool]:
-    """Returns the names of the columns, and whether they stand in the file."""
+    """Return the names of the columns, and whether the file has a header."""
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(iter(lambda: file.readline(_CHUNK_BYTES), ""))
         try:
@@ -168,7 +168,7 @@ def _header(path: Path) -> tuple[list[str], bool]:
 
 
 def _batches(path: Path, names: list[str], has_header: bool) -> Iterator[Any]:
-    """Yields record batches; what pyarrow cannot convert is a DataError that names the column."""
+    """Yield record batches; DataError, with the name of the column, for a value that pyarrow cannot convert."""
     options = {
         "read_options": pyarrow.csv.ReadOptions(
             column_names=names, skip_rows=int(has_header), block_size=_CHUNK_BYTES, use_threads=False
@@ -194,7 +194,7 @@ def _explained(message: str, names: list[str]) -> DataError:
 
 
 def write(reader: TraceReader, path: Path) -> None:
-    """Write all rows to `path`, whole blocks; what CSV has no column for (miss, pid, identity of files) is left out."""
+    """Write all rows to `path`, in whole blocks, without miss, pid, device and inode, for which CSV has no columns."""
     numbers = np.array([file.id for file in reader.files], np.uint32)
     paths = pa.array([_quoted(os.fsencode(file.path)) for file in reader.files], pa.binary())
     with open(path, "wb") as target:
@@ -208,7 +208,6 @@ def _quoted(path: bytes) -> bytes:
 
 
 def _lines(batch: Trace, numbers: Uint32s, paths: Any) -> Any:
-    """Returns the lines of a batch, as one buffer of bytes."""
     cells = [
         paths.take(pa.array(np.searchsorted(numbers, batch.file))),
         _decimal(batch.first * BLOCK_BYTES),

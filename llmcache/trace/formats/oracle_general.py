@@ -1,8 +1,8 @@
 """libCacheSim's oracleGeneral: records of 24 bytes, u32 time (s), u64 object, u32 size (bytes), i64 next access.
 
-An object is a run of blocks, as long as the largest size it was ever accessed with, rounded up. All lie in one file, in
-the order of their ids: objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks. So a
-trace whose objects are blocks keeps its runs. Written is one record for each block touched, with the number of the
+`read` places all objects in one file, in the order of their ids. An object occupies a run of blocks of the largest size that
+a request has for it, rounded up. Objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks,
+so a trace whose objects are blocks keeps its runs. `write` writes a record for each touched block, with the number of the
 block's next request.
 """
 
@@ -38,7 +38,7 @@ _HINT = "not an uncompressed oracleGeneral trace: records of 24 bytes, u32 time,
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the accesses in `path`; DataError names a wrong field. Memory: 40 bytes for each distinct object."""
+    """Append the accesses in `path`; DataError names an invalid field. Memory: 40 bytes for each distinct object."""
     known: tuple[Uint64s, Uint64s] = np.empty(0, np.uint64), np.empty(0, np.uint64)
     waiting: list[tuple[Uint64s, Uint64s]] = []
     after_s = 0
@@ -46,7 +46,7 @@ def read(path: Path, writer: TraceWriter) -> None:
         _check(records, row, after_s)
         after_s = int(records["time"][-1])
         waiting.append(largest(records["object"], _in_blocks(records["size"])))
-        # Merging costs what is known already: only when as much has come.
+        # A merge takes time in proportion to the known objects, so wait until as many new records have arrived.
         if sum(len(ids) for ids, _ in waiting) > max(_BATCH_ROWS, len(known[0])):
             known, waiting = _merged([known, *waiting]), []
     ids, sizes = _merged([known, *waiting])
@@ -74,12 +74,12 @@ def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
 
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
-    """Returns sizes in blocks, rounded up; an object without a size is counted as one block."""
+    """Return sizes in blocks, rounded up; size 0 becomes one block."""
     return np.maximum((sizes.astype(np.uint64) + BLOCK_BYTES - 1) // BLOCK_BYTES, 1)
 
 
 def _batches(path: Path) -> Iterator[tuple[int, Records]]:
-    """Yields (number of the first, records)."""
+    """Yield (number of the first record, records)."""
     with readable(path):
         size_bytes = path.stat().st_size
         if size_bytes % RECORD.itemsize:
@@ -99,7 +99,7 @@ def _check(records: Records, row: int, after_s: int) -> None:
     if back.any():
         at = int(back.argmax())
         raise DataError(f"time: record {row + at} has {time[at]}, less than the record before it: times must ascend", _HINT)
-    # -1 stands for never, -2 for unknown; some writers put the largest number for never.
+    # -1 is never, -2 unknown; some writers use the largest number for never.
     if (following < -2).any():
         at = int((following < -2).argmax())
         raise DataError(f"next: record {row + at} has {following[at]}, must be -1 or the number of a request", _HINT)
@@ -112,7 +112,7 @@ def write(reader: TraceReader, path: Path) -> None:
     """
     space = BlockSpace.of(reader.batches())
     records = _reserved(path, sum(batch.accesses for batch in reader.batches()))
-    latest = np.full(space.blocks, -1, np.int64)  # where each block was touched last
+    latest = np.full(space.blocks, -1, np.int64)  # the last record of each block
     done = 0
     for batch in reader.batches():
         for ids, seconds in _touched(batch, space.place(batch)):
@@ -124,14 +124,14 @@ def write(reader: TraceReader, path: Path) -> None:
 
 
 def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
-    """Returns a new file of `rows` records, mapped. Its room is reserved: a full disk is an error here, not a SIGBUS."""
+    """Return a new mapped file of `rows` records. Its space is reserved, so a full disk is an OSError and not a SIGBUS."""
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
     return np.memmap(path, RECORD, "r+", shape=(rows,))
 
 
 def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields the id of each block touched and its time in seconds, at most `_BATCH_ROWS` at once."""
+    """Yield the ids of the touched blocks and their times in seconds, at most `_BATCH_ROWS` at a time."""
     seconds = (batch.t_ns // _SECOND_NS).astype(np.int64)
     if len(seconds) and int(seconds[-1]) >> 32:
         raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
@@ -144,7 +144,7 @@ def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def _link(records: np.memmap[tuple[int], np.dtype[np.void]], ids: Int64s, latest: Int64s, done: int) -> None:
-    """Write the numbers of the requests that follow, for requests done .. done + len(ids) - 1 and those before them."""
+    """Set `next` of the requests done .. done + len(ids) - 1, and of earlier requests for the same blocks."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     again = ordered[1:] == ordered[:-1]

@@ -1,8 +1,8 @@
-"""The file that grows while recording: an Arrow stream, readable up to its last flush however the recorder ends.
+"""The file that grows during a recording: an Arrow stream, readable up to the last flush even if the recorder is killed.
 
-Parquet can be read only when its footer is written, last of all. So rows go to `OUT.recording` first, in batches that
-carry what was new in the file table (`RecordingWriter`), and become OUT at the end; what a kill or a full disk leaves is
-read like any other format (`read`).
+A Parquet file is readable only after its footer is written at the end. So `RecordingWriter` writes the rows to
+`OUT.recording` first, in batches that contain the new entries of the file table. At the end they are converted to OUT. A
+recording that remains after a kill or on a full disk is read like any other format (`read`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ENDING = ".recording"
 FILES = b"files"
 LOST = b"lost_events"
 INTERRUPTED = "The recording was cut short: it ends with its last flush."
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream that was closed
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a closed Arrow stream
 _FOREIGN = "the file is not a recording of llmcache trace, or it is damaged"
 
 
 class RecordingFull(EnvironmentProblem):
-    """The recording cannot grow any more (a full disk, a quota); it is whole up to the batch before."""
+    """The recording cannot grow any more (full disk, quota); all earlier batches are complete."""
 
 
 class RecordingWriter:
-    """Appends batches to `path`; `close` or the death of the process leaves it readable."""
+    """Appends batches to `path`, which stays readable after `close` or a kill of the process."""
 
     def __init__(self, path: Path, provenance: Provenance, force: bool) -> None:
-        """UsageError if `path` is there already and `force` is not set; EnvironmentProblem if it cannot be written."""
+        """Create `path`. UsageError if it exists and `force` is not set; EnvironmentProblem if it cannot be written."""
         self.path = path
         with writing(path):
             if force:
@@ -65,16 +65,16 @@ class RecordingWriter:
         schema = SCHEMA.with_metadata({KEY: encode((), provenance)})
         try:
             with writing(path):
-                # A sink of our own, so that every write is seen: pyarrow keeps nothing back between batches.
+                # Pass an unbuffered file and not a path, so that each batch is written at once.
                 self._stream = pa.ipc.new_stream(self._file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
-                # The schema goes with the first batch: an empty one, so that the file can be read from now on.
+                # pyarrow writes the schema with the first batch: write an empty one, so that the file is readable now.
                 self._write(no_rows(), (), 0)
         except EnvironmentProblem:
             self.discard()
             raise
 
     def append(self, rows: Columns, new_files: Sequence[TraceFile], lost_events: int) -> None:
-        """Write a batch. RecordingFull, with the file cut back to the batch before, if there is no room."""
+        """Write a batch. If there is no space, truncate the file to the previous batch and raise RecordingFull."""
         try:
             with writing(self.path):
                 self._write(rows, new_files, lost_events)
@@ -90,7 +90,7 @@ class RecordingWriter:
         self.size_bytes = self._file.tell()
 
     def close(self) -> None:
-        """End the stream. The file stays."""
+        """End the stream and keep the file."""
         if self._file.closed:
             return
         try:
@@ -101,7 +101,7 @@ class RecordingWriter:
 
     @property
     def opened(self) -> Path:
-        """A path by which this process reads the file until `discard`, whatever lies at its name by then."""
+        """Return a path of the open file for this process, valid until `discard` even if another file has its name."""
         return Path(f"/proc/self/fd/{self._fd}")
 
     def discard(self) -> None:
@@ -114,23 +114,23 @@ class RecordingWriter:
 
 
 def kept_hint(path: Path) -> str:
-    """Returns the hint for an error that leaves the recording `path`."""
+    """Return the hint for an error after which the recording `path` remains."""
     return f"the rows recorded so far are in '{path}', which llmcache info, classify and convert read"
 
 
 def no_rows() -> Columns:
-    """A batch without rows."""
+    """Return a batch without rows."""
     return Columns(*(np.zeros(0, dtype) for dtype in COLUMNS.values()))
 
 
 def recording_of(output: str | os.PathLike[str]) -> Path:
-    """Returns the name of the recording that becomes the trace `output`."""
+    """Return the path of the recording for the trace `output`."""
     path = Path(output)
     return path.with_name(path.name + ENDING)
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the rows in `path` and its files; a batch that is cut off ends it. DataError if it is something else."""
+    """Append the rows and files in `path`, up to the first incomplete batch. DataError if it is not a recording."""
     with readable(path), pa.OSFile(str(path)) as file:
         stream = _stream(path, file)
         provenance = decode(stream.schema.metadata[KEY])[1]
@@ -159,7 +159,6 @@ def _stream(path: Path, file: Any) -> Any:
 
 
 def _batches(path: Path, stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]]:
-    """Yields whole batches with their metadata."""
     while True:
         try:
             batch, facts = stream.read_next_batch_with_custom_metadata()
@@ -168,9 +167,9 @@ def _batches(path: Path, stream: Any) -> Iterator[tuple[Any, dict[bytes, bytes]]
         except (pa.ArrowException, OSError) as error:
             if _is_ended(path):
                 raise _damaged(error) from error
-            return  # it was being written when the recorder died
+            return  # the recorder was killed while it wrote this batch
         try:
-            batch.validate()  # that its columns are as long as it says; reading on would be outside of them
+            batch.validate()  # a damaged length would cause reads beyond the columns
         except pa.ArrowException as error:
             raise _damaged(error) from error
         yield batch, dict(facts or {})

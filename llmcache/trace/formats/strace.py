@@ -1,9 +1,11 @@
-"""Logs of strace, the tool of the paper: `strace -f -ttt -y -e trace=desc,process -o app.strace APP`.
+"""The importer of logs of strace, the tool of the paper: `strace -f -ttt -y -e trace=desc,process -o app.strace APP`.
 
-Read are system calls, so what is touched through mmap is not seen: a mapping gives one row for what it maps. Offsets
-belong to open file descriptions, which dup and fork share; `-y` (paths beside descriptors) makes up for files that were
-opened before tracing began. What exec or close_range closes is not followed: its number means something again with the call
-that returns it next. Any of the options -t -tt -ttt -r, or none; with or without -f.
+A log has system calls only. Accesses through mmap do not appear in it; a mapping becomes one row with the mapped range.
+
+The importer tracks the offset of each open file description, which dup and fork share. With `-y` strace prints the path of
+each descriptor, which identifies files that were opened before tracing began. Descriptors closed by exec or close_range are
+not tracked; the next call that returns such a number replaces it. The log may have any of the options -t, -tt, -ttt and -r,
+or none, and -f or not.
 Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
 """
 
@@ -23,12 +25,12 @@ from llmcache.units import BLOCK_BYTES
 
 _BATCH_ROWS = 1 << 15
 _NOTE = "System calls only: a map row shows which range was mapped, not which pages were touched; io_uring is not included."
-# Not files that are cached by blocks; /dev/shm is memory, but has files.
+# Paths without files in the page cache. /dev/shm, which has files, is an exception.
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _FD = re.compile(r"(-?\d+)(?:<((?:[^<>\\]|\\.)*)>)?")
 _SIZE = re.compile(r"\bst(?:x)?_size=(\d+)")
 _CLONES = ("clone", "clone3", "fork", "vfork")
-# Calls that return a descriptor of something that is no file: it may take a number that a file had.
+# Calls that return a descriptor that is not a file. The number may have belonged to a file before.
 _NO_FILES = (
     *("socket", "accept", "accept4", "epoll_create", "epoll_create1", "eventfd", "eventfd2", "timerfd_create"),
     *("signalfd", "signalfd4", "inotify_init", "inotify_init1", "fanotify_init", "memfd_create", "userfaultfd"),
@@ -37,7 +39,7 @@ _NO_FILES = (
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the accesses in the log `path`; DataError if it is none. Constant memory, but for names and descriptors."""
+    """Append the accesses in the log `path`; DataError if it is not a log. Memory grows only with names and descriptors."""
     log = StraceLog()
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
@@ -46,7 +48,7 @@ def read(path: Path, writer: TraceWriter) -> None:
                 raise DataError(said, "not a log of strace, or damaged")
             try:
                 log.take(line.rstrip("\n"), number)
-            except ValueError as error:  # Python makes no number of thousands of digits
+            except ValueError as error:  # int() rejects numbers with thousands of digits
                 raise DataError(f"rows: line {number} has a number with too many digits", "the log is damaged") from error
             if len(log.rows) >= _BATCH_ROWS:
                 _flush(log, writer)
@@ -64,17 +66,17 @@ def _flush(log: StraceLog, writer: TraceWriter) -> None:
         log.rows = []
 
 
-# The lines: processes, times, calls that were interrupted by those of others, arguments and results.
+# The lines: process, time, name, arguments and result of a call. A call that another thread interrupts has two lines.
 
-LONGEST_LINE = 1 << 24  # -s shows data, by default 32 bytes of it
-CALL_NS = 1_000  # between two calls of a log without times
+LONGEST_LINE = 1 << 24  # generous: with -s, lines contain data
+CALL_NS = 1_000  # between two calls in a log without times
 _SECOND_NS = 10**9
 _DAY_NS = 86_400 * _SECOND_NS
-_EPOCH_NS = 10**8 * _SECOND_NS  # numbers below (the year 1973) are differences: -r and not -ttt
-_STEP_NS = _SECOND_NS  # how far a clock that is being adjusted may go back
+_EPOCH_NS = 10**8 * _SECOND_NS  # smaller numbers (before 1973) are differences: -r and not -ttt
+_STEP_NS = _SECOND_NS  # a clock adjustment may move the time back by this much
 
-# "1234 " (-f -o FILE) or "[pid 1234] " (-f on the terminal), then "12:34:56.789012 ", "1700000000.123456 " or none;
-# with both -r and -t, the difference follows in brackets.
+# "1234 " (-f -o FILE) or "[pid 1234] " (-f on the terminal), then "12:34:56.789012 ", "1700000000.123456 " or no time. With
+# both -r and -t, the difference follows in parentheses.
 _PREFIX = re.compile(
     r"\s*(?:\[pid\s+(\d+)\]\s*|(\d+)\s+)?(?:(\d\d):(\d\d):(\d\d)(?:\.(\d+))?\s+|(\d+)\.(\d+)\s+)?(?:\(\+\s*[\d.]+\)\s*)?"
 )
@@ -90,7 +92,7 @@ _ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f", b"a
 
 @dataclass(frozen=True)
 class SystemCall:
-    """A call that returned. `result_path` is what -y tells about a descriptor that was returned."""
+    """A call that returned. `result_path` is the path that -y prints after a returned descriptor."""
 
     tid: int
     t_ns: int
@@ -101,12 +103,12 @@ class SystemCall:
 
     @cached_property
     def words(self) -> list[str]:
-        """The arguments, each as it stands in the log."""
+        """The arguments, each as written in the log."""
         return split(self.args)
 
 
 class LogClock:
-    """Times of lines, whichever option of strace wrote them, as nanoseconds that do not go back."""
+    """Converts the times of lines, in any format of strace, to nanoseconds that never decrease."""
 
     def __init__(self) -> None:
         self.kind = "none: calls are 1 us apart"
@@ -116,8 +118,8 @@ class LogClock:
         self._has_begun = False
 
     def at(self, prefix: re.Match[str], number: int) -> int:
-        """Returns the time of line `number`; DataError if it is before that of the line above by more than a second."""
-        t_ns = self._told(prefix)
+        """Return the time of line `number`; DataError if it is more than a second before the previous line."""
+        t_ns = self._time_of(prefix)
         if self._has_begun and t_ns < self._now_ns:
             if self._now_ns - t_ns > _STEP_NS:
                 hint = "give the log of one run of strace, not of several"
@@ -127,7 +129,7 @@ class LogClock:
         self._has_begun, self._now_ns = True, t_ns
         return t_ns
 
-    def _told(self, prefix: re.Match[str]) -> int:
+    def _time_of(self, prefix: re.Match[str]) -> int:
         if prefix[7]:
             t_ns = int(prefix[7]) * _SECOND_NS + _fraction_ns(prefix[8])
             self.kind = "seconds since 1970 (-ttt)" if t_ns >= _EPOCH_NS else "seconds from the first call (-r)"
@@ -148,7 +150,7 @@ def _fraction_ns(digits: str | None) -> int:
 
 
 def split(args: str) -> list[str]:
-    """Returns the arguments of a call, each as it stands in the log."""
+    """Return the arguments of a call, each as written in the log."""
     parts, start, depth = [], 0, 0
     for found in _SEPARATOR.finditer(args):
         token = found[0]
@@ -164,7 +166,7 @@ def split(args: str) -> list[str]:
 
 
 def unquoted(text: str) -> str:
-    """Returns the string that strace shows as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
+    """Return the string that strace printed as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
     quoted = os.fsencode(text.removesuffix("...").removeprefix('"').removesuffix('"'))
     return os.fsdecode(_ESCAPE.sub(_unescaped, quoted))
 
@@ -178,12 +180,12 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
     return _ESCAPED.get(code, code)
 
 
-# What the calls mean: which files are open where, and where they are read and written.
+# The state that calls change: names, sizes, open file descriptions with their offsets, working directories, tasks.
 
 
 @dataclass(eq=False)
 class LoggedFile:
-    """A file. `size` is the size now, as far as known (`is_size_known`: told by stat or lseek); `largest` its maximum."""
+    """A file. `size` is its current size, `largest` its maximum. Without `is_size_known`, `size` is a lower bound."""
 
     number: int
     path: str
@@ -194,18 +196,18 @@ class LoggedFile:
     is_size_known: bool = False
 
     def resize(self, size: int) -> None:
-        """Note the size, which was told."""
+        """Set the size from a call that reports or sets it."""
         self.size, self.is_size_known = size, True
         self.largest = max(self.largest, size)
 
     def reach(self, end: int) -> None:
-        """Note that the file has at least `end` bytes."""
+        """Extend the size to at least `end` bytes."""
         self.size = max(self.size, end)
         self.largest = max(self.largest, self.size)
 
 
 class FileNames:
-    """All files of a log, by the names they have at the moment."""
+    """All files of a log, by their current names."""
 
     def __init__(self) -> None:
         self._names: dict[str, LoggedFile] = {}
@@ -213,7 +215,7 @@ class FileNames:
         self._generations: dict[str, int] = {}
 
     def named(self, path: str) -> LoggedFile | None:
-        """Returns the file called `path`; None if that is a device or the like."""
+        """Return the file at `path`; None for paths below /dev, /proc and /sys."""
         if path.startswith(_NOT_FILES) and not path.startswith("/dev/shm/"):
             return None
         if path not in self._names:
@@ -224,11 +226,11 @@ class FileNames:
         return self._names[path]
 
     def remove(self, path: str) -> None:
-        """The name `path` is gone: what is called so next is another file."""
+        """Remove the name `path`; the next file with this name is a different one."""
         self._names.pop(path, None)
 
     def rename(self, old: str, new: str) -> None:
-        """The file called `old` is called `new`."""
+        """Rename the file `old` to `new`."""
         file = self._names.pop(old, None)
         self.remove(new)
         if file is not None:
@@ -237,7 +239,7 @@ class FileNames:
 
 @dataclass(eq=False)
 class Description:
-    """An open file description: what dup and fork share. `is_guessed`: its offset was not told, and taken to be 0."""
+    """An open file description, which dup and fork share. With `is_guessed`, its offset was unknown and assumed to be 0."""
 
     file: LoggedFile | None
     offset: int = 0
@@ -247,25 +249,25 @@ class Description:
 
 @dataclass(eq=False)
 class Directory:
-    """A working directory; threads share it. Empty: not known."""
+    """A working directory, which threads share; "" if unknown."""
 
     path: str = ""
 
     def joined(self, path: str) -> str:
-        """Returns `path` from here, without "." and ".."; symbolic links are not followed."""
+        """Return `path` relative to this directory, without "." and ".."; symbolic links are not resolved."""
         return os.path.normpath(os.path.join(self.path, path))
 
 
 @dataclass(eq=False)
 class Task:
-    """A process or thread. `table`: what each of its descriptors stands for."""
+    """A process or thread. `table` maps its descriptors to open file descriptions."""
 
     pid: int
     table: dict[int, Description] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
-        """Returns the process or thread `tid`, made by clone with `flags` (empty for fork and vfork)."""
+        """Return the process or thread `tid`, created by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
             self.table if "CLONE_FILES" in flags else dict(self.table),
@@ -274,7 +276,7 @@ class Task:
 
 
 class Tasks:
-    """All processes and threads of a log by their number, 0 where the log has none."""
+    """All processes and threads of a log by thread id; the id is 0 if the log has none."""
 
     def __init__(self) -> None:
         self.adopted = 0
@@ -284,9 +286,10 @@ class Tasks:
         self._early: dict[int, int] = {}
 
     def get(self, tid: int) -> Task:
-        """Returns `tid`. One not seen before is the child of a clone that has not returned; else it is taken for a thread.
+        """Return the task `tid`.
 
-        Logs of `-e trace=` without the process calls show threads, but not where they come from.
+        A task that is new is the child of an unfinished clone. If there is none, it is assumed to be a thread of the first
+        task: logs of `-e trace=` without the process calls contain threads, but not their creation.
         """
         if tid not in self._known:
             if self._cloning:
@@ -302,19 +305,19 @@ class Tasks:
         return self._known[tid]
 
     def begin_clone(self, tid: int, flags: str) -> None:
-        """`tid` makes a child, whose lines may come before the call returns."""
+        """Record that `tid` has called clone; lines of the child may come before the call returns."""
         self.get(tid)
         self._cloning[tid] = flags
 
     def cloned(self, tid: int, child: int, flags: str) -> None:
-        """The clone of `tid` has returned `child`."""
+        """Record that the clone of `tid` has returned `child`."""
         parent = self.get(tid)
         self._cloning.pop(tid, None)
         if self._early.pop(child, None) != tid:
             self._known[child] = parent.child(child, flags)
 
     def end(self, tid: int) -> None:
-        """`tid` is gone; its number may come again."""
+        """Remove `tid`; the kernel may reuse its number."""
         if tid:
             self._known.pop(tid, None)
             self._cloning.pop(tid, None)
@@ -322,9 +325,9 @@ class Tasks:
 
 
 class StraceLog:
-    """Follows the lines of a log, whole or as it grows; `counts` is what provenance tells of it.
+    """The parser of a log, complete or growing. `counts` is stored in the provenance.
 
-    `rows`: the accesses in it, as tuples of COLUMNS, until somebody takes them.
+    `rows` has the accesses as tuples of COLUMNS; the caller reads and empties it.
     """
 
     def __init__(self) -> None:
@@ -332,25 +335,25 @@ class StraceLog:
         self.rows: list[tuple[int, ...]] = []
         self._accessed: set[int] = set()  # numbers of files
         self._files, self._tasks, self._clock = FileNames(), Tasks(), LogClock()
-        self._begun: dict[int, str] = {}  # by thread: the call that others have interrupted
+        self._begun: dict[int, str] = {}  # by thread: the first part of an unfinished call
         self._command = ""
 
     def take(self, line: str, number: int) -> None:
-        """Follow one line; DataError if its time goes back."""
+        """Parse one line; DataError if its time goes back."""
         prefix = _PREFIX.match(line)
-        assert prefix is not None  # every part of it is optional
+        assert prefix is not None  # every part of the expression is optional
         tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
         if text.endswith("<unfinished ...>") and (begun := _UNFINISHED.match(text)):
             self._begun[tid] = begun[1]
             self._clock.at(prefix, number)
             name, _, args = begun[1].partition("(")
-            if name in _CLONES:  # the child may run before the clone of its parent returns
+            if name in _CLONES:
                 self._tasks.begin_clone(tid, args)
             return
         if resumed := _RESUMED.match(text):
             text = self._begun.pop(tid, "") + text[resumed.end() :]
         if found := _CALL.match(text):
-            result = int(found[3], 16 if "x" in found[3] else 10)  # a damaged line may begin it with zeros
+            result = int(found[3], 16 if "x" in found[3] else 10)  # base 0 rejects leading zeros
             self._call(SystemCall(tid, self._clock.at(prefix, number), found[1], found[2], result, found[4]))
         elif _ENDED.match(text):
             self._tasks.end(tid)
@@ -363,19 +366,19 @@ class StraceLog:
             try:
                 _HANDLERS[call.name](self, call, self._tasks.get(call.tid))
             except (IndexError, ValueError):
-                self.counts["calls_not_understood"] += 1  # arguments in another form, or a line that was cut
+                self.counts["calls_not_understood"] += 1  # an unknown form of arguments, or a truncated line
 
     def path(self, number: int) -> str:
-        """Returns the first path of the file that rows have as `number`."""
+        """Return the first path of file `number`."""
         return self._files.all[number].path
 
     def accessed(self) -> list[TraceFile]:
-        """Returns the files of all rows."""
+        """Return the files of all rows."""
         chosen = (file for file in self._files.all if file.number in self._accessed)
         return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
     def provenance(self) -> Provenance:
-        """Returns what is to be known of a trace that is made of the log."""
+        """Return the provenance of a trace made from the log."""
         self.counts["threads_of_unknown_origin"] = self._tasks.adopted
         self.counts["clock_steps_back"] = self._clock.steps_back
         return Provenance(
@@ -387,16 +390,16 @@ class StraceLog:
         )
 
     def _note(self, call: SystemCall, task: Task, file: LoggedFile, offset: int, length: int, op: int) -> None:
-        """Bytes offset .. offset + length - 1 were accessed."""
+        """Add a row for an access to bytes offset .. offset + length - 1."""
         first = offset // BLOCK_BYTES
         self._accessed.add(file.number)
         count = (offset + length - 1) // BLOCK_BYTES - first + 1
         self.rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
 
     def _description(self, text: str, task: Task) -> Description | None:
-        """Returns what the descriptor written as `text` stands for; None if it is no file or not known.
+        """Return the open file description of the descriptor printed as `text`; None if it is unknown.
 
-        What -y tells is trusted more than what was followed: a descriptor may have been replaced unseen.
+        A path printed by -y overrides the tracked state, because the log may lack the call that replaced a descriptor.
         """
         found = _FD.match(text)
         if found is None:
@@ -413,7 +416,7 @@ class StraceLog:
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
-        """An access of `length` bytes, at `offset`, or where the description is: that one then moves on."""
+        """Add an access of `length` bytes at `offset`; None: at the offset of the description, which then advances."""
         described = self._description(fd, task)
         if length <= 0:
             return
@@ -437,7 +440,7 @@ class StraceLog:
         self._note(call, task, file, start, length, op)
 
     def _path(self, args: list[str], task: Task) -> str:
-        """Returns the path that a directory descriptor and a path mean together."""
+        """Return the path for the arguments directory descriptor and path."""
         path = unquoted(args[1])
         found = re.match(r"\w+<((?:[^<>\\]|\\.)*)>", args[0])
         if found:
@@ -481,19 +484,19 @@ class StraceLog:
         task.table[call.result] = Description(None)
 
     def _pair(self, call: SystemCall, task: Task) -> None:
-        """A pipe or a pair of sockets: two descriptors in brackets."""
+        """Handle a pipe or a pair of sockets: two descriptors in brackets."""
         bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
                 task.table[int(found[1])] = Description(None)
 
     def _stream(self, call: SystemCall, task: Task) -> None:
-        """A read or write where the description is (read, write, readv, writev)."""
-        # The descriptor stands first: the data after it, long and full of commas, need not be taken apart.
+        """Handle a read or write at the offset of the description (read, write, readv, writev)."""
+        # The descriptor is the first argument. Splitting the data after it would be slow.
         self._access(call, task, call.args, _op(call.name), call.result)
 
     def _at(self, call: SystemCall, task: Task) -> None:
-        """A read or write at an offset; -1 means where the description is (preadv2, pwritev2)."""
+        """Handle a read or write at an offset; -1 is the offset of the description (preadv2, pwritev2)."""
         has_flags = call.name in ("preadv2", "pwritev2")
         last = call.args.rsplit(", ", 2 if has_flags else 1)[1:]
         offset = int(last[0], 0)
@@ -514,18 +517,18 @@ class StraceLog:
             described.file.resize(described.offset - int(args[1], 0))
 
     def _sendfile(self, call: SystemCall, task: Task) -> None:
-        target, source, place = call.words[:3]
-        self._access(call, task, source, READ, call.result, _told(place))
+        target, source, at = call.words[:3]
+        self._access(call, task, source, READ, call.result, _offset_in(at))
         self._access(call, task, target, WRITE, call.result)
 
     def _copy(self, call: SystemCall, task: Task) -> None:
-        """A copy between descriptors (copy_file_range, splice)."""
+        """Handle a copy between descriptors (copy_file_range, splice)."""
         source, at, target, to = call.words[:4]
-        self._access(call, task, source, READ, call.result, _told(at))
-        self._access(call, task, target, WRITE, call.result, _told(to))
+        self._access(call, task, source, READ, call.result, _offset_in(at))
+        self._access(call, task, target, WRITE, call.result, _offset_in(to))
 
     def _mmap(self, call: SystemCall, task: Task) -> None:
-        """A mapping of a file: its range, up to the end of the file if that is known."""
+        """Handle a mapping of a file: a row for its range, up to the end of the file if the size is known."""
         args = call.words
         described = self._description(args[4], task)
         if "MAP_ANON" in args[3] or described is None or described.file is None:
@@ -538,7 +541,7 @@ class StraceLog:
             self._note(call, task, file, offset, length, MAP)
 
     def _stat(self, call: SystemCall, task: Task) -> None:
-        """A size that stat tells of an open file (fstat, newfstatat and statx of a descriptor)."""
+        """Handle the size of an open file (fstat, newfstatat and statx of a descriptor)."""
         size = _SIZE.search(call.args)
         if not size or not (call.name.startswith("fstat") or call.words[1] == '""'):
             return
@@ -581,10 +584,10 @@ class StraceLog:
         self._tasks.cloned(call.tid, call.result, call.args)
 
     def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = dict(task.table)  # shared no longer
+        task.table = dict(task.table)  # exec ends the sharing
         if not self._command:
             path, arguments = call.words[:2]
-            # The path is shown whole; arguments may be cut off (-s).
+            # strace prints the whole path, but may truncate arguments (-s).
             self._command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
 
 
@@ -592,9 +595,9 @@ def _op(name: str) -> int:
     return WRITE if "write" in name else READ
 
 
-def _told(place: str) -> int | None:
-    """Returns the offset in "[4096]" or "[0] => [4096]" (the first), None for NULL."""
-    found = re.match(r"\[(\d+)\]", place)
+def _offset_in(text: str) -> int | None:
+    """Return the (first) offset in "[4096]" or "[0] => [4096]", None for NULL."""
+    found = re.match(r"\[(\d+)\]", text)
     return int(found[1]) if found else None
 
 
