@@ -18,7 +18,7 @@ from tests.unit.command_parts import HEAVY, loaded
 # The typed words with the word to complete last, the words offered, and whether no others may be offered.
 CASES = [
     (("llmcache", "st"), {"stats"}, True),
-    (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan", "list", "show", "prune"}, True),
+    (("llmcache", "kv", ""), {"bench", "plot", "profile", "plan", "list", "show", "prune", "proxy"}, True),
     (("llmcache", "help", "st"), {"stats"}, True),
     (("llmcache", "help", "kv", "pl"), {"plot", "plan"}, True),
     (("llmcache", "trace", "--ti"), {"--tier"}, True),
