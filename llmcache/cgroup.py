@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import final
 
 from llmcache import storage
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.procfs import mounts
 
 MARK = "LLMCACHE_CGROUP"
@@ -101,7 +101,7 @@ class Hierarchy:
 
 
 def find(controller: str) -> Hierarchy:
-    """Return the hierarchy that has `controller` ("memory" or "io"); EnvironmentProblem if none has."""
+    """Return the hierarchy that has `controller` ("memory" or "io"); MissingRequirement if none has."""
     where: dict[str, str] = {}  # the path of this process per controller; the key of v2 is the empty string
     for line in (storage.PROC / "self" / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -119,7 +119,7 @@ def find(controller: str) -> Hierarchy:
         controllers = Path(mount.point) / "cgroup.controllers"
         if mount.fstype == "cgroup2" and controllers.exists() and controller in controllers.read_text().split():
             return standing(2, Path(mount.point), where.get("", ""))
-    raise EnvironmentProblem(
+    raise MissingRequirement(
         f"no mounted cgroup hierarchy has the {controller} controller",
         "a container needs --privileged or a delegated cgroup; some kernels need cgroup_enable=memory at boot",
     )
@@ -201,7 +201,7 @@ class Cgroup:
                 self.set_read_bps(self._read_bps)
         except OSError as error:
             self.close()
-            raise EnvironmentProblem(f"cannot set up cgroup {self.name}: {error}", _ROOT_HINT) from error
+            raise MissingRequirement(f"cannot set up cgroup {self.name}: {error}", _ROOT_HINT) from error
         except BaseException:
             self.close()
             raise
@@ -227,7 +227,7 @@ class Cgroup:
                 continue
             self._controllers |= dict.fromkeys(controllers, Controllers(tree.version, path))
             return
-        raise EnvironmentProblem(f"cannot create a cgroup below {tree.root}: {refused}", _ROOT_HINT)
+        raise MissingRequirement(f"cannot create a cgroup below {tree.root}: {refused}", _ROOT_HINT)
 
     @property
     def paths(self) -> list[Path]:
@@ -292,7 +292,7 @@ class Cgroup:
             except OSError as error:
                 # A killed process stays in its group until it has exited.
                 if error.errno != errno.EBUSY or time.monotonic() > began + _REMOVAL_S:
-                    raise EnvironmentProblem(
+                    raise MissingRequirement(
                         f"cannot remove cgroup {path}: {error}", f"remove it when it is empty: rmdir {path}"
                     ) from error
             time.sleep(0.05)

@@ -61,10 +61,13 @@ class UsageError(LlmcacheError):
     exit_code = 2
 
 
-class EnvironmentProblem(LlmcacheError):
+class MissingRequirement(LlmcacheError):
     """The machine lacks something: a package, a device, a privilege, memory (exit code 3)."""
 
     exit_code = 3
+
+
+EnvironmentProblem = MissingRequirement  # the name in versions before 1.1
 
 
 class MountProblem(LlmcacheError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 
 PRIVATE = 0o600
 """The mode of files with private data: traces name files, and saved keys and values reveal a conversation."""
@@ -92,7 +92,7 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "create it first")
 
     def begin(self) -> Path:
-        """Create the empty temporary file and return a path to write it, valid in this process. EnvironmentProblem.
+        """Create the empty temporary file and return a path to write it, valid in this process. MissingRequirement.
 
         The path refers to the open file, because another user with write access to the directory could replace the name.
         """
@@ -101,7 +101,7 @@ class Output:
         return Path(f"/proc/self/fd/{self._fd}")
 
     def keep(self) -> None:
-        """Sync the file and rename it to `path`; EnvironmentProblem, for example on a full disk."""
+        """Sync the file and rename it to `path`; MissingRequirement, for example on a full disk."""
         try:
             with writing(self.path):
                 _finish(self._fd, self._temporary)
@@ -133,12 +133,12 @@ class Output:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert OSErrors of a with block that writes `path` to EnvironmentProblem."""
+    """Convert OSErrors of a with block that writes `path` to MissingRequirement."""
     try:
         yield
     except OSError as error:
         hint = "choose a directory that is writable and has free space"
-        raise EnvironmentProblem(f"cannot write '{path}': {error.strerror or error}", hint) from error
+        raise MissingRequirement(f"cannot write '{path}': {error.strerror or error}", hint) from error
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace: bool = True) -> None:

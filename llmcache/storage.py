@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.procfs import mounts
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
@@ -43,7 +43,7 @@ class Disk:
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the whole disk with `path`; a partition is resolved to its disk. EnvironmentProblem if there is none."""
+    """Return the whole disk with `path`; a partition is resolved to its disk. MissingRequirement if there is none."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
@@ -51,10 +51,10 @@ def disk_of(path: Path) -> Disk:
         mount = next((one for one in mounts(proc=str(PROC)).values() if one.dev == device), None)
         if mount is None:
             said = f"the device of {path} ({number}) is not in {SYSFS}/dev/block"
-            raise EnvironmentProblem(said, "use a directory on a local disk")
+            raise MissingRequirement(said, "use a directory on a local disk")
         entry = SYSFS / "class" / "block" / Path(mount.source).name
         if not (mount.source.startswith("/dev/") and entry.exists()):
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"{path} is on {mount.fstype} ({mount.source}), which has no block device to throttle",
                 "use a directory on a disk file system (ext4, xfs, btrfs), for example --dir /var/tmp/llmcache",
             )

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 # When this runs as a script, Python searches for modules in tools/, not in the repository above it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llmcache.errors import EnvironmentProblem, UsageError, run_cli
+from llmcache.errors import MissingRequirement, UsageError, run_cli
 from llmcache.files import replacing
 from llmcache.units import format_size, parse_size
 
@@ -637,7 +637,7 @@ def make_model(
         sidecar.write_text(json.dumps({"parameters": parameters, "files": sizes}, indent=1) + "\n")
     except OSError as error:
         hint = "name a writable directory with enough free space"
-        raise EnvironmentProblem(f"cannot write {out}: {error.strerror}", hint) from error
+        raise MissingRequirement(f"cannot write {out}: {error.strerror}", hint) from error
     return paths
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llmcache.errors import EnvironmentProblem, UsageError, run_cli  # noqa: E402 - found through the line above
+from llmcache.errors import MissingRequirement, UsageError, run_cli  # noqa: E402 - found through the line above
 from llmcache.trace.record import Trace  # noqa: E402
 from tools.bench.machine import describe  # noqa: E402
 from tools.bench.runner import MIB, cap_bytes, client, loop_bytes, loop_file  # noqa: E402
@@ -163,7 +163,7 @@ def main() -> int:
     if unknown := set(args.names) - set(names):
         raise UsageError(f"NAME: there is no trace {min(unknown)!r}", f"one of: {', '.join(names)}")
     if os.geteuid() != 0:
-        raise EnvironmentProblem("recording and limiting memory need root", "sudo tools/record_traces.py …")
+        raise MissingRequirement("recording and limiting memory need root", "sudo tools/record_traces.py …")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or names:
         target = args.out / f"{name}.parquet"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 
 OBJECTS = Path(__file__).parent / "objects"
 APT_HINT = "install libbpf: sudo apt install libbpf1"
@@ -99,11 +99,11 @@ _log = _Log()
 
 @functools.cache
 def library() -> Any:
-    """Return libbpf with the types of its functions set; EnvironmentProblem if it is not installed."""
+    """Return libbpf with the types of its functions set; MissingRequirement if it is not installed."""
     try:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError as error:
-        raise EnvironmentProblem(f"libbpf 1 cannot be loaded: {error}", APT_HINT) from error
+        raise MissingRequirement(f"libbpf 1 cannot be loaded: {error}", APT_HINT) from error
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

@@ -19,7 +19,7 @@ from llmcache import __version__
 from llmcache.cache.plan import Plan, Progress
 from llmcache.cache.results import Simulation, merged
 from llmcache.cache.simulate import ModelsOf, simulate_all
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.trace.record import readable
 
 CONNECT_S = 10
@@ -65,7 +65,7 @@ def _client(address: str) -> Iterator[Any]:
         from distributed import Client
         from distributed.comm.core import connect
     except ImportError as error:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             "--scheduler needs dask.distributed, which is not installed", "pip install 'llmcache-toolkit[cluster]'"
         ) from error
 
@@ -79,7 +79,7 @@ def _client(address: str) -> Iterator[Any]:
         asyncio.run(greet())
         client = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"--scheduler: cannot reach a Dask scheduler at '{address}': {error}",
             "start one with: dask scheduler; its address looks like tcp://host:8786",
         ) from error
@@ -88,11 +88,11 @@ def _client(address: str) -> Iterator[Any]:
 
 
 def _checked_threads(client: Any) -> int:
-    """Return the threads of all workers; EnvironmentProblem without workers, or if one has another version of llmcache."""
+    """Return the threads of all workers; MissingRequirement without workers, or if one has another version of llmcache."""
     try:
         client.wait_for_workers(1, timeout=CONNECT_S)
     except TimeoutError as error:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"--scheduler: no worker connected within {CONNECT_S} s", "start one with: dask worker ADDRESS"
         ) from error
     # Not a function of llmcache: a worker without llmcache could not unpickle it.
@@ -100,7 +100,7 @@ def _checked_threads(client: Any) -> int:
     for worker, version in versions.items():
         if version != __version__:
             found = "no llmcache" if isinstance(version, Exception) else f"llmcache {version}"
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"--scheduler: worker {worker} has {found}, but this machine has {__version__}",
                 "install the same version on all workers",
             )
@@ -119,7 +119,7 @@ def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress
         except LlmcacheError:
             raise
         except Exception as error:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"--scheduler: a worker failed on '{name}': {type(error).__name__}: {error}",
                 "see its log; a local run (without --scheduler) shows whether the trace is the cause",
             ) from error

@@ -155,7 +155,7 @@ class _LayerCounts:
         turns = np.flatnonzero(np.diff(layer, prepend=-1))
         for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
             if self._turns.comes_anew(number):
-                done = self._recorder.note(number, now)
+                done = self._recorder.record_access(number, now)
                 if done is not None and self._loaded:
                     self._passes.append(done.extents)
                 self._loaded = self._loaded or done is not None  # the order of loading may differ from the order of use

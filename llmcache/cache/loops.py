@@ -154,7 +154,7 @@ class PassRecorder:
     def __len__(self) -> int:
         return len(self._extents)
 
-    def note(self, extent: int, now: int) -> Pass | None:
+    def record_access(self, extent: int, now: int) -> Pass | None:
         """Record a touch of `extent` at `now`; return the pass that it ends, or None."""
         if extent >= len(self._places):
             self._places.frombytes(bytes(self._places.itemsize * (extent + 1 - len(self._places))))
@@ -366,14 +366,14 @@ class LoopLearner:
         # the longest pass over a space that is not known to loop; re-reading one page does not make it a loop
         self._scan: Pass | None = None
 
-    def believe(self, guess: Iterable[int]) -> None:
+    def set_predicted_order(self, guess: Iterable[int]) -> None:
         """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""
         self.guess.extend(guess)
         self.looping = self.guessed = True
 
-    def note(self, extent: int, now: int) -> Pass | None:
+    def record_access(self, extent: int, now: int) -> Pass | None:
         """Record a touch of `extent`; return the pass that it ends, or that it proves to have been one, if any."""
-        done = self._recorder.note(extent, now)
+        done = self._recorder.record_access(extent, now)
         if done is not None:
             self.use.end_pass()
         self.use.touch(extent)
@@ -475,7 +475,7 @@ class CursorTable:
         self.loops = loops
         self.live: list[Cursor] = []
         self.suspects: list[Cursor] = []
-        self.strays = 0  # readers that fell out of a convoy, since `reset`
+        self.laggards = 0  # readers that fell out of a convoy, since `reset`
 
     def distance(self, start: int, end: int) -> int:
         """Return the ranks forward from `start` to `end`; without a loop, a backward distance is `count`."""
@@ -483,7 +483,7 @@ class CursorTable:
             return (end - start) % self.count
         return end - start if end >= start else self.count
 
-    def note(self, rank: int, now_ns: int, missed: bool = False) -> Cursor:
+    def record_access(self, rank: int, now_ns: int, missed: bool = False) -> Cursor:
         """Move the cursor that the touch of `rank` belongs to, and return it; `missed`: the extent was absent."""
         best = self._nearest(rank)
         if best is not None and missed and self.distance(best.head, rank) > self.reach:
@@ -521,7 +521,7 @@ class CursorTable:
                     return None
                 self.suspects.remove(suspect)
                 self.live.append(suspect)
-                self.strays += 1
+                self.laggards += 1
                 return suspect
         self.suspects.append(Cursor(rank, 0, now_ns))
         del self.suspects[:-MAX_SUSPECTS]
@@ -531,7 +531,7 @@ class CursorTable:
         """Remove all cursors, because the ranks have a new meaning."""
         self.live.clear()
         self.suspects.clear()
-        self.strays = 0
+        self.laggards = 0
 
     def _merge(self, moved: Cursor) -> None:
         """Remove cursors close behind `moved`, and merge `moved` with a cursor close ahead of it."""

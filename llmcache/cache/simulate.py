@@ -52,7 +52,7 @@ class Interrupted(Exception):
     """The replay was interrupted; its counts are incomplete."""
 
 
-class Stop:
+class CancelFlag:
     """Flag that stops the threads of a replay. Without a lock, because a signal handler may set it."""
 
     is_set = False
@@ -172,7 +172,7 @@ def replay(
     online: Sequence[Feed],
     offline: Sequence[Feed],
     pool: Executor,
-    stop: Stop,
+    stop: CancelFlag,
     advance: Callable[[int], None],
 ) -> None:
     """Feed every part to all cells; `offline` ones get all rows at once, at the end.
@@ -208,7 +208,7 @@ def replay(
             advance(len(whole))
 
 
-def _finish(futures: Iterable[Future[None]], stop: Stop) -> None:
+def _finish(futures: Iterable[Future[None]], stop: CancelFlag) -> None:
     """Wait for all `futures` even if one fails, so that no cell is in use; then raise the first error."""
     done = [future.exception() for future in futures]
     for error in done:
@@ -227,7 +227,7 @@ class TraceRun:
     source: Trace | TraceReader
     models: Models
     pool: Executor
-    stop: Stop
+    stop: CancelFlag
     progress: Progress | None
     memory_bytes: int
     _rows: int = 0
@@ -352,7 +352,7 @@ def simulate_all(
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
     at_once = min(threads, len(sources))
-    stop = Stop()
+    stop = CancelFlag()
     # After Ctrl-C or the first error, the other traces stop after their current batch.
     with ExitStack() as at_end:
         at_end.enter_context(_ctrl_c_sets(stop))
@@ -381,7 +381,7 @@ def simulate_all(
 
 
 @contextmanager
-def _ctrl_c_sets(stop: Stop) -> Iterator[None]:
+def _ctrl_c_sets(stop: CancelFlag) -> Iterator[None]:
     """Set `stop` on Ctrl-C, and raise KeyboardInterrupt at the end; a second Ctrl-C raises it at once.
 
     An exception raised in the signal handler could leave the lock of a future locked, or be lost in the callback of a

@@ -159,7 +159,7 @@ class Steering:
         space = self.spaces[key]
         self.clock += 1
         space.last = self.clock
-        done = space.learner.note(extent, self.clock)
+        done = space.learner.record_access(extent, self.clock)
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
             use = space.learner.use
@@ -226,7 +226,7 @@ class Steering:
     ) -> None:
         """Apply a header's guess, as ranges (first, end) of extents: single ones, hot ones, and the order of the rest."""
         space = self.spaces[key]
-        space.learner.believe(_extents(order, space.count))
+        space.learner.set_predicted_order(_extents(order, space.count))
         space.hot.update(_extents(hot, space.count))
         for extent in _extents(single, space.count):
             space.single[extent], space.wanted[extent] = 1, 0

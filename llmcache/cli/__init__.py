@@ -18,7 +18,7 @@ import click
 
 from llmcache import __version__
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup, completion_variable
-from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError, drop_output, run_cli
+from llmcache.errors import EXIT_OK, MissingRequirement, UsageError, drop_output, run_cli
 
 # Name: (module:attribute, line of `llmcache --help`). The lines are here because help must not import the commands.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -115,7 +115,7 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
             raise
         drop_output(sys.stdout)
         hint = "free space on the file systems of the output and of temporary files (TMPDIR)"
-        raise EnvironmentProblem(f"cannot write the output: {error.strerror}", hint) from error
+        raise MissingRequirement(f"cannot write the output: {error.strerror}", hint) from error
     return result if isinstance(result, int) else EXIT_OK
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from llmcache.errors import EXIT_OK, EnvironmentProblem, UsageError
+from llmcache.errors import EXIT_OK, MissingRequirement, UsageError
 
 AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine": "machine", "packages": "packages"}
 """Files of this package, and the names of their areas in the report."""
@@ -61,7 +61,7 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """Return 0 if a mount is possible, 3 (environment) if a check has failed."""
-        return EnvironmentProblem.exit_code if self.count(FAILED) else EXIT_OK
+        return MissingRequirement.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
         """Return the report as JSON values."""

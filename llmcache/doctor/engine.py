@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from llmcache.doctor import LIMITED, OK, Check
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.run import models
 from llmcache.run.steering import served_already
 from llmcache.units import format_size
 
 
 def examine(pid: int) -> list[Check]:
-    """Check process `pid`. EnvironmentProblem if it does not exist or belongs to another user."""
+    """Check process `pid`. MissingRequirement if it does not exist or belongs to another user."""
     models.check_process("--pid", pid)
     files = models.of_process(pid)
     if not files:
@@ -21,7 +21,7 @@ def examine(pid: int) -> list[Check]:
         size = format_size(models.size_of(path))
         try:
             mount = served_already(models.source_of(path))
-        except EnvironmentProblem:
+        except MissingRequirement:
             mount = None
         found = f"{path} ({size}): " + (f"steered by the mount on {mount.point} ({mount.mode})" if mount else "not steered")
         remedy = None if mount else f"sudo llmcache run --pid {pid}"

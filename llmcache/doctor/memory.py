@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmcache import memory
 from llmcache.doctor import FAILED, LIMITED, OK, Check
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.engine.budget import settle_budget
 from llmcache.units import format_size
 
@@ -22,7 +22,7 @@ def _free(root: Path) -> Check:
     facts = {"total_bytes": machine.total_bytes, "available_bytes": machine.available_bytes}
     try:
         size = settle_budget(None, root)
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return Check("free memory", FAILED, problem.message, problem.hint, facts)
     where = "" if least.name == machine.name else f" ({least.name})"
     said += f"; a mount without --cache would take {format_size(size)}{where}"

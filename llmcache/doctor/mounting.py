@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from llmcache.doctor import FAILED, LIMITED, OK, Check
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import mountpoint
 from llmcache.fs.vfs import libfuse
@@ -43,7 +43,7 @@ def _in_place(directory: str | None, root: Path) -> Check:
 def _fuse() -> Check:
     try:
         mountpoint.check_device()
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return Check("FUSE", FAILED, problem.message, problem.hint)
     return Check("FUSE", OK, "/dev/fuse is accessible")
 
@@ -61,7 +61,7 @@ def _fusermount(root: Path) -> Check:
 def _libfuse() -> Check:
     try:
         version = libfuse.version()
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return Check("libfuse", FAILED, problem.message, problem.hint)
     except ImportError as error:
         return Check("libfuse", FAILED, f"its Python binding cannot be loaded: {error}", "pip install -U mfusepy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmcache.bpf import libbpf
 from llmcache.doctor import LIMITED, OK, Check
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 
 
@@ -24,7 +24,7 @@ def _btf() -> Check:
 def _libbpf() -> Check:
     try:
         libbpf.library()
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return Check("libbpf", LIMITED, problem.message, problem.hint)
     return Check("libbpf", OK, "version 1")
 
@@ -32,7 +32,7 @@ def _libbpf() -> Check:
 def _tracepoints() -> Check:
     try:
         missing = [name for name in TRACEPOINTS if not libbpf.has_tracepoint(name)]
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return Check("tracepoints", LIMITED, f"unknown: {problem.message}", problem.hint)
     facts = {"missing": missing}
     if missing:

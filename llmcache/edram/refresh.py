@@ -38,7 +38,7 @@ import numpy as np
 
 from llmcache.arrays import Doubles, Flags, Int64s
 from llmcache.edram.constants import GROUPS, RefreshIntervals
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import replacing
 
 NONE = -1
@@ -168,7 +168,7 @@ class EdramRun:
         return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Write the run to `path`; UsageError if it exists without `force`, EnvironmentProblem if it cannot be written."""
+        """Write the run to `path`; UsageError if it exists without `force`, MissingRequirement if it cannot be written."""
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
@@ -176,7 +176,7 @@ class EdramRun:
             with replacing(target, 0o666) as stream:
                 stream.write(json.dumps(self.to_json(), separators=(",", ":")).encode())
         except OSError as error:
-            raise EnvironmentProblem(f"run: '{target}' cannot be written: {error.strerror}") from error
+            raise MissingRequirement(f"run: '{target}' cannot be written: {error.strerror}") from error
 
 
 def read_run(path: str | os.PathLike[str]) -> EdramRun:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client import control
 
 log = logging.getLogger(__name__)
@@ -49,15 +49,15 @@ class ReadAhead:
     """A changed readahead for the storage of a directory; it applies to files that are opened while it is set."""
 
     def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
-        """Find the setting. EnvironmentProblem: the storage has none."""
+        """Find the setting. MissingRequirement: the storage has none."""
         path = read_ahead_file(directory, root)
         if path is None:
-            raise EnvironmentProblem(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
+            raise MissingRequirement(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
         self._path, self._kb = path, size_bytes >> 10
         self._fd: int | None = None
 
     def set(self) -> None:
-        """Change the setting, unless this object already has. Raises EnvironmentProblem."""
+        """Change the setting, unless this object already has. Raises MissingRequirement."""
         if self._fd is not None:
             return
         note = Path(control.directory(os.geteuid())) / (_NOTES + self._path.parents[1].name)
@@ -71,7 +71,7 @@ class ReadAhead:
                     os.pwrite(self._fd, f"{int(self._path.read_text())}\n{self._path}\n".encode(), 0)
                 self._path.write_text(f"{self._kb}\n")
         except OSError as error:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"read_ahead: cannot set {self._path}: {error.strerror}", "omit this setting"
             ) from error
 

@@ -168,7 +168,7 @@ def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None
 def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> Written:
     """Write `data` to `path` atomically, and return the written file.
 
-    Raises the errors of `check_target`, and EnvironmentProblem if there is no space.
+    Raises the errors of `check_target`, and MissingRequirement if there is no space.
     """
     output = Output(path, force, option)
     with output as temporary, writing(output.path):

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.run.namespaces import die_with_parent, enter_private, no_new_privileges
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
@@ -194,7 +194,7 @@ class Child:
         return int(text)
 
     def release(self) -> None:
-        """Let the command execute the program, unless a signal has ended it already. NotRunnable; EnvironmentProblem."""
+        """Let the command execute the program, unless a signal has ended it already. NotRunnable; MissingRequirement."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._gate, b"\n")
         os.close(self._gate)
@@ -204,7 +204,7 @@ class Child:
             self.wait()
             if failed < 0 and self.user is not None:
                 hint = "this needs CAP_SETUID and CAP_SETGID; unset SUDO_USER to run the command as root"
-                raise EnvironmentProblem(f"cannot become user '{self.user.name}': {os.strerror(-failed)}", hint)
+                raise MissingRequirement(f"cannot become user '{self.user.name}': {os.strerror(-failed)}", hint)
             if failed == errno.ENOENT:  # the program itself was found
                 hint = "the first line of a script (#!) names its interpreter; file(1) shows the loader of a program"
                 raise NotRunnable(self.words[0], NOT_FOUND, "its interpreter or loader does not exist", hint)

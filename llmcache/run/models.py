@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmcache.cache.sizing import ModelBytes
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.fs.copies import Copied, client_facts, find_copy
 from llmcache.fs.layout import is_gguf
 from llmcache.fs.layout.modelfile import model_bytes
@@ -163,17 +163,17 @@ def check_process(option: str, pid: int) -> None:
     try:
         fields = status_of(pid)
     except OSError:
-        raise EnvironmentProblem(f"{option}: process {pid} does not exist", hint) from None
+        raise MissingRequirement(f"{option}: process {pid} does not exist", hint) from None
     if pid == os.getpid():
         raise UsageError(f"{option}: {pid} is llmcache itself", hint)
     if int(fields["Tgid"]) != pid:
         raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"use {option} {fields['Tgid']}")
     if fields["State"][0] in "ZX":
-        raise EnvironmentProblem(f"{option}: process {pid} has ended", hint)
+        raise MissingRequirement(f"{option}: process {pid} has ended", hint)
     if "VmSize" not in fields:
         raise UsageError(f"{option}: {pid} ({fields['Name']}) is a kernel thread, which reads no model", hint)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
-        raise EnvironmentProblem(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
+        raise MissingRequirement(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 
 
 def first_shards(paths: Iterable[str]) -> list[str]:

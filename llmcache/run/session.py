@@ -22,7 +22,7 @@ from glob import glob
 from typing import Any
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EXIT_OK, EnvironmentProblem, LlmcacheError, UsageError, droppable, say
+from llmcache.errors import EXIT_OK, LlmcacheError, MissingRequirement, UsageError, droppable, say
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control
 from llmcache.fs.client.mountpoint import check_machine, made_point
@@ -311,7 +311,7 @@ def _over_fuse(
         for source in sources:
             session.steer(source, points[source], "auto", child.pid, is_starting=True)
         if not session.steered:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 "no model file can be steered on this machine",
                 "llmcache doctor shows what is missing; the command itself also runs without llmcache",
             )
@@ -336,7 +336,7 @@ def attach(pid: int, settings: RunSettings) -> int:
     """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
     models.check_process("--pid", pid)
     if reason := why_not():
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"cannot steer a running process: {reason}",
             "files that are already open can only be steered in place: use sudo, or start the command with llmcache run",
         )
@@ -344,7 +344,7 @@ def attach(pid: int, settings: RunSettings) -> int:
     try:
         end = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise EnvironmentProblem(f"--pid: process {pid} has ended") from None
+        raise MissingRequirement(f"--pid: process {pid} has ended") from None
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, end)

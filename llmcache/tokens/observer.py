@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.perf import is_known_processor, open_breakpoint
 from llmcache.bpf.ring import FRAME_BYTES, Ring
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.tokens.passes import Event, Role
 
 OBJECT = OBJECTS / "tokens.bpf.o"
@@ -37,13 +37,13 @@ class _Subject(ctypes.Structure):
 
 
 class Observer:
-    """The programs in the kernel, attached until `close`. EnvironmentProblem where the kernel refuses them."""
+    """The programs in the kernel, attached until `close`. MissingRequirement where the kernel refuses them."""
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
-            raise EnvironmentProblem("only root can observe single tokens", "sudo llmcache tokens ...")
+            raise MissingRequirement("only root can observe single tokens", "sudo llmcache tokens ...")
         if not is_known_processor():
-            raise EnvironmentProblem("llmcache uses hardware breakpoints on x86-64 and arm64 only")
+            raise MissingRequirement("llmcache uses hardware breakpoints on x86-64 and arm64 only")
         self._object = BpfObject(OBJECT)
         files = [program for program, tracepoint in _FILES.items() if has_tracepoint(tracepoint)]
         self.sees_files = len(files) == len(_FILES)
@@ -54,12 +54,12 @@ class Observer:
         except LoadFailure as failure:
             self._object.close()
             hint = "tokens needs Linux 6.10 or later with BTF, root, and no lockdown"
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"the kernel rejects the BPF programs that observe processes: {failure}", hint
             ) from failure
         if not self.look(os.getpid()):
             self._object.close()
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 "BPF programs cannot look up processes in this kernel", "tokens needs Linux 6.10 or later"
             )
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - FRAME_BYTES)
@@ -74,7 +74,7 @@ class Observer:
     def set_clock(self, pid: int, addresses: Mapping[Role, int]) -> None:
         """Report reads at these addresses of a process from now on, and at no others.
 
-        EnvironmentProblem: this machine has no hardware breakpoints, or a debugger uses them.
+        MissingRequirement: this machine has no hardware breakpoints, or a debugger uses them.
         """
         self.drop_clock(pid)
         fds = self._breakpoints[pid] = []
@@ -131,4 +131,4 @@ def _ending_ignored() -> Iterator[None]:
         else:
             said = f"hardware breakpoints cannot be set: {error.strerror}"
             hint = "some virtual machines have none; a container needs a seccomp profile that allows perf_event_open"
-        raise EnvironmentProblem(said, hint) from error
+        raise MissingRequirement(said, hint) from error

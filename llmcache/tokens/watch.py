@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError, MountProblem
+from llmcache.errors import LlmcacheError, MissingRequirement, MountProblem
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.copies import client_facts, find_copy
 from llmcache.tokens.causes import Attribution, Causes
@@ -97,7 +97,7 @@ class TokenWatch:
         try:
             self._observer = Observer()
             self._scan()
-        except EnvironmentProblem as problem:
+        except MissingRequirement as problem:
             self._give_up(problem)
         self._began_ns = time.monotonic_ns()
         self._thread.start()
@@ -173,7 +173,7 @@ class TokenWatch:
                     break
             for process in self._processes.values():
                 self._report(process, process.passes.finish())
-        except EnvironmentProblem as problem:
+        except MissingRequirement as problem:
             self._give_up(problem)
 
     def _count(self) -> None:

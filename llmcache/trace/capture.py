@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmcache.arrays import Records, Uint32s
-from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.errors import MissingRequirement, UsageError, printable
 from llmcache.files import Output, writing
 from llmcache.trace.files import AskLocked, FileTable, LockedBytes
 from llmcache.trace.formats import PARQUET
@@ -111,7 +111,7 @@ def default_output(target: Target) -> str:
 def record(target: Target, settings: CaptureSettings, locked: AskLocked) -> Captured:
     """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
 
-    `locked` returns how many bytes of a file its mount has locked. EnvironmentProblem if no tier works on this machine, the
+    `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works on this machine, the
     target has ended or the output cannot be written; UsageError if the output exists. On a full disk the rows written so
     far stay in `OUT.recording`, and the error names that file.
     """
@@ -254,7 +254,7 @@ class _Capture:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._source.stop()
         if kind is not None:
-            with suppress(OSError, EnvironmentProblem):
+            with suppress(OSError, MissingRequirement):
                 self._recording.close()
             self._discard_sidecars()
 
@@ -364,8 +364,8 @@ class _Capture:
             with TraceWriter(self._settings.output, force=self._settings.force) as writer:
                 read_recording(self._recording.opened, writer)
                 writer.provenance = provenance
-        except EnvironmentProblem as error:
-            raise EnvironmentProblem(error.message, kept_hint(self._recording.path)) from error
+        except MissingRequirement as error:
+            raise MissingRequirement(error.message, kept_hint(self._recording.path)) from error
         self._recording.discard()
         for written in self._sidecars.values():
             written.close(self._table.files, provenance)
@@ -455,7 +455,7 @@ class BlockRequests:
     """The writer of block-layer requests. The file has a temporary name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set, EnvironmentProblem if it cannot be written."""
+        """Raise UsageError if `path` exists and `force` is not set, MissingRequirement if it cannot be written."""
         self.path = path
         self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
@@ -463,7 +463,7 @@ class BlockRequests:
         try:
             with writing(path):
                 self._parquet = pq.ParquetWriter(self._output.begin(), described, compression="zstd")
-        except EnvironmentProblem:
+        except MissingRequirement:
             self._output.discard()
             raise
 

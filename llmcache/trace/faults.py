@@ -31,7 +31,7 @@ import psutil
 from llmcache.arrays import Records, Uint64s
 from llmcache.bpf.perf import Attributes, is_known_processor, open_event
 from llmcache.bpf.ring import Fence
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.procfs import FileMapping, descendants, mappings, status_of
 from llmcache.trace.formats.strace import StraceLog
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
@@ -246,7 +246,7 @@ class Strace:
     def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
         """Start strace and return when it is attached. Paths of accessed files are stored in `paths`.
 
-        EnvironmentProblem if strace may not attach, or another debugger is attached.
+        MissingRequirement if strace may not attach, or another debugger is attached.
         """
         self.lost = 0
         self._scope, self._paths = scope, paths
@@ -280,7 +280,7 @@ class Strace:
                 self._process.kill()
                 output = self._process.communicate()[1].decode(errors="replace").strip()
                 reason = output.splitlines()[0] if output else "it cannot attach"
-                raise EnvironmentProblem(
+                raise MissingRequirement(
                     f"strace: {reason}",
                     "without root, it attaches only to your own processes, and only where no debugger is attached",
                 )
@@ -436,9 +436,9 @@ class FaultSource(Source):
         except BaseException as error:
             self._close()
             if isinstance(error, PermissionError):
-                raise EnvironmentProblem("the process belongs to another user", "sudo llmcache trace …") from error
+                raise MissingRequirement("the process belongs to another user", "sudo llmcache trace …") from error
             if isinstance(error, OSError):
-                raise EnvironmentProblem(f"cannot open perf events: {error.strerror}", "try as root") from error
+                raise MissingRequirement(f"cannot open perf events: {error.strerror}", "try as root") from error
             raise
 
     def _attach(self, scope: Scope) -> None:

@@ -23,7 +23,7 @@ from llmcache.arrays import Records
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.procfs import status_of
 from llmcache.trace.faults import FaultSource
 from llmcache.trace.records import RECORD, Residency, Scope, Source, no_records, unknown
@@ -247,7 +247,7 @@ class BpfSource(Source):
             KernelPrograms(cls.features(Scope(())), follow=True, coalesce=True).close()
         except LoadFailure as failure:
             return f"the kernel rejects {failure.program or 'the BPF programs'}: {os.strerror(failure.number)}"
-        except EnvironmentProblem as problem:
+        except MissingRequirement as problem:
             return problem.message
         return None
 
@@ -259,7 +259,7 @@ class BpfSource(Source):
         except LoadFailure as failure:
             self.stop()
             said = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
-            raise EnvironmentProblem(said, "choose another tier with --tier") from failure
+            raise MissingRequirement(said, "choose another tier with --tier") from failure
         self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
@@ -355,7 +355,7 @@ class SyscallSource(BpfSource):
 def _described() -> bool:
     try:
         return all(map(has_tracepoint, TRACEPOINTS))
-    except EnvironmentProblem:
+    except MissingRequirement:
         return True  # no libbpf: BpfSource.probe reports it
 
 
@@ -372,7 +372,7 @@ SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, 
 def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
     """Start the source `tier` ("auto": the best that works) on `scope`; return it, and why each better one does not work.
 
-    UsageError for an unknown name; EnvironmentProblem, with the reason and a tier that works, if the tier cannot record
+    UsageError for an unknown name; MissingRequirement, with the reason and a tier that works, if the tier cannot record
     here.
     """
     if tier not in (AUTO, *SOURCES):
@@ -385,25 +385,25 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
         passed_over[name] = started
     if tier == AUTO:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-        raise EnvironmentProblem(f"no tier can record this on this machine: {reasons}", "try as root: sudo llmcache trace …")
+        raise MissingRequirement(f"no tier can record this on this machine: {reasons}", "try as root: sudo llmcache trace …")
     others = (name for name, other in SOURCES.items() if name != tier and not _unseen(other, scope))
     works = next((name for name in others if SOURCES[name].probe() is None), None)
     hint = f"--tier {works} works here" if works else "no other tier works here either: most need root"
-    raise EnvironmentProblem(f"--tier: {tier} cannot record here: {passed_over[tier]}", hint)
+    raise MissingRequirement(f"--tier: {tier} cannot record here: {passed_over[tier]}", hint)
 
 
 def _started(kind: type[Source], scope: Scope) -> Source | str:
     """Return a started source, or the reason why this tier cannot record here.
 
     Probing takes as long as starting, so the source is started first and probed only if that fails. The original
-    EnvironmentProblem is raised if the probe succeeds.
+    MissingRequirement is raised if the probe succeeds.
     """
     if reason := _unseen(kind, scope):
         return reason
     source = kind()
     try:
         source.start(scope)
-    except EnvironmentProblem:
+    except MissingRequirement:
         if reason := kind.probe():
             return reason
         raise

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem, UsageError, printable
+from llmcache.errors import MissingRequirement, UsageError, printable
 from llmcache.procfs import status_of
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
@@ -60,7 +60,7 @@ class Target:
 def target_of(words: Sequence[str]) -> Target:
     """Return the process whose number or name is the only word, or start the command after `--` and let it wait.
 
-    UsageError if no process or several are named, EnvironmentProblem if the process does not exist.
+    UsageError if no process or several are named, MissingRequirement if the process does not exist.
     """
     if not words or words == ("--",):
         raise UsageError("PID: no process or command is given", "llmcache trace PID, or llmcache trace -- CMD…")
@@ -100,7 +100,7 @@ def _named(name: str) -> int:
     found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
     if not found:
         hint = f"{_LIST}; to start a command: llmcache trace -- {name}"
-        raise EnvironmentProblem(f"PID: no process is called '{name}'", hint)
+        raise MissingRequirement(f"PID: no process is called '{name}'", hint)
     if len(found) > 1:
         shown = [f"{pid} ({printable(_command_line(pid)[:_LONGEST_LISTED])})" for pid in sorted(found)[:_MOST_LISTED]]
         more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
@@ -124,13 +124,13 @@ def _check(pid: int) -> None:
         fields = status_of(pid)
         flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
     except (OSError, IndexError) as error:
-        raise EnvironmentProblem(f"PID: process {pid} does not exist", _LIST) from error
+        raise MissingRequirement(f"PID: process {pid} does not exist", _LIST) from error
     if int(fields["Tgid"]) != pid:
-        raise EnvironmentProblem(f"PID: {pid} is a thread of process {fields['Tgid']}", f"record process {fields['Tgid']}")
+        raise MissingRequirement(f"PID: {pid} is a thread of process {fields['Tgid']}", f"record process {fields['Tgid']}")
     if flags & _KERNEL_THREAD:
-        raise EnvironmentProblem(f"PID: {pid} ({fields['Name']}) is a kernel thread, which has no files", _LIST)
+        raise MissingRequirement(f"PID: {pid} ({fields['Name']}) is a kernel thread, which has no files", _LIST)
     if fields["State"].startswith(("Z", "X")):
-        raise EnvironmentProblem(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
+        raise MissingRequirement(f"PID: process {pid} ({fields['Name']}) has ended", _LIST)
 
 
 def _command_line(pid: int) -> str:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from llmcache.arrays import Flags, Int64s, Uint32s, Uint64s
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import Output, writing
 from llmcache.units import BLOCK_BYTES
 
@@ -587,7 +587,7 @@ class TraceWriter:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert OSErrors of a with block that reads `path` to UsageError (no such file) or EnvironmentProblem."""
+    """Convert OSErrors of a with block that reads `path` to UsageError (no such file) or MissingRequirement."""
     if os.path.isdir(path):
         raise UsageError(f"'{path}' is a directory", "give the name of a file")
     try:
@@ -596,7 +596,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UsageError(f"'{path}' does not exist", "check the path") from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise EnvironmentProblem(f"cannot read '{path}': {reason}", "check its permissions") from error
+        raise MissingRequirement(f"cannot read '{path}': {reason}", "check its permissions") from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from llmcache.arrays import Int64s, Records, Uint64s
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.trace.record import HIT, MISS, UNKNOWN, WRITE
 
 POLL_S = 0.02  # interval at which a source is drained: short enough for the buffers, at negligible cost
@@ -108,10 +108,10 @@ class Scope:
     rerefs_s: float = 0.0
     coalesce: bool = True
 
-    def nobody(self) -> EnvironmentProblem:
+    def nobody(self) -> MissingRequirement:
         """Return the error for targets that do not run."""
         said = f"process {', '.join(map(str, self.targets))} does not exist"
-        return EnvironmentProblem(said, "list processes with: ps -e")
+        return MissingRequirement(said, "list processes with: ps -e")
 
 
 class Source(ABC):
@@ -140,7 +140,7 @@ class Source(ABC):
 
     @abstractmethod
     def start(self, scope: Scope) -> None:
-        """Start to record. EnvironmentProblem if the kernel refuses, or no target runs."""
+        """Start to record. MissingRequirement if the kernel refuses, or no target runs."""
 
     @abstractmethod
     def drain(self) -> Records:

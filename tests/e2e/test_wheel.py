@@ -19,7 +19,7 @@ import pytest
 
 from llmcache.cli import app
 from llmcache.edram.refresh import EdramRun, Flow
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.tasks import RECALL_MODEL
@@ -128,7 +128,7 @@ class Installed:
             ["sh", "-c", line], cwd=self.place, env={**known, **own, "PATH": path, "PYTHONNOUSERSITE": "1"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
-        fine = {0, EnvironmentProblem.exit_code} if line == "llmcache doctor" else {0}  # this machine may lack a requirement
+        fine = {0, MissingRequirement.exit_code} if line == "llmcache doctor" else {0}  # this machine may lack a requirement
         return "" if done.returncode in fine else f"$ {line}\n{done.stderr}exit code {done.returncode}\n"
 
     def all(self, lines: Sequence[str]) -> str:

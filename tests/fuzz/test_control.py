@@ -21,7 +21,7 @@ from llmcache.errors import MountProblem
 from llmcache.fs.client import control
 from llmcache.fs.daemon.controlserver import ControlServer, Requests
 from llmcache.fs.engine import warmup
-from llmcache.fs.engine.warmup import Warmer
+from llmcache.fs.engine.warmup import Warmup
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.conftest import examples
@@ -87,7 +87,7 @@ def serving() -> Iterator[None]:
                 rig.kernel.add(open_backing(f"/{file}", source / file))
             tree = SourceTree(str(source))
             operations = LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy())
-            answer = Requests(rig.engine, Warmer(rig.engine, operations)).answer
+            answer = Requests(rig.engine, Warmup(rig.engine, operations)).answer
             server = ControlServer(control.files(POINT), answer)
             try:
                 _running.append(Service(directory, errors.texts))

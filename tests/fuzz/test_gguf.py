@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.gguf import HEADER_LIMIT
-from llmcache.fs.layout.tensors import Anatomy, ModelLayout, order_shards
+from llmcache.fs.layout.tensors import LayerMap, ModelLayout, order_shards
 from tests.conftest import examples
 from tests.fuzz.mutations import Pieces, Repeated, mutated
 from tests.fuzz.target import Target, bounded, is_printable, light, refusal
@@ -115,7 +115,7 @@ def check_cost(pieces: Pieces, name: str) -> None:
     with light(PEAK_BYTES), refusal():
         layout = read_layout(read, read.size, name)
         assert layout is not None
-        Anatomy(layout)
+        LayerMap(layout)
         layout.regions()
     assert read.total_bytes <= min(2 * read.size, 2 * HEADER_LIMIT)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.transformers import SpillCache, cache_argument, disable, enable
 from tests.hf.tiny_models import Enabled, check_same, generate, prompt, single, tiny
 
@@ -145,7 +145,7 @@ def test_an_interrupted_step_is_undone(llama: Any, cause: str, tmp_path: Path, m
             if broken and cause == "an interrupt":
                 stopped_step(llama, cache)
             elif broken:
-                with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem):
+                with monkeypatch.context() as patch, pytest.raises(MissingRequirement):
                     patch.setattr(cache.store, "append", full_disk(cache.store.append))
                     llama(input_ids=torch.tensor([[5]]), **cache_argument(cache))
             results += [llama(input_ids=torch.tensor([[5]]), **cache_argument(cache)).logits for _ in range(3)]
@@ -170,7 +170,7 @@ def full_disk(append: Any) -> Any:
     def failing(layer: int, *rows: Any) -> None:
         append(layer, *rows)
         if layer == 1:
-            raise EnvironmentProblem("No space left on device")
+            raise MissingRequirement("No space left on device")
 
     return failing
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from llmcache import files
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.index.dci import DciIndex
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.transformers import SpillCache, cache_argument, enable
@@ -296,7 +296,7 @@ def test_a_full_disk_during_a_save(
             before = sorted(os.listdir(disk))
             ballast = fill(disk)
             for _ in range(2):
-                with pytest.raises(EnvironmentProblem, match=r"talk\.kv") as caught:
+                with pytest.raises(MissingRequirement, match=r"talk\.kv") as caught:
                     cache.save()
                 assert caught.value.hint and caught.value.exit_code == 3
             ballast.unlink()
@@ -318,7 +318,7 @@ def test_a_full_disk_while_generating(llama: Any, tmp_path: Path, full_tokens: i
         with SpillCache(llama.config, path=disk / "talk.kv", token_budget=64, threads=2, full_tokens=full_tokens) as cache:
             inputs = longer(generate(llama, cache, prompt()), 1100)
             ballast, ids = fill(disk), cache.ids.copy()
-            with pytest.raises(EnvironmentProblem, match="no space left"):
+            with pytest.raises(MissingRequirement, match="no space left"):
                 generate(llama, cache, inputs)
             ballast.unlink()
             cache.save()

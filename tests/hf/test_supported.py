@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.kv.transformers import check_transformers, check_versions
 
 
@@ -12,5 +12,5 @@ def test_the_versions_here_are_supported() -> None:
 
 @pytest.mark.parametrize("version", ["4.55.4", "6.0.0.dev0", "3.1", "unknown"])
 def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="transformers: "):
+    with pytest.raises(MissingRequirement, match="transformers: "):
         check_transformers(version)

@@ -28,7 +28,7 @@ import psutil
 import pytest
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
 from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, resized
@@ -163,7 +163,7 @@ class Rig:
             self.point.mkdir()
             run("mount", "-o", "remount,ro", under)
             self.clock = wall_clock(self.directory)
-            with contextlib.suppress(EnvironmentProblem):
+            with contextlib.suppress(MissingRequirement):
                 self.group = stack.enter_context(Cgroup("faults", directory=self.directory))
             self.log = self.directory / "daemon.log"
             stack.callback(self._end_daemon)

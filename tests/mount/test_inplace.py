@@ -22,7 +22,7 @@ import pytest
 
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs import syscalls
 from llmcache.fs.backends import files as backend_files
 from llmcache.fs.backends.files import MappedFile
@@ -30,7 +30,7 @@ from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.backends.touches import FILES, why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.warmup import Warmer
+from llmcache.fs.engine.warmup import Warmup
 from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
@@ -547,7 +547,7 @@ def test_the_mount_is_only_a_bind_mount(source: Path, tmp_path: Path) -> None:
         assert str(point) in mountpoint.ours()
         with pytest.raises(OSError, match="Read-only"):
             (point / "new.txt").write_text("x")
-        with pytest.raises(EnvironmentProblem, match="Read-only") as caught:
+        with pytest.raises(MissingRequirement, match="Read-only") as caught:
             SpillFile.create(point / "new.kv", KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4))
         assert caught.value.hint and "--spill '*.kv'" in caught.value.hint
         refused = llmcache("mount", source, point, "--mode", "inplace", "--cache", "32Mi")
@@ -684,7 +684,7 @@ def test_a_file_without_slots_is_steered_once_slots_are_free(empty: Path, monkey
         assert lacking(engine) == {"/two.bin": 40 * MIB // HUGE_BYTES}
         backend.files.release(one)
         wait_for(lambda: not lacking(engine), "it is steered")
-        assert backend.files.by_number[two].group is not None and backend.files.by_number[one].group is None
+        assert backend.files.by_number[two].space is not None and backend.files.by_number[one].space is None
         backend.files.release(two)
         three, _ = backend.files.open("/three.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))
         assert not lacking(engine), "the slots of closed files are taken at once"
@@ -782,7 +782,7 @@ def test_simultaneous_warmups_of_a_file_keep_it_open(empty: Path) -> None:
     output: list[dict[str, Any]] = []
     waits = threading.Event()
     with steering(empty) as (engine, backend):
-        warmer = Warmer(engine, backend.files)
+        warmer = Warmup(engine, backend.files)
         second = threading.Thread(target=lambda: output.append(warmer.warm(["*.bin"], lambda _: waits.set())))
 
         def on_progress(_progress: dict[str, Any]) -> None:

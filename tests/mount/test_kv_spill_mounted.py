@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.backends.touches import why_not
 from llmcache.kv.prefix.store import PART, BlockStore
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
@@ -40,7 +40,7 @@ def test_a_spill_file_on_a_mount(mount: Mounter, direct: bool | None) -> None:
 
 def test_a_name_outside_the_spill_pattern_is_refused(mount: Mounter) -> None:
     mounted = mount()
-    with pytest.raises(EnvironmentProblem, match="Read-only file system"):
+    with pytest.raises(MissingRequirement, match="Read-only file system"):
         SpillFile.create(mounted.point / "context.gguf", SHAPE)
     assert os.listdir(mounted.source) == []
 
@@ -81,11 +81,11 @@ def test_a_failed_writeback_does_not_succeed_later(tmp_path: Path, direct: bool 
         new_offsets = {offset for layer in range(2) for _, offset in file.key_ranges(0, layer)} - old_offsets
         disk.starve(path, [keys - 4096 for keys in new_offsets])  # the tables of these extents
         append(file, 0, ids(488, 12))  # pages that the kernel has already tried to write must be written again
-        with pytest.raises(EnvironmentProblem, match="writing back"):
+        with pytest.raises(MissingRequirement, match="writing back"):
             file.flush()
         append(file, 0, ids(500, 12))  # their entries are in a block that was not written
         if reopened:
-            with pytest.raises(EnvironmentProblem, match="writing back"):
+            with pytest.raises(MissingRequirement, match="writing back"):
                 file.close()
         disk.feed()
         if reopened:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.errors import DataError, MissingRequirement
 from llmcache.kv.tiers import KvStore, StoreConfig
 from tests.mount.conftest import Mounter
 from tests.mount.fault_rig import faulty
@@ -62,7 +62,7 @@ def test_a_disk_that_drops_unwritten_data(tmp_path: Path, ssd: str, direct: bool
         store.save()
         plain.step(store, 41, 1)
         write_rules(rules, [Rule("lost", "fsync", "*.kv")])
-        with pytest.raises(EnvironmentProblem, match="writing back"):
+        with pytest.raises(MissingRequirement, match="writing back"):
             store.save()
         write_rules(rules, [])
         if direct is False:

@@ -101,15 +101,15 @@ class Rig:
     def _adds_up(self) -> bool:
         state = self.engine.state
         with state.lock:
-            charged = sum(sum(group.charge) for group in state.groups.values())
-            return state.resident_bytes == charged + sum(debt[3] for debt in state.debts)
+            charged = sum(sum(space.accounted_bytes) for space in state.spaces.values())
+            return state.resident_bytes == charged + sum(debt[3] for debt in state.pending_invalidations)
 
     def settled(self) -> bool:
         """Return whether memory is within the budget and no load or eviction runs."""
         state = self.engine.state
         with state.lock, self.kernel.lock:
             held = self.kernel.resident_bytes() + state.held_bytes + state.pool.count * MIB
-            busy = state.jobs or state.debts or any(group.loading for group in state.groups.values())
+            busy = state.jobs or state.pending_invalidations or any(space.loading for space in state.spaces.values())
             return held <= state.budget_bytes + SLACK and state.used_bytes <= state.budget_bytes + SLACK and not busy
 
 

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.warmup import Tell, Warmer
+from llmcache.fs.engine.warmup import Tell, Warmup
 from llmcache.fs.vfs.operations import LlmcacheOperations
 from llmcache.fs.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import PAGE, READ_AHEAD_PAGES, READER_PID, File, wait_until
@@ -219,7 +219,7 @@ def test_pages_read_while_a_file_is_being_attached_are_counted(rig: Rig, monkeyp
 def warmed(rig: Rig, name: str, tell: Tell = lambda _progress: None, *, fetch: bool = True) -> tuple[int, int]:
     """Return how many bytes a warm-up of a file wanted, and how many are warm."""
     tree = SourceTree(str(rig.directory))
-    warmer = Warmer(rig.engine, LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy(False, ())))
+    warmer = Warmup(rig.engine, LlmcacheOperations(tree, rig.engine, rig.reader, WritePolicy(False, ())))
     reply = warmer.warm([name], tell, fetch=fetch)
     return reply["wanted_bytes"], reply["warm_bytes"]
 
@@ -245,8 +245,8 @@ def test_a_warmup_evicts_an_earlier_loop_without_readers(rig: Rig, monkeypatch: 
     rig.sweep(before)
     closed(rig, before)
     closed(rig, rig.file("loop", LOOP))
-    groups = rig.engine.state.groups.values()
-    wait_until(lambda: not any(group.cursors.live for group in groups), "readers are forgotten")
+    spaces = rig.engine.state.spaces.values()
+    wait_until(lambda: not any(space.cursors.live for space in spaces), "readers are forgotten")
     wanted, warm = warmed(rig, "loop")
     assert wanted == warm > BUDGET // 2
 
@@ -267,7 +267,7 @@ def test_without_memory_everything_is_read_and_closed(tmp_path: Path, monkeypatc
         rig.sweep(file)
         opener = Mock(open=lambda *_: (rig.engine.opened(file.backing, "/file", os.getpid()), True))
         opener.release = lambda _: rig.engine.closed(file.backing, os.getpid())
-        reply = Warmer(rig.engine, opener).warm(["file"], lambda _progress: None)
+        reply = Warmup(rig.engine, opener).warm(["file"], lambda _progress: None)
         assert reply["warm_bytes"] < reply["wanted_bytes"]
         rig.sweep(file)
         in_threads(lambda: rig.engine.closed(file.backing, READER_PID))

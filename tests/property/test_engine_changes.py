@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.fs.daemon.daemon import THREADS
 from llmcache.fs.engine.engine import WAITERS
-from llmcache.fs.engine.warmup import Bringer
+from llmcache.fs.engine.warmup import WarmupWorker
 from tests.property.kernel import READER_PID, File, open_backing, wait_until
 from tests.property.rig import LOOP, MIB, Rig, content, in_threads, running
 
@@ -157,8 +157,8 @@ def test_closing_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: p
     """A hot page that is warmed up was already read when it is stored."""
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", 2 * MIB)
-        group, member = rig.engine.state.owners[file.backing]
-        bringer = Bringer(rig.engine.state, rig.engine.backend, rig.engine.holder, [(group, member, 0)])
+        space, member = rig.engine.state.owners[file.backing]
+        bringer = WarmupWorker(rig.engine.state, rig.engine.backend, rig.engine.holder, [(space, member, 0)])
         warming = threading.Thread(target=bringer.run, args=(lambda _progress: None,), daemon=True)
         closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
         with storing(rig, warming.start):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.steering import HIT, Steering
-from llmcache.fs.backends.holders import ArenaHolder
+from llmcache.fs.backends.holders import ArenaPinStore
 from tests.property.kernel import wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 from tests.property.test_engine_changes import change_behind
@@ -142,10 +142,10 @@ def matches_log(rig: Rig, log: ListLog) -> bool:
     """Compare while no load runs; return False if one does, because a loader may start again at any time."""
     state = rig.engine.state
     with state.lock:
-        if state.jobs or any(group.loading for group in state.groups.values()):
+        if state.jobs or any(space.loading for space in state.spaces.values()):
             return False
         core, holder = state.references.core, rig.engine.holder
-        assert core is not None and isinstance(holder, ArenaHolder)
+        assert core is not None and isinstance(holder, ArenaPinStore)
         assert state_of(replayed_core(log, BUDGET)) == state_of(core)
         cached = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
         assert set(holder.regions) == cached

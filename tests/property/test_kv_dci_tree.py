@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Floats
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.errors import DataError, MissingRequirement
 from llmcache.kv.index.dci import DciIndex, DciSettings, load_indexes, save_indexes
 from llmcache.kv.index.dci.file import fault_of
 from llmcache.kv.index.dci.tree import BASE, COUNT, HOME, LEVEL, LEVELS, LIVE_PAGES, NODES, PAGES, ROOT, SIZE
@@ -198,9 +198,9 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:-5000])
     with pytest.raises(DataError, match="the file has"):
         load_indexes(path, identity)
-    with pytest.raises(EnvironmentProblem, match="reading an index"):
+    with pytest.raises(MissingRequirement, match="reading an index"):
         load_indexes(tmp_path / "none", identity)
-    with pytest.raises(EnvironmentProblem, match="writing an index"):
+    with pytest.raises(MissingRequirement, match="writing an index"):
         save_indexes(tmp_path / "no" / "such", {}, identity)
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Bytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
 from tests.conftest import examples
@@ -279,13 +279,13 @@ class UnreliableFile:
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Repeat until it succeeds; the disk may cause one error, and the lost data a second one."""
-        for expected in (EnvironmentProblem, DataError, None):
+        for expected in (MissingRequirement, DataError, None):
             try:
                 call()
                 return
             except LlmcacheError as error:
                 assert expected is not None, error.message
-                assert isinstance(error, DataError) or (self.cache.fails and expected is EnvironmentProblem)
+                assert isinstance(error, DataError) or (self.cache.fails and expected is MissingRequirement)
                 self.cache.fails = False
                 if isinstance(error, DataError):
                     self.adopt()
@@ -360,7 +360,7 @@ def test_a_failed_commit_may_be_on_the_disk_or_not(tmp_path: Path, is_on_disk: b
     with cache.used():
         append(file, 0, ids(0, 4))
         cache.fails, cache.lasts = True, 1
-        with pytest.raises(EnvironmentProblem, match="writing back"):
+        with pytest.raises(MissingRequirement, match="writing back"):
             file.flush()
     append(file, 0, ids(4, 8))
     file.raw.close()
@@ -372,7 +372,7 @@ def test_a_failed_commit_may_be_on_the_disk_or_not(tmp_path: Path, is_on_disk: b
         file.truncate(0, 1)
         cache = Cache(random.Random(1), share=0)
         cache.fails, cache.lasts = True, 1
-        with cache.used(), pytest.raises(EnvironmentProblem, match="writing back"):
+        with cache.used(), pytest.raises(MissingRequirement, match="writing back"):
             file.flush()
         append(file, 0, ids(4, 8))
         flip(path, torn)

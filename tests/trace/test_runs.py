@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.trace import kernel
 from llmcache.trace.kernel import FilemapSource
 from llmcache.trace.record import HIT, MISS
@@ -142,7 +142,7 @@ def test_children_are_followed_or_not(record: Record, file: Path) -> None:
 def test_a_missing_process_is_an_error() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    with pytest.raises(EnvironmentProblem, match=rf"process {process.pid} does not exist"):
+    with pytest.raises(MissingRequirement, match=rf"process {process.pid} does not exist"):
         FilemapSource().start(Scope([process.pid]))
 
 

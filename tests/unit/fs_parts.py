@@ -1,4 +1,4 @@
-"""Minimal groups and cache states for tests: no threads, no files."""
+"""Minimal spaces and cache states for tests: no threads, no files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import cast
 from unittest.mock import Mock
 
 from llmcache.fs.backends.base import BufferPool
-from llmcache.fs.engine.experts import Mixture
-from llmcache.fs.engine.group import LOADING, READY, SINGLE, TOUCHED, Group, Member
+from llmcache.fs.engine.experts import MoeFile
+from llmcache.fs.engine.space import LOADING, READY, SINGLE, TOUCHED, LoopSpace, SpaceFile
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
 from llmcache.fs.vfs.backing import Backing
@@ -16,22 +16,22 @@ MIB = 1 << 20
 
 
 class NoHolder:
-    """A holder that records released extents and reports all wanted extents as pinned."""
+    """A pin store that records released extents and reports all wanted extents as pinned."""
 
     mode = "steer"
 
     def __init__(self) -> None:
         self.released: list[int] = []
 
-    def release(self, _group: Group, extents: list[int]) -> None:
+    def release(self, _group: LoopSpace, extents: list[int]) -> None:
         """Record the released extents."""
         self.released += extents
 
-    def pinned(self, group: Group) -> list[int]:
+    def pinned(self, space: LoopSpace) -> list[int]:
         """Return the wanted extents."""
-        return [extent for extent in range(group.count) if group.wanted[extent]]
+        return [extent for extent in range(space.count) if space.wanted[extent]]
 
-    def pin_ready(self, group: Group) -> None:
+    def pin_ready(self, space: LoopSpace) -> None:
         """Do nothing."""
 
 
@@ -42,56 +42,56 @@ def new_state(budget_bytes: int) -> CacheState:
     return state
 
 
-def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> Group:
-    """Add a group of one file with `extents` extents of 1 MiB to `state`."""
-    member = Member(f"/{name}", extents * MIB, 0, extents, node=len(state.groups) + 1)
-    group = Group(name, [member], MIB)
+def new_group(state: CacheState, name: str, extents: int, looping: bool = False) -> LoopSpace:
+    """Add a space of one file with `extents` extents of 1 MiB to `state`."""
+    member = SpaceFile(f"/{name}", extents * MIB, 0, extents, node=len(state.spaces) + 1)
+    space = LoopSpace(name, [member], MIB)
     if looping:
-        group.believe([])
-    state.groups[name] = group
-    return group
+        space.set_predicted_order([])
+    state.spaces[name] = space
+    return space
 
 
-def open_it(state: CacheState, group: Group) -> None:
+def open_it(state: CacheState, space: LoopSpace) -> None:
     """Open the file as a client would."""
-    (member,) = group.members
+    (member,) = space.members
     member.backing = backing = Mock()  # only its identity matters
     state.opens[backing] = 1
-    state.owners[backing] = (group, member)
+    state.owners[backing] = (space, member)
 
 
-def bring(state: CacheState, group: Group, extents: list[int], kind: int, now_ns: int) -> None:
-    """Account whole extents of `group` and put them into the state `kind`."""
+def bring(state: CacheState, space: LoopSpace, extents: list[int], kind: int, now_ns: int) -> None:
+    """Account whole extents of `space` and put them into the state `kind`."""
     for extent in extents:
-        state.charge(group, extent, group.extent_bytes)
-        group.set_state(extent, kind)
+        state.account(space, extent, space.extent_bytes)
+        space.set_state(extent, kind)
         if kind == READY:
-            group.ready[extent] = now_ns
+            space.ready[extent] = now_ns
         elif kind == TOUCHED:
-            group.touch(extent, now_ns)
+            space.touch(extent, now_ns)
         elif kind == LOADING:
-            group.loading[extent] = None  # type: ignore[assignment]  # only the key matters here
+            space.loading[extent] = None  # type: ignore[assignment]  # only the key matters here
 
 
-def stray(state: CacheState, group: Group, extents: list[int], length: int = 4096) -> None:
+def stray(state: CacheState, space: LoopSpace, extents: list[int], length: int = 4096) -> None:
     """Account single pages of `extents`; the last is the most recently used."""
     for extent in extents:
-        state.charge(group, extent, length)
-        group.strays.pop(extent, None)
-        group.strays[extent] = 0
+        state.account(space, extent, length)
+        space.partial_extents.pop(extent, None)
+        space.partial_extents[extent] = 0
 
 
 def mixture_of(
     state: CacheState, layers: int = 2, experts: int = 8, mib: int = 4, used: int = 2, first_byte: int = 0
-) -> Mixture:
+) -> MoeFile:
     """Add an MoE model: `layers` tensors of `experts` experts of `mib` MiB each, after `first_byte` other bytes."""
-    group = new_group(state, "mixture", mib * layers * experts - (-first_byte // MIB))
-    group.status = bytearray([SINGLE]) * group.count
-    member = group.members[0]
+    space = new_group(state, "mixture", mib * layers * experts - (-first_byte // MIB))
+    space.status = bytearray([SINGLE]) * space.count
+    member = space.members[0]
     member.backing = cast(Backing, object())
     size = mib * experts * MIB
     names = [f"blk.{n}.ffn_up_exps.weight" for n in range(layers)]
     tensors = tuple(Tensor(name, first_byte + n * size, size, "F32", experts=experts) for n, name in enumerate(names))
-    state.mixtures.begin(group, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
-    assert member.mixture is not None
-    return member.mixture
+    state.expert_cache.begin(space, member, Experts(ModelLayout("gguf", 0, tensors, experts_used=used)))
+    assert member.moe is not None
+    return member.moe

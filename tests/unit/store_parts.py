@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.kv.pipeline import widened
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
@@ -169,5 +169,5 @@ def crash(store: KvStore) -> None:
     if isinstance(ssd, CsdTier):
         ssd.device.kill()
     elif isinstance(ssd, FileTier):
-        with contextlib.suppress(EnvironmentProblem):  # the mount may be dead
+        with contextlib.suppress(MissingRequirement):  # the mount may be dead
             ssd.file.raw.close()

@@ -90,7 +90,7 @@ def laps(length: int, stripes: int, jitter: int, rounds: int, seed: int) -> list
 
 def passes_of(touches: list[int], least: int = 2) -> list[Pass]:
     recorder, clock = PassRecorder(least), count()
-    return [done for extent in touches if (done := recorder.note(extent, next(clock))) is not None]
+    return [done for extent in touches if (done := recorder.record_access(extent, next(clock))) is not None]
 
 
 @given(orders_and_passes())
@@ -125,11 +125,11 @@ def test_near_repeats_do_not_end_a_pass(size: int, repeats: dict[int, int]) -> N
     """Threads on neighboring stripes touch an extent again before half of the seen extents lie in between."""
     recorder = PassRecorder()
     for extent in range(size):
-        assert recorder.note(extent, extent) is None
+        assert recorder.record_access(extent, extent) is None
         if extent in repeats:
-            assert recorder.note(extent - repeats[extent] % ((extent + 1) // 2 - 1), extent) is None
+            assert recorder.record_access(extent - repeats[extent] % ((extent + 1) // 2 - 1), extent) is None
     assert len(recorder) == size
-    done = recorder.note(0, 1000)
+    done = recorder.record_access(0, 1000)
     assert done is not None
     assert list(done.extents) == list(range(size))
     assert done.duration == 1000
@@ -216,7 +216,7 @@ def test_a_convoy_of_readers_has_one_cursor(seed: int, lags: list[int]) -> None:
     for step in range(2 * COUNT):
         source.shuffle(lags)
         for lag in lags:
-            table.note((step + lag) % COUNT, step)
+            table.record_access((step + lag) % COUNT, step)
     (cursor,) = table.live
     assert cursor.moves >= 2 * COUNT - 1
 
@@ -224,12 +224,12 @@ def test_a_convoy_of_readers_has_one_cursor(seed: int, lags: list[int]) -> None:
 def test_the_least_recent_cursor_is_replaced_and_old_ones_expire() -> None:
     table = CursorTable(100_000, REACH, loops=False)
     for number in range(MAX_CURSORS + 1):
-        table.note(number * 100, number)
+        table.record_access(number * 100, number)
     heads = {cursor.head for cursor in table.live}
     assert len(heads) == MAX_CURSORS and 0 not in heads
     table.expire(MAX_CURSORS)
     assert [cursor.head for cursor in table.live] == [100 * MAX_CURSORS]
     ended = CursorTable(COUNT, REACH, loops=False)
-    ended.note(COUNT - 1, 0)
-    ended.note(0, 1)
+    ended.record_access(COUNT - 1, 0)
+    ended.record_access(0, 1)
     assert sorted(cursor.head for cursor in ended.live) == [0, COUNT - 1], "without loops, the end does not wrap around"

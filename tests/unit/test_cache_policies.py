@@ -17,7 +17,7 @@ from llmcache.cache.policies.algorithm1 import Algorithm1
 from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.belady import GAPS, why_not_exact
 from llmcache.cache.policies.lfu import LeCaR
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.trace.record import Provenance
 from tests.conftest import examples
 from tests.property.yardstick import below, hits
@@ -200,6 +200,6 @@ def test_compilation_is_reported_at_start_and_end() -> None:
 def test_a_kernel_without_a_cache_directory_hints_at_numba_cache_dir() -> None:
     known: dict[str, Callable[[], None]] = {}
     exec("def loop():\n    return", known)  # numba cannot cache a function that has no source file
-    with pytest.raises(EnvironmentProblem) as raised:
+    with pytest.raises(MissingRequirement) as raised:
         kernel(known["loop"])
     assert "NUMBA_CACHE_DIR" in str(raised.value.hint)

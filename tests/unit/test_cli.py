@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from llmcache import __version__, cli
 from llmcache.cli.mount import command as mount_command
-from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError, run_cli, with_hints
+from llmcache.errors import DataError, MissingRequirement, MountProblem, UsageError, run_cli, with_hints
 from tests.unit.command_parts import called, ended
 
 
@@ -120,7 +120,7 @@ INTERRUPTED.__cause__.__cause__ = KeyboardInterrupt()
     ("error", "code", "said"),
     [
         (UsageError("it broke", "mend it"), 2, "llmcache: error: it broke\nhint: mend it\n"),
-        (EnvironmentProblem("it broke", "mend it"), 3, "llmcache: error: it broke\nhint: mend it\n"),
+        (MissingRequirement("it broke", "mend it"), 3, "llmcache: error: it broke\nhint: mend it\n"),
         (MountProblem("it broke"), 4, "llmcache: error: it broke\n"),
         (DataError("it broke"), 5, "llmcache: error: it broke\n"),
         (KeyboardInterrupt(), 0, ""),

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, LazyGroup
-from llmcache.errors import EXIT_CODES, EnvironmentProblem, UsageError
+from llmcache.errors import EXIT_CODES, MissingRequirement, UsageError
 from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools import make_man
 from tools.make_man import TARGET, made, walk
@@ -129,7 +129,7 @@ DOCUMENTS: list[tuple[str, set[str]]] = [
 
 def codes(call: str) -> set[int]:
     """Return the exit codes of a successful call; doctor may find that this machine lacks something."""
-    return {0, EnvironmentProblem.exit_code} if call == "doctor" else {0}
+    return {0, MissingRequirement.exit_code} if call == "doctor" else {0}
 
 
 @pytest.mark.parametrize(("call", "named"), DOCUMENTS)

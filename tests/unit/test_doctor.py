@@ -27,7 +27,7 @@ from llmcache.doctor import (
     packages,
     tracing,
 )
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.fs.client import bandwidth
 from llmcache.trace.kernel import SOURCES
 from tests.unit.command_parts import called
@@ -110,7 +110,7 @@ def test_memory_checks_pass_with_enough_memory_and_fail_without(tmp_path: Path) 
     found = named(memory.examine(poor))
     assert found["free memory"].status == FAILED and found["free memory"].facts["available_bytes"] == 100 << 20
     assert found["PSI"].status == LIMITED
-    assert Diagnosis({"memory": list(found.values())}).exit_code == EnvironmentProblem.exit_code
+    assert Diagnosis({"memory": list(found.values())}).exit_code == MissingRequirement.exit_code
 
 
 def test_checks_of_a_mount_depend_on_root_and_fuse_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

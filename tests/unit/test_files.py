@@ -14,7 +14,7 @@ import pytest
 from llmcache import files
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.files import create
 from llmcache.fs.client import control
 from llmcache.fs.layout.modelfile import ModelHeaders
@@ -106,7 +106,7 @@ def test_a_new_file_that_is_replaced_by_a_link_is_refused(
         return fd
 
     monkeypatch.setattr(files, "create", replaced)
-    with pytest.raises((OSError, EnvironmentProblem), match="has replaced the file"):
+    with pytest.raises((OSError, MissingRequirement), match="has replaced the file"):
         write(directory / "file.kv")
     assert target.read_text() == "untouched" and not list(directory.iterdir())
 

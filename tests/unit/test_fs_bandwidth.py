@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client import bandwidth
 from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
 from llmcache.fs.client.mountpoint import FSTYPE
@@ -30,7 +30,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
         bandwidth.refuse_memory(str(tmp_path))
-    except (OSError, EnvironmentProblem) as error:
+    except (OSError, MissingRequirement) as error:
         pytest.skip(f"{tmp_path} is on no disk: {error}")
     monkeypatch.setattr(bandwidth, "READ_S", 0.1)
     monkeypatch.setattr(bandwidth, "WRITTEN_BYTES", LEAST_BYTES)
@@ -52,7 +52,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 def tried(attempt: Callable[[], None]) -> None:
     """Retry an attempt, because a pause of a shared machine or disk spoils a short measurement."""
     for _ in range(7):
-        with contextlib.suppress(AssertionError, EnvironmentProblem):
+        with contextlib.suppress(AssertionError, MissingRequirement):
             return attempt()
     return attempt()
 
@@ -75,7 +75,7 @@ def test_an_existing_large_file_is_read_instead(on_disk: Path, monkeypatch: pyte
     with (on_disk / "sparse.bin").open("wb") as file:
         file.truncate(8 * LEAST_BYTES)
     (on_disk / "small.bin").write_bytes(bytes(REQUEST_BYTES))
-    with pytest.raises(EnvironmentProblem):
+    with pytest.raises(MissingRequirement):
         measure(str(on_disk))  # neither file is usable: holes cause no reads
     large = on_disk / "large.bin"
     large.write_bytes(os.urandom(LEAST_BYTES))
@@ -96,7 +96,7 @@ def test_bursts_and_hanging_reads_do_not_change_the_rate() -> None:
     assert rate == pytest.approx(100 * MB, rel=0.03)
     read, seconds, rate = bandwidth.sustained([*((0.01 * number, MB) for number in range(1, 101)), (9.0, MB)])
     assert (read, seconds) == (100 * MB, 9.0 - 0.01) and rate > 0
-    with pytest.raises(EnvironmentProblem, match="fewer than two"):
+    with pytest.raises(MissingRequirement, match="fewer than two"):
         bandwidth.sustained([(15.0, MB)])
 
 
@@ -104,20 +104,20 @@ def test_unwritable_and_unreadable_directories_are_explained(on_disk: Path, monk
     for code in (errno.EROFS, errno.ENOSPC, errno.EOPNOTSUPP):
         with monkeypatch.context() as patch:
             refusing(patch, code)
-            with pytest.raises(EnvironmentProblem) as caught:
+            with pytest.raises(MissingRequirement) as caught:
                 measure(str(on_disk))
         assert caught.value.message == f"--measure: cannot write in {on_disk}: {os.strerror(code)}"
         assert caught.value.hint
     with (
         monkeypatch.context() as patch,
-        pytest.raises(EnvironmentProblem, match=r"cannot open a file in .*Permission denied"),
+        pytest.raises(MissingRequirement, match=r"cannot open a file in .*Permission denied"),
     ):
         patch.setattr(os, "scandir", Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES))))
         measure(str(on_disk))
     monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(EnvironmentProblem, match=r"cannot read in .*Input/output error"):
+    with pytest.raises(MissingRequirement, match=r"cannot read in .*Input/output error"):
         measure(str(on_disk))
     assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -125,7 +125,7 @@ def test_unwritable_and_unreadable_directories_are_explained(on_disk: Path, monk
 @pytest.mark.parametrize(("fstype", "why"), [("tmpfs", "is in memory"), (FSTYPE, "answers from its cache")])
 def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, why: str) -> None:
     monkeypatch.setattr(bandwidth, "fstype_at", lambda _path: fstype)
-    with pytest.raises(EnvironmentProblem, match=why):
+    with pytest.raises(MissingRequirement, match=why):
         measure(str(tmp_path))
 
 

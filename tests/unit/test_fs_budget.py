@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.engine import budget
 from llmcache.fs.engine.budget import (
     DAEMON_BYTES,
@@ -88,7 +88,7 @@ def test_machine_memory_is_read_from_meminfo(root: Path) -> None:
 
 
 CLEAN = {"inactive_file": 1, "total_inactive_file": 300 * MIB, "total_active_file": MIB}
-# The content of /proc/self/cgroup, the groups, and total to available bytes of each limit.
+# The content of /proc/self/cgroup, the spaces, and total to available bytes of each limit.
 CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
     "version 1 counts children and clean cache": (
         "9:memory:/box\n3:cpu,cpuacct:/box\n",
@@ -131,9 +131,9 @@ CGROUPS: dict[str, tuple[str, list[tuple[Any, ...]], dict[int, int]]] = {
 
 @pytest.mark.parametrize("case", CGROUPS)
 def test_cgroup_limits_are_those_of_the_kernel(root: Path, case: str) -> None:
-    own, groups, expected = CGROUPS[case]
+    own, spaces, expected = CGROUPS[case]
     (root / "proc/self/cgroup").write_text(own)
-    for make, *facts in groups:
+    for make, *facts in spaces:
         make(root, *facts)
     found = cgroup_memory(root)
     assert {memory.total_bytes: memory.available_bytes for memory in found} == expected
@@ -179,8 +179,8 @@ def test_a_budget_that_does_not_fit_is_reduced_with_a_warning(root: Path, caplog
     assert "--cache is reduced" in caplog.text and "machine" in caplog.text
 
 
-def refusal(cache_bytes: int | None, root: Path) -> EnvironmentProblem:
-    with pytest.raises(EnvironmentProblem) as caught:
+def refusal(cache_bytes: int | None, root: Path) -> MissingRequirement:
+    with pytest.raises(MissingRequirement) as caught:
         settle_budget(cache_bytes, root)
     assert caught.value.exit_code == 3
     assert caught.value.hint
@@ -216,7 +216,7 @@ def test_auto_mode_steers_if_the_budget_may_be_locked(
     assert settle_mode("auto", GIB, root) == chosen
     assert settle_mode("arena", GIB, root) == "arena"
     if chosen == "arena":
-        with pytest.raises(EnvironmentProblem) as caught:
+        with pytest.raises(MissingRequirement) as caught:
             settle_mode("steer", GIB, root)
         assert "--mode arena" in str(caught.value.hint)
 
@@ -328,7 +328,7 @@ def test_a_new_budget_is_checked_against_the_memory(watched: Watched) -> None:
     watched.spare(100 * MIB)
     watched.gauge.check(BUDGET + 50 * MIB, held_bytes=BUDGET)
     for budget_bytes in (BUDGET + 150 * MIB, MIB):
-        with pytest.raises(EnvironmentProblem) as caught:
+        with pytest.raises(MissingRequirement) as caught:
             watched.gauge.check(budget_bytes, held_bytes=BUDGET)
         assert caught.value.exit_code == 3
     watched.gauge.reset(BUDGET // 2)

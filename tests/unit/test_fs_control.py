@@ -22,7 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
+from llmcache.errors import MissingRequirement, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.daemon import controlserver
 from llmcache.procfs import mounts
@@ -59,7 +59,7 @@ def test_progress_comes_before_the_reply(point: str) -> None:
     server.close()
 
 
-@pytest.mark.parametrize(("error", "code"), [(UsageError("no", "do"), 2), (EnvironmentProblem("no", "do"), 3)])
+@pytest.mark.parametrize(("error", "code"), [(UsageError("no", "do"), 2), (MissingRequirement("no", "do"), 3)])
 def test_an_error_keeps_its_exit_code_and_hint(point: str, error: Exception, code: int) -> None:
     with pytest.raises(control.NoDaemon):
         control.request(point, {"op": "x"})
@@ -369,7 +369,7 @@ def test_a_daemon_does_not_write_through_planted_files(places: dict[int, Path], 
             with control.file_errors(found.info):
                 found.write_info({"pid": os.getpid()})
             server = controlserver.ControlServer(found, lambda request, _tell: request)
-        except EnvironmentProblem as error:
+        except MissingRequirement as error:
             refused = name == "lock" or kind == "a directory"
             assert (
                 refused
@@ -430,7 +430,7 @@ def test_a_foreign_control_directory_is_refused(tmp_path: Path, monkeypatch: pyt
         os.chown(path, OTHER, OTHER)
     for where, said in ((str(path), "not a directory of this user"), ("/proc/nowhere", "cannot create")):
         monkeypatch.setattr(control, "directory", lambda _uid, where=where: where)
-        with pytest.raises(EnvironmentProblem, match=said):
+        with pytest.raises(MissingRequirement, match=said):
             control.make_directory()
 
 
@@ -484,7 +484,7 @@ def test_a_control_directory_on_a_read_only_file_system_is_an_error(tmp_path: Pa
 
     monkeypatch.setattr(control, "directory", lambda uid: str(tmp_path))
     monkeypatch.setattr(os, "chmod", refuse)
-    with pytest.raises(EnvironmentProblem, match=r"cannot create .*: Read-only file system"):
+    with pytest.raises(MissingRequirement, match=r"cannot create .*: Read-only file system"):
         control.make_directory()
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from llmcache.cache.steering import Steering
 from llmcache.fs.backends.base import ClientReads
-from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.backends.holders import LockedPinStore
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.engine import evidence
 from llmcache.fs.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
-from llmcache.fs.engine.experts import Mixture
-from llmcache.fs.engine.group import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, Group
+from llmcache.fs.engine.experts import MoeFile
 from llmcache.fs.engine.planner import Planner
 from llmcache.fs.engine.report import judgement
+from llmcache.fs.engine.space import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, LoopSpace
 from tests.unit.fs_parts import MIB, mixture_of, new_group, new_state, open_it
 
 TOUCH_NS = 1_000_000
@@ -56,41 +56,41 @@ class Storage:
         self.mapped: set[int] = set()  # extents that are resident and mapped, so that no event shows their touches
         self.exposures: list[list[int]] = []
         self.concluded: list[list[int]] = []
-        self.searched: list[Mixture] = []
+        self.searched: list[MoeFile] = []
         self.drops: list[tuple[int, int]] = []  # offset and bytes
 
-    def read_bytes(self, _group: Group) -> int:
+    def read_bytes(self, _group: LoopSpace) -> int:
         return self.read
 
     def client_reads(self) -> ClientReads | None:
         return None
 
-    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         self.clock.now_ns += int(self.exposure_s * 1e9)
         if not self.can_expose:
             return ()
         self.exposures.append(list(extents))
         self.accessed.clear()
-        self.dropped |= set() if self.in_place else {extent for extent in extents if group.state(extent) == PINNED}
+        self.dropped |= set() if self.in_place else {extent for extent in extents if space.state(extent) == PINNED}
         return extents
 
-    def conclude(self, _group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def conclude(self, _group: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         self.concluded.append(list(extents))
         self.dropped.clear()
         return [extent for extent in extents if extent in self.accessed] if self.in_place else ()
 
-    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
-        return [extent for extent in extents if not group.charge[extent] and extent not in self.mapped]
+    def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
+        return [extent for extent in extents if not space.accounted_bytes[extent] and extent not in self.mapped]
 
     def drop(self, _node: int, parts: Sequence[tuple[int, int]]) -> None:
         self.drops += parts
 
-    def find_experts(self, mixture: Mixture) -> None:
-        self.searched.append(mixture)
+    def find_experts(self, moe: MoeFile) -> None:
+        self.searched.append(moe)
 
 
 class Mount:
-    """One model and its clients: touches that the back end observes reach the group, the judge and the plan as in a mount.
+    """One model and its clients: touches that the back end observes reach the space, the judge and the plan as in a mount.
 
     With `experts`, the looping `extents` are followed by experts, which no client reads.
     """
@@ -100,17 +100,17 @@ class Mount:
         self.storage = Storage(clock, in_place=in_place)
         self.state = new_state(limit * MIB)
         self.state.least_window_bytes = MIB
-        self.holder = SteerHolder(self.state, Mock())
+        self.holder = LockedPinStore(self.state, Mock())
         self.planner = Planner(self.state, self.holder)
         self.judge = Judge(self.state, self.storage, self.holder, self.planner.plan)  # type: ignore[arg-type]
         if experts:
-            self.group = mixture_of(self.state, experts=2, mib=1, first_byte=extents * MIB).group
+            self.space = mixture_of(self.state, experts=2, mib=1, first_byte=extents * MIB).space
             for extent in range(extents):
-                self.group.set_state(extent, ABSENT)
-            self.group.believe([])
+                self.space.set_state(extent, ABSENT)
+            self.space.set_predicted_order([])
         else:
-            self.group = new_group(self.state, "model", extents, looping=True)
-        open_it(self.state, self.group)
+            self.space = new_group(self.state, "model", extents, looping=True)
+        open_it(self.state, self.space)
         self.planner.plan()
 
     def read(self, extents: Iterable[int], passes: int = 1, *, more_mib: int = 0) -> None:
@@ -125,32 +125,32 @@ class Mount:
                     self.state.jobs.popleft()()
 
     def _touch(self, extent: int) -> None:
-        group = self.group
+        space = self.space
         self.clock.now_ns += TOUCH_NS
         self.storage.accessed.add(extent)
-        state = group.state(extent)
+        state = space.state(extent)
         if (state in (PINNED, TOUCHED) and extent not in self.storage.dropped) or extent in self.storage.mapped:
             return
         self.storage.dropped.discard(extent)
-        done = group.note(extent, self.clock.now_ns, state in (ABSENT, SPARSE))
+        done = space.record_access(extent, self.clock.now_ns, state in (ABSENT, SPARSE))
         if done is not None:
-            if group.learn(done):
+            if space.learn(done):
                 self.planner.plan()
-            self.judge.pass_ended(group)
-        self.judge.touched(group, extent)
-        if group.state(extent) in (ABSENT, SPARSE):
+            self.judge.pass_ended(space)
+        self.judge.touched(space, extent)
+        if space.state(extent) in (ABSENT, SPARSE):
             self._fetch(extent)
 
     def _fetch(self, extent: int) -> None:
-        group, state = self.group, self.state
-        self.storage.read += group.extent_bytes
-        held = group.status.count(PINNED) + 1  # extents left to the kernel are resident, but not counted
-        while (len(group.touched) + held) * group.extent_bytes > state.limit_bytes and group.touched:
-            unused = (each for each in group.touched if group.use.unused[each])
-            state.resident_bytes -= group.forget(next(unused, next(iter(group.touched))))
-        state.charge(group, extent, group.extent_bytes)
-        group.touch(extent, self.clock.now_ns)
-        self.holder.pin_ready(group)
+        space, state = self.space, self.state
+        self.storage.read += space.extent_bytes
+        held = space.status.count(PINNED) + 1  # extents left to the kernel are resident, but not counted
+        while (len(space.touched) + held) * space.extent_bytes > state.limit_bytes and space.touched:
+            unused = (each for each in space.touched if space.use.unused[each])
+            state.resident_bytes -= space.forget(next(unused, next(iter(space.touched))))
+        state.account(space, extent, space.extent_bytes)
+        space.touch(extent, self.clock.now_ns)
+        self.holder.pin_ready(space)
 
     def read_in(self, extents: Iterable[int], passes: int) -> int:
         """Return the MiB read from storage during `passes` passes."""
@@ -159,15 +159,15 @@ class Mount:
         return (self.storage.read - before) // MIB
 
     def is_left(self) -> bool:
-        return self.group.left
+        return self.space.left
 
     @property
     def pinned(self) -> set[int]:
-        return set(self.holder.pinned(self.group))
+        return set(self.holder.pinned(self.space))
 
     @property
     def unused(self) -> set[int]:
-        return {extent for extent in range(self.group.count) if self.group.use.unused[extent]}
+        return {extent for extent in range(self.space.count) if self.space.use.unused[extent]}
 
 
 WHOLE, FIRST_HALF, LAST_HALF = range(40), range(20), range(20, 40)  # extents of a file of 40 MiB
@@ -183,17 +183,17 @@ def test_a_part_that_clients_have_stopped_reading_is_unpinned_and_not_prefetched
     mount.read(WHOLE, 2)
     assert len(mount.pinned) > 15 and mount.pinned & set(FIRST_HALF), "pins are spread over the file at first"
     mount.read(LAST_HALF, 10)
-    assert mount.unused == set(FIRST_HALF) and mount.group.loop_bytes == 20 * MIB
+    assert mount.unused == set(FIRST_HALF) and mount.space.loop_bytes == 20 * MIB
     assert mount.pinned == set(LAST_HALF), "the part in use fits in memory"
-    assert {mount.group.state(extent) for extent in FIRST_HALF} <= {SPARSE, TOUCHED}
-    assert mount.group.next_absent(0, 40) is None
+    assert {mount.space.state(extent) for extent in FIRST_HALF} <= {SPARSE, TOUCHED}
+    assert mount.space.next_absent(0, 40) is None
     assert mount.read_in(LAST_HALF, 10) == 0 and not mount.is_left()
 
 
 @both
 def test_pinned_extents_become_unused_only_once_their_touches_are_visible(clock: Clock, in_place: bool) -> None:
     mount = Mount(clock, 24, 40, in_place=in_place)
-    mount.group.first = True  # so that the guard does not leave the space to the kernel
+    mount.space.user_pinned = True  # so that the guard does not leave the space to the kernel
     mount.storage.can_expose = False
     mount.read(WHOLE, 2)
     pinned = mount.pinned & set(FIRST_HALF)
@@ -216,7 +216,7 @@ def test_exposures_are_rare_while_clients_read_the_same_extents(clock: Clock) ->
 @pytest.mark.parametrize("exposure_s", [0.0, 1.0])
 def test_a_long_exposure_is_followed_by_a_longer_rest(clock: Clock, exposure_s: float) -> None:
     mount = Mount(clock, 24, 40)
-    mount.group.first = True
+    mount.space.user_pinned = True
     mount.storage.exposure_s = exposure_s
     began, passes = clock.now_ns, 0
     while clock.now_ns - began < EXPOSURE_REST * 1e9:
@@ -229,13 +229,13 @@ def test_a_long_exposure_is_followed_by_a_longer_rest(clock: Clock, exposure_s: 
 def test_exposures_without_findings_become_ever_rarer(clock: Clock) -> None:
     """Clients always use the pinned extents, and alternate between the halves of the others."""
     mount = Mount(clock, 24, 60)
-    mount.group.first = True
+    mount.space.user_pinned = True
     mount.read(range(60), 2)
     rest = [extent for extent in range(60) if extent not in mount.pinned]
     for turn in range(50):
         half = set(rest[: len(rest) // 2] if turn % 2 else rest[len(rest) // 2 :])
         mount.read([extent for extent in range(60) if extent in mount.pinned or extent in half], 4)
-    assert mount.group.use.passes > 2 * EXPOSURE_MAX_PASSES
+    assert mount.space.use.passes > 2 * EXPOSURE_MAX_PASSES
     assert 3 <= len(mount.storage.exposures) <= 12
 
 
@@ -243,27 +243,27 @@ def test_extents_that_are_used_in_small_part_are_read_page_by_page(clock: Clock)
     """The used part is a norm between two tensors that the engine has copied."""
     norm, end = 4 * MIB + 4096, 4 * MIB + 8192
     mount = Mount(clock, 8, 20)
-    mount.group.members[0].tensors.extend([0, norm, norm, end, end, 8 * MIB, 8 * MIB, 20 * MIB])
+    mount.space.members[0].tensors.extend([0, norm, norm, end, end, 8 * MIB, 8 * MIB, 20 * MIB])
     mount.read(range(20), 2)
     mount.read([4, *range(8, 20)], 12)
-    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.group.loop_bytes == 12 * MIB
-    assert mount.group.state(4) == SINGLE and 4 in mount.group.hot, "its pages are cached like those of headers"
+    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.space.loop_bytes == 12 * MIB
+    assert mount.space.state(4) == SINGLE and 4 in mount.space.hot, "its pages are cached like those of headers"
 
 
 def test_extents_that_are_used_whole_stay_extents(clock: Clock) -> None:
     mount = Mount(clock, 8, 20)
-    mount.group.members[0].tensors.extend([0, 4 * MIB, 4 * MIB, 5 * MIB, 5 * MIB, 8 * MIB, 8 * MIB, 20 * MIB])
+    mount.space.members[0].tensors.extend([0, 4 * MIB, 4 * MIB, 5 * MIB, 5 * MIB, 8 * MIB, 8 * MIB, 20 * MIB])
     mount.read(range(20), 2)
     mount.read([4, *range(8, 20)], 12)
-    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.group.loop_bytes == 13 * MIB
-    assert mount.group.state(4) != SINGLE
+    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.space.loop_bytes == 13 * MIB
+    assert mount.space.state(4) != SINGLE
 
 
 def test_an_extent_next_to_unused_ones_counts_in_part(clock: Clock) -> None:
     """Without tensors, the used part ends somewhere inside its last extent."""
     mount = Mount(clock, 24, 40)
-    mount.group.use.unused[10] = mount.group.use.unused[12] = 1
-    used = [mount.judge.used_bytes(mount.group, extent) for extent in (8, 9, 11, 13)]
+    mount.space.use.unused[10] = mount.space.use.unused[12] = 1
+    used = [mount.judge.used_bytes(mount.space, extent) for extent in (8, 9, 11, 13)]
     assert used == [MIB, MIB // 2, MIB // 4, MIB // 2]
 
 
@@ -286,10 +286,10 @@ def test_a_space_is_left_while_steering_reads_more_than_lru_and_steered_again_wh
     mount.storage.can_expose = False  # pins of the unused half stay, and the used half is streamed
     mount.read(WHOLE, 2)
     mount.read(LAST_HALF, 20)
-    said = judgement(mount.group)
+    said = judgement(mount.space)
     assert mount.is_left() and said["left"] and said["steered_pass_bytes"] > said["lru_pass_bytes"]
     mount.planner.plan()
-    assert not mount.pinned and not any(mount.group.wanted)
+    assert not mount.pinned and not any(mount.space.wanted)
     mount.read(LAST_HALF, 2)
     assert mount.read_in(LAST_HALF, 10) == 0, "this half fits in the page cache"
     mount.read(WHOLE, 20)
@@ -303,13 +303,13 @@ def test_a_space_for_which_steering_reads_less_is_never_left(clock: Clock) -> No
     for _ in range(100):
         mount.read(WHOLE)
         assert not mount.is_left()
-    said = judgement(mount.group)
+    said = judgement(mount.space)
     assert said["steered_pass_bytes"] <= 20 * MIB and said["lru_pass_bytes"] == pytest.approx(40 * MIB, rel=0.01)
 
 
 def test_a_space_that_the_user_pinned_is_never_left(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
-    mount.group.first = True
+    mount.space.user_pinned = True
     for _ in range(100):
         mount.read(WHOLE, more_mib=100)
         assert not mount.is_left() and mount.pinned
@@ -324,7 +324,7 @@ def test_a_space_that_is_pinned_whole_keeps_only_extents_in_use(clock: Clock) ->
     def look(seconds: int) -> None:
         clock.now_ns += seconds * 1_000_000_000
         with mount.state.lock:
-            mount.judge.look(mount.group, clock.now_ns)
+            mount.judge.look(mount.space, clock.now_ns)
         while mount.state.jobs:
             mount.state.jobs.popleft()()
 
@@ -355,9 +355,9 @@ def test_a_space_that_is_pinned_whole_is_judged_without_a_pass(clock: Clock) -> 
         for _ in range(times):
             mount.storage.read += read_mib * MIB
             clock.now_ns += 2 * evidence.LOOK_NS
-            mount.group.last_ns = clock.now_ns
+            mount.space.last_ns = clock.now_ns
             with mount.state.lock:
-                mount.judge.look(mount.group, clock.now_ns)
+                mount.judge.look(mount.space, clock.now_ns)
 
     look(0, 100)
     assert not mount.is_left()
@@ -367,22 +367,22 @@ def test_a_space_that_is_pinned_whole_is_judged_without_a_pass(clock: Clock) -> 
 
 def test_in_place_experts_are_left_together_with_their_loop(clock: Clock) -> None:
     mount = Mount(clock, 24, 40, experts=True)
-    mixture = mount.group.members[0].mixture
-    assert mixture is not None
+    moe = mount.space.members[0].moe
+    assert moe is not None
     mount.read(WHOLE, 24, more_mib=60)
-    assert [mount.is_left(), mixture.alone, mount.storage.searched] == [True, True, []]
+    assert [mount.is_left(), moe.alone, mount.storage.searched] == [True, True, []]
     mount.read(WHOLE, 24, more_mib=200)
-    assert [mount.is_left(), mixture.alone] == [False, False]
-    assert mount.storage.searched == [mixture], "the mount searches for the resident experts"
+    assert [mount.is_left(), moe.alone] == [False, False]
+    assert mount.storage.searched == [moe], "the mount searches for the resident experts"
 
 
 def test_moe_models_are_never_left_over_fuse(clock: Clock) -> None:
     mount = Mount(clock, 24, 40, in_place=False, experts=True)
-    mixture = mount.group.members[0].mixture
-    assert mixture is not None
+    moe = mount.space.members[0].moe
+    assert moe is not None
     for _ in range(60):
         mount.read(WHOLE, more_mib=60)
-        assert not mount.is_left() and not mixture.alone and mount.pinned
+        assert not mount.is_left() and not moe.alone and mount.pinned
 
 
 # A working set that moves
@@ -400,9 +400,9 @@ def moved(clock: Clock, **more: bool) -> Mount:
 @both
 def test_a_space_is_left_at_once_when_clients_begin_to_use_other_parts(clock: Clock, in_place: bool) -> None:
     mount = moved(clock, in_place=in_place)
-    passes = mount.group.use.passes
+    passes = mount.space.use.passes
     mount.read(range(40, 50))
-    assert mount.is_left() and mount.group.use.passes == passes, "before a pass ends"
+    assert mount.is_left() and mount.space.use.passes == passes, "before a pass ends"
     mount.planner.plan()
     assert not mount.pinned
     assert mount.storage.drops == [(0, 20 * MIB)] * in_place, "the kernel would evict formerly pinned pages last"
@@ -423,14 +423,14 @@ def test_a_moving_working_set_with_free_memory_changes_nothing(clock: Clock) -> 
 
 def test_a_client_that_loads_the_file_has_not_moved(clock: Clock) -> None:
     mount = moved(clock)
-    mount.group.opened_ns = clock.now_ns
+    mount.space.opened_ns = clock.now_ns
     mount.read(range(80))
     assert not mount.is_left() and mount.pinned == set(range(20))
 
 
 def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock) -> None:
     mount = moved(clock)
-    mount.group.first = True
+    mount.space.user_pinned = True
     mount.read(range(40, 60))
     assert not mount.is_left() and mount.pinned == set(range(20))
 
@@ -438,7 +438,7 @@ def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
     """In place, a touch found by an exposure counts as three passes after the previous touch."""
     mount = Mount(clock, 24, 40)
-    mount.group.first = True
+    mount.space.user_pinned = True
     while len(mount.storage.concluded) < 3:
         mount.read(WHOLE)
     mount.read(LAST_HALF, 3 * EXPOSURE_MAX_PASSES)
@@ -448,7 +448,7 @@ def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: 
 def test_pins_of_an_unused_space_are_released(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 2)
-    mount.group.use.unused[:] = b"\1" * 40
+    mount.space.use.unused[:] = b"\1" * 40
     with mount.state.lock:
         mount.planner.plan()
     assert not mount.pinned
@@ -458,10 +458,10 @@ def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock
     """The kernel kept extents that clients map; their touches cause no events."""
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
-    assert mount.group.evidence.guard is not None
-    mount.group.evidence.guard.leave()
+    assert mount.space.evidence.guard is not None
+    mount.space.evidence.guard.leave()
     with mount.state.lock:
-        mount.judge.turn(mount.group, True)
+        mount.judge.turn(mount.space, True)
     mount.storage.mapped = set(range(10))
     while mount.is_left():
         mount.read(WHOLE, more_mib=20)
@@ -472,22 +472,22 @@ def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock
 def test_bytes_per_pass_are_unknown_before_the_first_comparison(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
-    assert judgement(mount.group) == {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
+    assert judgement(mount.space) == {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
 
 
 def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
     """Their mappings are unknown, so their touches of resident data cannot be observed."""
-    group = new_group(new_state(64 * MIB), "model", 8, looping=True)
+    space = new_group(new_state(64 * MIB), "model", 8, looping=True)
     file = Mock(programs={0: None}, readers=[], key=(1, 1))
     backend = Mock(files=Mock(of_node=lambda _node: file, lock=nullcontext()))
-    assert InPlaceBackend.expose(backend, group, [1, 2]) == ()
+    assert InPlaceBackend.expose(backend, space, [1, 2]) == ()
 
 
 def test_the_bound_of_the_guard_follows_the_memory(clock: Clock) -> None:
     """With a fixed bound, a loop stays with the kernel for many passes after the engine has taken its memory."""
     mount = Mount(clock, 32, 40)
     mount.read(WHOLE, 3)
-    guard = mount.group.evidence.guard
+    guard = mount.space.evidence.guard
     assert guard is not None
     before = guard.bound_bytes
     mount.state.shadow.resize(mount.state.shadow.capacity_bytes // 2)
@@ -499,8 +499,8 @@ def test_a_space_that_has_ended_is_neither_left_nor_steered_again(clock: Clock) 
     """A reader that found the space before it ended may still end a pass; the planner of arena has forgotten the space."""
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
-    mount.group.alive = False
+    mount.space.alive = False
     mount.state.references.core = Steering(24 * MIB)  # has no such space
     for is_left in (True, False):
-        mount.judge.turn(mount.group, is_left)
-    assert not mount.group.left
+        mount.judge.turn(mount.space, is_left)
+    assert not mount.space.left

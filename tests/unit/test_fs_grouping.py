@@ -12,10 +12,10 @@ from typing import cast
 import pytest
 
 from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT
-from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, Holder
+from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, PinStore
 from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.group import SINGLE, WRITTEN_EXTENTS_MAX, Group, Member
 from llmcache.fs.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
+from llmcache.fs.engine.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
 from llmcache.fs.vfs.backing import Backing
 from llmcache.fs.vfs.source import SourceTree
 from tests.fuzz.target import light
@@ -53,14 +53,14 @@ class Files:
         self.directory = directory
         self.state = new_state(64 * MIB)
         self.grouping = Grouping(
-            self.state, SourceTree(str(directory)), FuseBackend(self.state, cast(Holder, None)), self.end, ("pinned*",)
+            self.state, SourceTree(str(directory)), FuseBackend(self.state, cast(PinStore, None)), self.end, ("pinned*",)
         )
-        self.ended: list[Group] = []
+        self.ended: list[LoopSpace] = []
 
-    def end(self, group: Group) -> None:
-        """Dissolve the group, as the engine does."""
-        self.ended.append(group)
-        self.grouping.dissolve(group)
+    def end(self, space: LoopSpace) -> None:
+        """Dissolve the space, as the engine does."""
+        self.ended.append(space)
+        self.grouping.dissolve(space)
 
     def file(self, name: str, data: bytes = b"", size: int = 0, writable: bool = False) -> Watched:
         """Create and open a file of `data`, extended with a hole to `size` bytes, with a settled modification time."""
@@ -98,42 +98,42 @@ def files(tmp_path: Path) -> Files:
 def test_a_file_of_any_size_takes_little_memory(files: Files, size: int, writable: bool, paged: bool) -> None:
     backing = files.file("large.bin", size=size, writable=writable)
     with light(12 * MIB):
-        group, member = files.grouping.adopt(backing)
-    assert group.count <= (WRITTEN_EXTENTS_MAX if writable else EXTENTS_MAX)
-    assert group.paged == paged
-    assert (group.extent_bytes <= LARGEST_EXTENT) or group.state(0) == SINGLE
-    assert sum(group.length_of(member, extent) for extent in (0, group.count - 1)) <= 2 * group.extent_bytes
-    assert group.length_of(member, group.count - 1) > 0, "the last extent is not empty"
+        space, member = files.grouping.adopt(backing)
+    assert space.count <= (WRITTEN_EXTENTS_MAX if writable else EXTENTS_MAX)
+    assert space.paged == paged
+    assert (space.extent_bytes <= LARGEST_EXTENT) or space.state(0) == SINGLE
+    assert sum(space.length_of(member, extent) for extent in (0, space.count - 1)) <= 2 * space.extent_bytes
+    assert space.length_of(member, space.count - 1) > 0, "the last extent is not empty"
 
 
 def test_pins_and_headers_do_not_make_a_paged_file_loop(files: Files) -> None:
     backing = files.file("pinned.gguf", MODEL, size=2 * TIB)
-    group, member = files.grouping.adopt(backing)
-    assert group.paged and not (group.first or group.looping or group.hot)
+    space, member = files.grouping.adopt(backing)
+    assert space.paged and not (space.user_pinned or space.looping or space.hot)
     assert member.anatomy is not None, "its layers are known nevertheless"
 
 
 def test_the_number_of_extents_of_all_files_is_bounded(files: Files) -> None:
     """Closed files are dissolved for new ones; files that still find no room are paged."""
-    groups = []
+    spaces = []
     for number in range(EXTENTS_ROOM // EXTENTS_MAX + 3):
         backing = files.file(f"{number}.bin", size=TIB)
-        groups.append(files.grouping.adopt(backing)[0])
-        groups[-1].last_ns = number
+        spaces.append(files.grouping.adopt(backing)[0])
+        spaces[-1].last_ns = number
         if number == 1:
             files.close(backing)
-    assert files.ended == groups[1:2]
-    assert [group.paged for group in groups] == [False] * (len(groups) - 2) + [True] * 2
-    assert all(group.count <= PAGED_EXTENTS for group in groups[-2:])
+    assert files.ended == spaces[1:2]
+    assert [space.paged for space in spaces] == [False] * (len(spaces) - 2) + [True] * 2
+    assert all(space.count <= PAGED_EXTENTS for space in spaces[-2:])
 
 
 def test_a_paged_file_is_steered_as_soon_as_there_is_room(files: Files) -> None:
     """The file may stay open."""
     in_use = [files.file(f"{number}.bin", size=TIB) for number in range(EXTENTS_ROOM // EXTENTS_MAX)]
-    groups = [files.grouping.adopt(backing)[0] for backing in in_use]
+    spaces = [files.grouping.adopt(backing)[0] for backing in in_use]
     late = files.file("late.bin", size=TIB)
     paged = files.grouping.adopt(late)[0]
-    assert paged.lacks_extents == EXTENTS_MAX and not any(group.lacks_extents for group in groups)
+    assert paged.lacks_extents == EXTENTS_MAX and not any(space.lacks_extents for space in spaces)
     with files.state.lock:
         files.grouping.find_room()
         assert paged.alive, "other files use all extents"
@@ -142,21 +142,21 @@ def test_a_paged_file_is_steered_as_soon_as_there_is_room(files: Files) -> None:
     assert files.ended == [paged]
     again = files.grouping.adopt(late)[0]
     assert again.count == EXTENTS_MAX and not again.paged and not again.lacks_extents
-    assert not groups[0].alive and all(group.alive for group in groups[1:])
+    assert not spaces[0].alive and all(space.alive for space in spaces[1:])
 
 
 @pytest.mark.parametrize("data", [MODEL, DAMAGED, b"no model"])
 def test_a_header_is_read_once(files: Files, data: bytes) -> None:
     first = files.file("a.gguf", data, size=40 * MIB)
-    group, member = files.grouping.adopt(first)
-    assert first.reads and group.looping == (data == MODEL) == (member.anatomy is not None)
+    space, member = files.grouping.adopt(first)
+    assert first.reads and space.looping == (data == MODEL) == (member.anatomy is not None)
     files.close(first)
     if data == MODEL:
         again = files.opened("a.gguf")
-        assert files.grouping.adopt(again) == (group, member) and again.reads == 0
+        assert files.grouping.adopt(again) == (space, member) and again.reads == 0
         return
     with files.state.lock:
-        files.end(group)
+        files.end(space)
     again = files.opened("a.gguf")
     assert not files.grouping.adopt(again)[0].looping and again.reads == 0
     files.close(again)
@@ -177,9 +177,9 @@ def test_shards_behind_links_are_one_loop(files: Files, indexed: bool) -> None:
     shards = {name: safetensors_bytes(**{tensor: 40 * MIB}) for name, tensor in zip(names, tensors, strict=True)}
     snapshot = hub_snapshot(files.directory, "org/tiny", contents | shards)
     blobs = [f"models--org--tiny/blobs/{blob_of(snapshot / name)}" for name in names]
-    groups = [files.grouping.adopt(files.opened(blob))[0] for blob in reversed(blobs)]
-    assert groups[0] is groups[1] and [member.path for member in groups[0].members] == [f"/{blob}" for blob in blobs]
-    assert groups[0].loop_bytes > 79 * MIB and [*groups[0].order.extent_at] == sorted(groups[0].order.extent_at)
+    spaces = [files.grouping.adopt(files.opened(blob))[0] for blob in reversed(blobs)]
+    assert spaces[0] is spaces[1] and [member.path for member in spaces[0].members] == [f"/{blob}" for blob in blobs]
+    assert spaces[0].loop_bytes > 79 * MIB and [*spaces[0].order.extent_at] == sorted(spaces[0].order.extent_at)
 
 
 @pytest.mark.parametrize("name", ["pinned.safetensors", "model-00001-of-00002.safetensors"])
@@ -192,22 +192,22 @@ def test_names_that_appear_later_count_from_the_next_open(files: Files, name: st
     blob, text = f"models--org--tiny/blobs/{blob_of(link)}", os.readlink(link)
     link.unlink()
     first = files.opened(blob)
-    group = files.grouping.adopt(first)[0]
-    assert group.looping and not group.first
+    space = files.grouping.adopt(first)[0]
+    assert space.looping and not space.user_pinned
     link.symlink_to(text)
     files.grouping.tree.names.refresh(PATIENCE_S, at_once=True)
     if not name.startswith("pinned"):
-        assert files.grouping.adopt(first)[0] is group and not files.ended, "it is in use"
+        assert files.grouping.adopt(first)[0] is space and not files.ended, "it is in use"
         files.close(first)
         first = files.opened(blob)
     now = files.grouping.adopt(first)[0]
-    assert files.ended == [group] and (now.first or len(now.members) == 2)
+    assert files.ended == [space] and (now.user_pinned or len(now.members) == 2)
 
 
 def test_a_model_with_too_many_expert_slices_is_not_a_loop(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     model = Gguf(data_bytes=70_000 * 32).tensor("blk.0.ffn_up_exps.weight", [8, 1, 70_000], 0, 0).file()
-    group, _ = files.grouping.adopt(files.file("wide.gguf", model, size=40 * MIB))
-    assert not group.looping and "more than 65536 expert slices" in caplog.text
+    space, _ = files.grouping.adopt(files.file("wide.gguf", model, size=40 * MIB))
+    assert not space.looping and "more than 65536 expert slices" in caplog.text
 
 
 def test_headers_are_read_one_at_a_time_without_blocking_other_files(files: Files) -> None:
@@ -231,24 +231,26 @@ def test_headers_are_read_one_at_a_time_without_blocking_other_files(files: File
 
 def test_a_growing_file_keeps_a_bounded_number_of_extents() -> None:
     state = new_state(1 << 40)
-    member = Member("/new.kv", 0, 0, 1, node=1)
-    group = Group("0", [member], 128 << 10)
-    group.status, group.written = bytearray([SINGLE]), True
-    state.groups["0"] = group
+    member = SpaceFile("/new.kv", 0, 0, 1, node=1)
+    space = LoopSpace("0", [member], 128 << 10)
+    space.status, space.written = bytearray([SINGLE]), True
+    state.spaces["0"] = space
     charged = 0
     with light(4 * MIB):
         for shift in range(16, 62, 3):
-            group.grow(1 << shift)
-            extent = group.count - 1
-            state.charge(group, extent, 4096)
-            group.strays.pop(extent, None)
-            group.strays[extent] = shift
+            space.grow(1 << shift)
+            extent = space.count - 1
+            state.account(space, extent, 4096)
+            space.partial_extents.pop(extent, None)
+            space.partial_extents[extent] = shift
             charged += 4096
-    assert group.count == member.count <= WRITTEN_EXTENTS_MAX and group.count * group.extent_bytes >= 1 << 61
-    assert {len(each) for each in (group.status, group.charge, group.seen_ns, group.wanted, group.order)} == {group.count}
-    assert state.resident_bytes == sum(group.charge) == charged
-    assert set(group.charged_extents()) == set(group.strays) and set(group.status) == {SINGLE}
-    assert list(group.strays.values()) == sorted(group.strays.values())
+    assert space.count == member.count <= WRITTEN_EXTENTS_MAX and space.count * space.extent_bytes >= 1 << 61
+    assert {len(each) for each in (space.status, space.accounted_bytes, space.seen_ns, space.wanted, space.order)} == {
+        space.count
+    }
+    assert state.resident_bytes == sum(space.accounted_bytes) == charged
+    assert set(space.charged_extents()) == set(space.partial_extents) and set(space.status) == {SINGLE}
+    assert list(space.partial_extents.values()) == sorted(space.partial_extents.values())
 
 
 def test_large_and_small_buffers_share_the_pool() -> None:

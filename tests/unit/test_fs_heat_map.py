@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group
 from llmcache.fs.engine.report import CELLS, ROWS_MAX, heat_map
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
 from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.tensors import Anatomy, Experts, ModelLayout, Tensor
+from llmcache.fs.layout.tensors import Experts, LayerMap, ModelLayout, Tensor
 from tests.property.rig import LOOP, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 
@@ -23,17 +23,17 @@ KINDS |= {PINNED: "pinned", SINGLE: "pages"}
 HEADER = 4096
 
 
-def model(extents: int, sizes: list[int]) -> tuple[CacheState, Group]:
-    """Return a looping group of one file, in which a layer of each size follows the header."""
+def model(extents: int, sizes: list[int]) -> tuple[CacheState, LoopSpace]:
+    """Return a looping space of one file, in which a layer of each size follows the header."""
     state = new_state(64 * MIB)
-    group = new_group(state, "model.gguf", extents, looping=True)
+    space = new_group(state, "model.gguf", extents, looping=True)
     tensors, offset = [], HEADER
     for number, size in enumerate(sizes):
         tensors.append(Tensor(f"blk.{number}.attn_q.weight", offset, size, "F16"))
         offset += size
-    assert offset <= group.size_bytes
-    group.members[0].anatomy = Anatomy(ModelLayout("gguf", HEADER, tuple(tensors)))
-    return state, group
+    assert offset <= space.size_bytes
+    space.members[0].anatomy = LayerMap(ModelLayout("gguf", HEADER, tuple(tensors)))
+    return state, space
 
 
 @given(
@@ -41,12 +41,12 @@ def model(extents: int, sizes: list[int]) -> tuple[CacheState, Group]:
     st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.booleans(), st.integers(0, MIB)), min_size=32, max_size=32),
 )
 def test_each_byte_is_counted_once_in_its_category(sizes: list[int], extents: list[tuple[int, bool, int]]) -> None:
-    state, group = model(32, sizes)
+    state, space = model(32, sizes)
     now_ns = time.monotonic_ns()
     for number, (kind, seen, charge) in enumerate(extents):
-        group.set_state(number, kind)
-        group.charge[number] = charge
-        group.seen_ns[number] = now_ns if seen else 0
+        space.set_state(number, kind)
+        space.accounted_bytes[number] = charge
+        space.seen_ns[number] = now_ns if seen else 0
     (file,) = heat_map(state, "steer", str)["files"]
     first = HEADER
     for size, layer in zip(sizes, file["layers"][1:], strict=True):
@@ -69,17 +69,17 @@ def test_each_byte_is_counted_once_in_its_category(sizes: list[int], extents: li
 
 
 def test_cached_experts_count_as_pages() -> None:
-    state, group = model(33, [8 * MIB])
+    state, space = model(33, [8 * MIB])
     tensor = Tensor("blk.0.ffn_up_exps.weight", 8 * MIB, 16 * MIB, "F16", experts=8)
     layout = ModelLayout("gguf", HEADER, (tensor,))
-    member = group.members[0]
-    member.anatomy = Anatomy(layout)
+    member = space.members[0]
+    member.anatomy = LayerMap(layout)
     for extent in range(8, 24):
-        group.set_state(extent, SINGLE)
-    state.mixtures.begin(group, member, Experts(layout))
-    assert member.mixture is not None
+        space.set_state(extent, SINGLE)
+    state.expert_cache.begin(space, member, Experts(layout))
+    assert member.moe is not None
     for expert in (0, 1, 5):
-        state.mixtures.arrived(member.mixture, expert, done=True)
+        state.expert_cache.arrived(member.moe, expert, done=True)
     _, layer = heat_map(state, "steer", str)["files"][0]["layers"]
     assert layer["experts"] == {"kept": 3, "count": 8} and layer["pages_bytes"] == 6 * MIB
     assert layer["cells"]["pages"] == "99990000009900" + "00"
@@ -88,9 +88,9 @@ def test_cached_experts_count_as_pages() -> None:
 def test_the_reply_is_bounded_for_any_model() -> None:
     state = new_state(64 * MIB)
     for number in range(8):
-        group = new_group(state, f"{number}" * 200, 600, looping=True)
+        space = new_group(state, f"{number}" * 200, 600, looping=True)
         tensors = [Tensor("層" * 300 + str(place), place * MIB, MIB, "F16") for place in range(600)]
-        group.members[0].anatomy = Anatomy(ModelLayout("gguf", 0, tuple(tensors)))
+        space.members[0].anatomy = LayerMap(ModelLayout("gguf", 0, tuple(tensors)))
     found = heat_map(state, "steer", str)
     assert len(json.dumps(found)) < 1 << 20
     shown = sum(len(file["layers"]) for file in found["files"])
@@ -112,10 +112,10 @@ class HeldTimes:
 
 def test_the_lock_is_held_for_a_small_part_of_the_work() -> None:
     count = 40_000
-    state, group = model(count, [count * MIB // 80 - MIB] * 80)
-    group.seen_ns[:] = type(group.seen_ns)("Q", [time.monotonic_ns()]) * count
+    state, space = model(count, [count * MIB // 80 - MIB] * 80)
+    space.seen_ns[:] = type(space.seen_ns)("Q", [time.monotonic_ns()]) * count
     for extent in range(0, count, 3):
-        group.status[extent] = PINNED
+        space.status[extent] = PINNED
     shares = []
     for _ in range(5):  # preemption on a shared CPU may count as work
         state.lock = lock = HeldTimes()  # type: ignore[assignment]
@@ -131,10 +131,10 @@ def test_the_heat_map_of_a_running_engine_matches_its_counters(tmp_path: Path, m
         file = rig.file("loop", LOOP)
         rig.sweep(file, 4)
         rig.until_pinned(file)
-        group = rig.engine.state.owners[file.backing][0]
-        before = group.pinned_bytes
+        space = rig.engine.state.owners[file.backing][0]
+        before = space.pinned_bytes
         (layer,) = heat_map(rig.engine.state, "steer", str)["files"][0]["layers"]
-        after = group.pinned_bytes
+        after = space.pinned_bytes
         least, most = sorted((before, after))  # the engine keeps pinning during the call
         assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB
         assert layer["bytes"] == LOOP and layer["age_s"] < 120

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from llmcache.cache.steering import HUGE_BYTES
 from llmcache.fs import syscalls
-from llmcache.fs.backends.files import READAHEAD_BYTES, Files, MappedFile, Places, Program, read_ahead
+from llmcache.fs.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
 from llmcache.fs.readahead import read_ahead_file
 from llmcache.fs.vfs.backing import Backing
 
@@ -27,7 +27,7 @@ SIZE = 5 * HUGE_BYTES + 12345
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
 def test_places_never_overlap_and_are_reused(steps: list[tuple[bool, int]]) -> None:
-    places, taken = Places(100), dict[int, int]()
+    places, taken = SlotAllocator(100), dict[int, int]()
     for gives, count in steps:
         if gives and taken:
             first = sorted(taken)[count % len(taken)]
@@ -175,8 +175,8 @@ def test_a_program_that_has_closed_a_file_is_removed_from_its_readers() -> None:
         Mock(has=lambda *_key: False),
         Mock(has=Mock(side_effect=AssertionError("the last reader is not looked at"))),
     )
-    group = Mock(last_pid=2, last_ns=time.monotonic_ns())
-    file = Mock(group=group, unplaced=False, programs={1: peek, 2: loop}, looked_ns=0, key=(1, 1))
+    space = Mock(last_pid=2, last_ns=time.monotonic_ns())
+    file = Mock(space=space, unplaced=False, programs={1: peek, 2: loop}, looked_ns=0, key=(1, 1))
     files = Mock(by_number={1: file})
     Files._check_use(files)
     files._leave.assert_called_once_with(file, 1)

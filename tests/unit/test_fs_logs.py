@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.fs.daemon import accesslog, daemon, logs
 from llmcache.fs.daemon.accesslog import AccessLog, check_path
 from llmcache.fs.daemon.daemon import notify
@@ -74,7 +74,7 @@ def test_the_journal_receives_whole_messages_with_their_priority(tmp_path: Path)
     head, _, rest = sent.partition(b"MESSAGE\n")
     assert head.splitlines() == [b"PRIORITY=4", b"SYSLOG_IDENTIFIER=llmcachefs", b"LOGGER=llmcache.x"]
     assert int.from_bytes(rest[:8], "little") == 9 and rest[8:] == b"two\nlines\n"
-    with pytest.raises(EnvironmentProblem, match="cannot reach the journal") as caught:
+    with pytest.raises(MissingRequirement, match="cannot reach the journal") as caught:
         logs.Journal(str(tmp_path / "none"))
     assert caught.value.hint is not None and "--log FILE" in caught.value.hint
 
@@ -113,7 +113,7 @@ def test_files_planted_by_others_are_not_used_as_log(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
     for name in ("theirs", "pipe", "link", "directory", "device", "socket"):
-        with pytest.raises(EnvironmentProblem, match=f"log: cannot write '{tmp_path / name}'"):
+        with pytest.raises(MissingRequirement, match=f"log: cannot write '{tmp_path / name}'"):
             logs.handler(str(tmp_path / name))
     with pytest.raises(UsageError, match=r"log: .* is a symbolic link"):
         logs.check(str(tmp_path / "link"), "/mnt")
@@ -214,7 +214,7 @@ def test_rows_count_as_lost_when_the_writer_dies(
 
 def test_a_directory_that_cannot_be_written_is_named() -> None:
     path = "/proc/log.parquet"  # not even root can create files in /proc
-    with pytest.raises(EnvironmentProblem, match=r"--access-log: cannot write '/proc/log\.parquet'"):
+    with pytest.raises(MissingRequirement, match=r"--access-log: cannot write '/proc/log\.parquet'"):
         AccessLog(path, ABOUT)
 
 

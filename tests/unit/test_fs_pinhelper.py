@@ -127,19 +127,19 @@ def test_ranges_whose_unlock_was_refused_are_not_reported(helper: Helper, monkey
 
 def test_the_excess_over_memory_high_excludes_reclaimable_memory(tmp_path: Path) -> None:
     limits = HighLimits()
-    limits.groups = []
+    limits.spaces = []
     for name, high, used in (("a", "max", 900), ("b", "300", 500), ("c", "300", 450)):
         (tmp_path / name).mkdir()
         texts = (f"{high}\n", f"{used}\n", "anon 80\ninactive_file 20\nactive_file 40\nunevictable 300\n")
         for file, text in zip(HighLimits.FILES, texts, strict=True):
             (tmp_path / name / file).write_text(text)
-        limits.groups.append([os.open(tmp_path / name / file, os.O_RDONLY) for file in HighLimits.FILES])
+        limits.spaces.append([os.open(tmp_path / name / file, os.O_RDONLY) for file in HighLimits.FILES])
     assert limits.excess() == 500 - 20 - 40 - 300
     (tmp_path / "b" / "memory.high").write_text("max\n")
     assert limits.excess() == 450 - 20 - 40 - 300
     (tmp_path / "c" / "memory.high").write_text("400\n")
     assert limits.excess() < 0
-    for fds in limits.groups:
+    for fds in limits.spaces:
         for fd in fds:
             os.close(fd)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client import control
 from llmcache.fs.readahead import ReadAhead, read_ahead_file, restore_left
 
@@ -71,7 +71,7 @@ def test_the_value_of_a_removed_disk_is_deleted(root: Path, tmp_path: Path) -> N
     setting.parent.rmdir()
     mount.restore()
     assert not list((tmp_path / "run").iterdir())
-    with pytest.raises(EnvironmentProblem, match="no read_ahead_kb"):
+    with pytest.raises(MissingRequirement, match="no read_ahead_kb"):
         ReadAhead("/proc", 32 << 10, root)
 
 

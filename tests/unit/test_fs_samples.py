@@ -14,7 +14,7 @@ import pytest
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.fs.backends import samples
 from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.backends.holders import LockedPinStore
 from llmcache.fs.backends.samples import PROBES, FilePrograms, Samples
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
@@ -23,21 +23,21 @@ from tests.unit.fs_parts import MIB, mixture_of, new_state
 def test_a_use_that_a_request_showed_is_counted_once() -> None:
     """The first use of an expert that is fetched, or whose tripwire is read, also sets its accessed bit."""
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state), state.mixtures
-    backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    moe, cache = mixture_of(state), state.expert_cache
+    backend = FuseBackend(state, LockedPinStore(state, None))  # type: ignore[arg-type]
     slices, looking = backend.slices, Samples(state, FilePrograms(), logging.INFO)
     with state.lock:
-        slices.claim(mixture, 9, mixture.layout.starts[9], BLOCK_BYTES, True, 1)
-        cache.arrived(mixture, 9, True)
-    looking._count(mixture, [9])
+        slices.claim(moe, 9, moe.layout.starts[9], BLOCK_BYTES, True, 1)
+        cache.arrived(moe, 9, True)
+    looking._count(moe, [9])
     assert state.counters.hit_bytes == 0
-    looking._count(mixture, [9])
-    assert state.counters.hit_bytes == mixture.sizes[9]
+    looking._count(moe, [9])
+    assert state.counters.hit_bytes == moe.sizes[9]
     with state.lock:
-        mixture.trip(9)
-        slices.claim(mixture, 9, mixture.probes[9], BLOCK_BYTES, True, 1)
-    looking._count(mixture, [9])
-    assert state.counters.hit_bytes == 2 * mixture.sizes[9]
+        moe.trip(9)
+        slices.claim(moe, 9, moe.probes[9], BLOCK_BYTES, True, 1)
+    looking._count(moe, [9])
+    assert state.counters.hit_bytes == 2 * moe.sizes[9]
 
 
 def test_requests_identify_the_programs_that_read_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_requests_identify_the_programs_that_read_a_file(tmp_path: Path, monkeyp
 
 def test_accessed_bits_of_shared_pages_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not clear the bits of pages that several programs map."""
-    mixture = mixture_of(new_state(64 * MIB))
+    moe = mixture_of(new_state(64 * MIB))
     tables = Mock(accessed=lambda _pid, addresses: [address != 0 for address in addresses])
     monkeypatch.setattr(samples, "PageTables", lambda: tables)
     looking = Samples(Mock(), Mock(lock=nullcontext()), logging.INFO)
@@ -79,9 +79,9 @@ def test_accessed_bits_of_shared_pages_are_ignored(monkeypatch: pytest.MonkeyPat
         Mock(pid=pid, maps=lambda *_, mapped=pid < 3: mapped, addresses_of=lambda _dev, _ino, at: [0, *at[1:]])
         for pid in (1, 2, 3)
     )
-    assert looking._accessed(Mock(readers=[one, none], key=(1, 1)), mixture, [2, 3, 5]) == [3, 5]
-    one.cool.assert_called_once_with([mixture.probes[3], mixture.probes[5]])
-    assert looking._accessed(Mock(readers=[one, other], key=(1, 1)), mixture, [2, 3, 5]) == []
+    assert looking._accessed(Mock(readers=[one, none], key=(1, 1)), moe, [2, 3, 5]) == [3, 5]
+    one.cool.assert_called_once_with([moe.probes[3], moe.probes[5]])
+    assert looking._accessed(Mock(readers=[one, other], key=(1, 1)), moe, [2, 3, 5]) == []
 
 
 def test_an_extent_is_touched_if_any_of_its_pages_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
 from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
-from llmcache.fs.backends.holders import SteerHolder
+from llmcache.fs.backends.holders import LockedPinStore
 from llmcache.fs.engine import experts
 from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
 from llmcache.fs.engine.state import CacheState
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, bring, mixture_of, new_group, new_state, open_it, stray
@@ -24,7 +24,7 @@ LONG_AGO = NOW - 10 * ABANDONED_NS
 
 
 def victims(state: CacheState) -> list[tuple[str, int]]:
-    return [(group.key, extent) for group, _node, _offset, _length, extent in choose_victims(state, NOW)]
+    return [(space.key, extent) for space, _node, _offset, _length, extent in choose_victims(state, NOW)]
 
 
 def squeeze(state: CacheState, bytes_to_go: int) -> None:
@@ -34,34 +34,34 @@ def squeeze(state: CacheState, bytes_to_go: int) -> None:
 
 def test_spare_memory_is_used_and_only_what_others_need_is_released() -> None:
     state = new_state(8 * MIB)
-    group = new_group(state, "file", 32)
-    bring(state, group, list(range(4)), TOUCHED, LONG_AGO)
+    space = new_group(state, "file", 32)
+    bring(state, space, list(range(4)), TOUCHED, LONG_AGO)
     with state.lock:
-        state.set_slack(12 * MIB)
+        state.set_opportunistic(12 * MIB)
         assert state.room_bytes == 16 * MIB
-        bring(state, group, list(range(4, 16)), TOUCHED, LONG_AGO)
-        state.set_slack(0)
+        bring(state, space, list(range(4, 16)), TOUCHED, LONG_AGO)
+        state.set_opportunistic(0)
         assert state.room_bytes == 16 * MIB and victims(state) == []
-        state.set_slack(-2 * MIB)
+        state.set_opportunistic(-2 * MIB)
         assert len(victims(state)) == 2
-        state.set_slack(-20 * MIB)
+        state.set_opportunistic(-20 * MIB)
         assert state.room_bytes == 8 * MIB, "never less than the budget"
 
 
 def test_eviction_for_a_reader_frees_several_extents_at_a_time() -> None:
     state = new_state(64 * MIB)
-    group = new_group(state, "file", 80)
-    group.note(0, 1, True)
-    bring(state, group, list(range(1, 63)), TOUCHED, LONG_AGO)
+    space = new_group(state, "file", 80)
+    space.record_access(0, 1, True)
+    bring(state, space, list(range(1, 63)), TOUCHED, LONG_AGO)
     assert victims(state) == [], "half of the reserve is still free"
-    bring(state, group, [63], TOUCHED, LONG_AGO)
+    bring(state, space, [63], TOUCHED, LONG_AGO)
     assert victims(state) == [("file", extent) for extent in (1, 2, 3)]
 
 
 def test_no_more_than_needed_is_evicted_oldest_touch_first() -> None:
     state = new_state(4 * MIB)
-    group = new_group(state, "file", 10)
-    bring(state, group, [5, 1, 7, 2], TOUCHED, LONG_AGO)
+    space = new_group(state, "file", 10)
+    bring(state, space, [5, 1, 7, 2], TOUCHED, LONG_AGO)
     assert victims(state) == [], "while there is room"
     state.asked_bytes = MIB
     assert victims(state) == [("file", 5)], "a warmup gets room for one extent"
@@ -75,18 +75,18 @@ def test_no_more_than_needed_is_evicted_oldest_touch_first() -> None:
 def test_extents_in_use_are_never_evicted() -> None:
     """Pinned, loading, just read and freshly prefetched extents stay; all others are chosen once each."""
     state = new_state(10 * MIB)
-    group = new_group(state, "loop", 10, looping=True)
-    bring(state, group, [0, 1, 2, 3], TOUCHED, LONG_AGO)
-    group.set_state(1, PINNED)
-    bring(state, group, [4], LOADING, LONG_AGO)
-    bring(state, group, [5], READY, NOW - 2 * ABANDONED_NS)
-    bring(state, group, [6], READY, NOW - ABANDONED_NS // 2)
-    bring(state, group, [7], TOUCHED, NOW - 2 * LAG_NS)
-    bring(state, group, [8], TOUCHED, NOW - LAG_NS // 2)
-    stray(state, group, [0, 2])
+    space = new_group(state, "loop", 10, looping=True)
+    bring(state, space, [0, 1, 2, 3], TOUCHED, LONG_AGO)
+    space.set_state(1, PINNED)
+    bring(state, space, [4], LOADING, LONG_AGO)
+    bring(state, space, [5], READY, NOW - 2 * ABANDONED_NS)
+    bring(state, space, [6], READY, NOW - ABANDONED_NS // 2)
+    bring(state, space, [7], TOUCHED, NOW - 2 * LAG_NS)
+    bring(state, space, [8], TOUCHED, NOW - LAG_NS // 2)
+    stray(state, space, [0, 2])
     state.limit_bytes = 0
     assert sorted(victims(state)) == [("loop", extent) for extent in (0, 2, 3, 5, 7)]
-    group.members[0].node = None
+    space.members[0].node = None
     assert victims(state) == [], "pages of a file without a node cannot be dropped"
 
 
@@ -94,8 +94,8 @@ def test_the_order_of_eviction_is_as_documented() -> None:
     state = new_state(100 * MIB)
     rows, hot = new_group(state, "rows", 40), new_group(state, "hot", 10)
     once, loop = new_group(state, "once", 4), new_group(state, "loop", 8, looping=True)
-    for group in (rows, hot):
-        group.status = bytearray([SINGLE]) * group.count
+    for space in (rows, hot):
+        space.status = bytearray([SINGLE]) * space.count
     hot.hot = set(range(hot.count))
     reserve = ROWS_RESERVE_BYTES // MIB
     stray(state, rows, list(range(reserve + 2)), MIB)
@@ -116,8 +116,8 @@ def test_closed_files_are_evicted_before_open_ones() -> None:
     opened, closed = new_group(state, "opened", 2), new_group(state, "closed", 2)
     open_it(state, opened)
     opened.last_ns, closed.last_ns = 1, 2
-    for group in (opened, closed):
-        bring(state, group, [0, 1], TOUCHED, LONG_AGO)
+    for space in (opened, closed):
+        bring(state, space, [0, 1], TOUCHED, LONG_AGO)
     squeeze(state, 2 * MIB)
     assert victims(state) == [("closed", 0), ("closed", 1)]
 
@@ -126,73 +126,73 @@ def test_charged_extents_can_be_evicted_whatever_happened_to_their_fetch() -> No
     """If the kernel drops an extent in part or does not store it, or storage fails, it must not stay charged forever."""
     state = new_state(10 * MIB)
     state.pool = BufferPool(2, 0)
-    backend = FuseBackend(state, SteerHolder(state, None))  # type: ignore[arg-type]
+    backend = FuseBackend(state, LockedPinStore(state, None))  # type: ignore[arg-type]
     backend.notifier = Mock(store=lambda *_: -errno.ENOMEM)
-    group = new_group(state, "file", 4)
-    (member,) = group.members
+    space = new_group(state, "file", 4)
+    (member,) = space.members
     member.backing = backing = Mock(size=4 * MIB, hidden=False, read_into=lambda _address, size, _offset: size)
-    state.owners[backing] = group, member
-    bring(state, group, [0], TOUCHED, LONG_AGO)
+    state.owners[backing] = space, member
+    bring(state, space, [0], TOUCHED, LONG_AGO)
     into = MemoryRegion(BLOCK_BYTES)
     for _ in range(REFAULTS_MAX):
         Reader(Mock(pins=Mock(pids=())), backend).read(backing, into.address, BLOCK_BYTES, 0, 1)
-    stray(state, group, [2], 8192)
-    not_stored, failed = (backend.claim(group, member, extent, ahead=False) for extent in (1, 2))
+    stray(state, space, [2], 8192)
+    not_stored, failed = (backend.claim(space, member, extent, ahead=False) for extent in (1, 2))
     assert not_stored is not None and failed is not None
-    backend.load(group, member, not_stored)
-    backend.store(group, member, not_stored)
+    backend.load(space, member, not_stored)
+    backend.store(space, member, not_stored)
     backing.read_into = Mock(side_effect=OSError(errno.EIO, "error"))
-    backend.load(group, member, failed)
-    assert failed.error is not None and group.state(1) == ABSENT
-    assert group.charge[2] >= 8192 and state.resident_bytes == sum(group.charge)
+    backend.load(space, member, failed)
+    assert failed.error is not None and space.state(1) == ABSENT
+    assert space.accounted_bytes[2] >= 8192 and state.resident_bytes == sum(space.accounted_bytes)
     state.limit_bytes = 0
-    assert sorted(extent for _, extent in victims(state)) == list(group.charged_extents()) == [0, 1, 2]
+    assert sorted(extent for _, extent in victims(state)) == list(space.charged_extents()) == [0, 1, 2]
 
 
 def test_bytes_of_experts_are_counted_while_they_are_cached() -> None:
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state, layers=1, mib=2), state.mixtures
+    moe, cache = mixture_of(state, layers=1, mib=2), state.expert_cache
 
     def miss(expert: int, works: bool = True) -> None:
         with state.lock:
-            assert cache.missed(mixture, expert) == [expert]
-            assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
-            cache.arrived(mixture, expert, works)
-        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(mixture.kept)
+            assert cache.missed(moe, expert) == [expert]
+            assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(moe.kept)
+            cache.arrived(moe, expert, works)
+        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(moe.kept)
 
     for expert in range(4):
         miss(expert)
     miss(1)  # the kernel reclaimed part of it
     miss(2, works=False)
-    assert mixture.kept == [0, 1, 3] and len(cache.hot) == 3
+    assert moe.kept == [0, 1, 3] and len(cache.hot) == 3
     with state.lock:
-        assert cache.missed(mixture, 0)  # loading, therefore no victim
+        assert cache.missed(moe, 0)  # loading, therefore no victim
         state.resident_bytes += 100 * MIB
         cache.used_bytes += 100 * MIB
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
         cache.used_bytes -= 100 * MIB
-        assert sum(charged for *_, charged in cache.end(state.groups["mixture"])) == 0
-        cache.arrived(mixture, 0, True)
+        assert sum(charged for *_, charged in cache.end(state.spaces["mixture"])) == 0
+        cache.arrived(moe, 0, True)
     assert cache.used_bytes == 0
 
 
 def test_experts_of_a_prompt_are_prefetched_and_evicted_before_those_of_tokens() -> None:
     state = new_state(1024 * MIB)
-    mixture, cache = mixture_of(state, experts=64, mib=1, used=4), state.mixtures
+    moe, cache = mixture_of(state, experts=64, mib=1, used=4), state.expert_cache
     with state.lock:
         for _token in range(20):
             for expert in (3, 9, 20, 21, 64, 70, 71, 99):
-                assert cache.missed(mixture, expert) == [expert], "tokens miss few experts of a layer at a time"
-                cache.arrived(mixture, expert, True)
+                assert cache.missed(moe, expert) == [expert], "tokens miss few experts of a layer at a time"
+                cache.arrived(moe, expert, True)
                 if _token < 19:
-                    cache.lost(mixture, expert)
+                    cache.lost(moe, expert)
         fetched: list[int] = []
         for expert in range(64):
-            if mixture.states[expert] == ABSENT:
-                fetched += cache.missed(mixture, expert)
+            if moe.states[expert] == ABSENT:
+                fetched += cache.missed(moe, expert)
         assert sorted(fetched) == [expert for expert in range(64) if expert not in (3, 9, 20, 21)]
         for expert in fetched:
-            cache.arrived(mixture, expert, True)
+            cache.arrived(moe, expert, True)
         coldest = cache.hot.coldest(64 - 4 - 12)
     assert not {3, 9, 20, 21, 64, 70, 71, 99} & set(coldest)
     assert set(coldest) <= set(fetched)
@@ -200,13 +200,13 @@ def test_experts_of_a_prompt_are_prefetched_and_evicted_before_those_of_tokens()
 
 def test_readahead_around_a_fault_is_dropped_unless_it_belongs_to_cached_experts() -> None:
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state), state.mixtures
+    moe, cache = mixture_of(state), state.expert_cache
     for expert in (4, 6, 8, 9, 10):
-        cache.missed(mixture, expert)
-        cache.arrived(mixture, expert, True)
+        cache.missed(moe, expert)
+        cache.arrived(moe, expert, True)
     reach = 64 << 10
-    cache.faulted(mixture, 5, reach, 0)
-    cache.faulted(mixture, 3, reach, 0)
+    cache.faulted(moe, 5, reach, 0)
+    cache.faulted(moe, 3, reach, 0)
     assert cache.victims() == [], "it stays in spare memory"
     squeeze(state, 0)
     cache.room_bytes = cache.used_bytes
@@ -218,100 +218,100 @@ def test_readahead_around_a_fault_is_dropped_unless_it_belongs_to_cached_experts
 
 def test_experts_are_dropped_in_whole_kernel_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "PAGE_BYTES", 16384)
-    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=3 * 4096)
-    mixture.states[2] = mixture.states[4] = TOUCHED
-    assert all(number % 16384 == 0 for part in (*mixture.ranges(3), *mixture.own(3)) for number in part)
-    assert mixture.own(3) == [(3 * MIB + 16384, MIB - 16384)], "without the pages that it shares"
+    moe = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=3 * 4096)
+    moe.states[2] = moe.states[4] = TOUCHED
+    assert all(number % 16384 == 0 for part in (*moe.ranges(3), *moe.own(3)) for number in part)
+    assert moe.own(3) == [(3 * MIB + 16384, MIB - 16384)], "without the pages that it shares"
 
 
 def test_readahead_beyond_a_slice_is_not_a_use_of_the_next() -> None:
-    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1)
-    start, tail = mixture.layout.starts[3], 7 * BLOCK_BYTES
+    moe = mixture_of(new_state(16 * MIB), layers=1, mib=1)
+    start, tail = moe.layout.starts[3], 7 * BLOCK_BYTES
 
     def own(offset: int, size: int, now_ns: int = NOW) -> bool:
-        return mixture.reads_on(3, start + offset, size, now_ns)
+        return moe.reads_on(3, start + offset, size, now_ns)
 
     assert not own(0, WINDOW_BYTES), "the slice before it is not loading"
-    mixture.states[2] = LOADING
+    moe.states[2] = LOADING
     assert own(0, tail) and own(tail, WINDOW_BYTES), "the rest of a window, and the next window"
     assert not own(tail + WINDOW_BYTES, WINDOW_BYTES), "reads beyond that come from a client"
     assert own(tail, WINDOW_BYTES) and own(0, tail) and not own(0, tail), "in any order, but only once"
     assert own(0, tail, NOW + 10**9), "and again with the next token"
-    assert not mixture.reads_on(0, mixture.layout.starts[0], tail, NOW)
-    mixture.states[2], mixture.came_ns[2] = TOUCHED, 2 * NOW
+    assert not moe.reads_on(0, moe.layout.starts[0], tail, NOW)
+    moe.states[2], moe.came_ns[2] = TOUCHED, 2 * NOW
     assert own(0, tail, 2 * NOW + COMING_NS // 2) and not own(tail, WINDOW_BYTES, 2 * NOW + 2 * COMING_NS), (
         "the slice before it was loaded long ago"
     )
     further, now_ns = 5 * WINDOW_BYTES // 4, 2 * NOW + 2 * 10**9
-    mixture.came_ns[2] = now_ns
+    moe.came_ns[2] = now_ns
     assert not own(further, WINDOW_BYTES, now_ns), "beyond the reach of a window"
     assert not own(0, 2 * WINDOW_BYTES, now_ns + 10**9), "the slice before it was loaded long ago"
-    mixture.came_ns[2] = now_ns + 10**9
+    moe.came_ns[2] = now_ns + 10**9
     assert own(further, WINDOW_BYTES, now_ns + 10**9), "within reach once windows of twice the size were seen"
-    mixture.sweeping = True
+    moe.sweeping = True
     assert not own(0, tail, now_ns + 2 * 10**9), "a prompt reads all experts"
 
 
 def test_no_page_of_a_request_is_stored_before_the_reply() -> None:
     """The kernel keeps them locked until the reply, which waits for the rest of the slice to be stored."""
     state = new_state(64 * MIB)
-    mixture = mixture_of(state, layers=1, mib=1, first_byte=1000)
+    moe = mixture_of(state, layers=1, mib=1, first_byte=1000)
     backing = Mock(size=9 * MIB, read_into=lambda _address, size, _offset: size)
-    mixture.member.backing = backing
-    state.owners[backing] = (mixture.group, mixture.member)
-    backend, into = FuseBackend(state, SteerHolder(state, None)), MemoryRegion(32 * BLOCK_BYTES)  # type: ignore[arg-type]
-    offset, length = mixture.ranges(3)[0]
-    assert offset < mixture.layout.starts[3]
+    moe.member.backing = backing
+    state.owners[backing] = (moe.space, moe.member)
+    backend, into = FuseBackend(state, LockedPinStore(state, None)), MemoryRegion(32 * BLOCK_BYTES)  # type: ignore[arg-type]
+    offset, length = moe.ranges(3)[0]
+    assert offset < moe.layout.starts[3]
     Reader(Mock(pins=Mock(pids=())), backend).read(backing, into.address, into.size, offset - 16 * BLOCK_BYTES, 1)
-    (fetch,) = mixture.loads[3].loading
+    (fetch,) = moe.loads[3].loading
     assert (fetch.offset, fetch.length) == (offset, min(length, BUFFER_BYTES))
     assert fetch.replied == (0, 16 * BLOCK_BYTES)
 
 
 def test_pages_shared_by_experts_are_dropped_with_the_last_of_them() -> None:
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state, layers=1, mib=1, first_byte=1000), state.mixtures
+    moe, cache = mixture_of(state, layers=1, mib=1, first_byte=1000), state.expert_cache
     with state.lock:
         for expert in (2, 3):
-            cache.missed(mixture, expert)
-            cache.arrived(mixture, expert, True)
-    first, last = mixture.ranges(2)[0][0], sum(mixture.ranges(3)[0])
-    between = mixture.ranges(3)[0][0]
+            cache.missed(moe, expert)
+            cache.arrived(moe, expert, True)
+    first, last = moe.ranges(2)[0][0], sum(moe.ranges(3)[0])
+    between = moe.ranges(3)[0][0]
     behind = between + BLOCK_BYTES
-    assert mixture.own(2) == [(first, between - first)] and mixture.own(3) == [(behind, last - behind)]
-    cache.lost(mixture, 2)
-    assert mixture.own(3) == [(between, last - between)]
+    assert moe.own(2) == [(first, between - first)] and moe.own(3) == [(behind, last - behind)]
+    cache.lost(moe, 2)
+    assert moe.own(3) == [(between, last - between)]
 
 
 def test_requested_but_unused_experts_are_evicted_first() -> None:
     """They count as unused only after their layer was computed again: uses of resident experts are sampled."""
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state, layers=3), state.mixtures
+    moe, cache = mixture_of(state, layers=3), state.expert_cache
 
     def evicted() -> set[int]:
         """Return the experts that are evicted when one has to be."""
-        before = set(mixture.kept)
+        before = set(moe.kept)
         squeeze(state, 0)
         cache.room_bytes = cache.used_bytes
         state.resident_bytes -= sum(charged for *_, charged in cache.victims())
-        return before - set(mixture.kept)
+        return before - set(moe.kept)
 
     with state.lock:
         for expert in (1, 3, 5, 9, 11, 17):
-            cache.missed(mixture, expert)
-            cache.arrived(mixture, expert, True)
+            cache.missed(moe, expert)
+            cache.arrived(moe, expert, True)
         for expert in (5, 5, 9, 9, 11, 11, 17):
-            cache.used(mixture, expert)
+            cache.used(moe, expert)
         for expert in (5, 9):
-            mixture.trip(expert)
-        assert list(mixture.unused()) == [] and evicted() == {1}, "the last layer is being computed"
-        mixture.reach(3)
-        assert list(mixture.unused()) == [], "the layer of the expert is being computed"
-        mixture.reach(11)
-        assert list(mixture.unused()) == [5], "9 could be in use now"
+            moe.trip(expert)
+        assert list(moe.unused()) == [] and evicted() == {1}, "the last layer is being computed"
+        moe.reach(3)
+        assert list(moe.unused()) == [], "the layer of the expert is being computed"
+        moe.reach(11)
+        assert list(moe.unused()) == [5], "9 could be in use now"
         assert evicted() == {5}, "although 3 has fewer known uses"
-        mixture.reach(17)
-        assert list(mixture.unused()) == [9] and evicted() == {9}
+        moe.reach(17)
+        assert list(moe.unused()) == [9] and evicted() == {9}
 
 
 def test_tokens_with_unseen_uses_age_earlier_uses() -> None:
@@ -319,19 +319,19 @@ def test_tokens_with_unseen_uses_age_earlier_uses() -> None:
     left: dict[int, int] = {}
     for tokens in (0, 1000):
         state = new_state(64 * MIB)
-        mixture, cache = mixture_of(state), state.mixtures
+        moe, cache = mixture_of(state), state.expert_cache
         with state.lock:
             for expert in (1, 9, 3):
-                cache.missed(mixture, expert)
-                cache.arrived(mixture, expert, True)
+                cache.missed(moe, expert)
+                cache.arrived(moe, expert, True)
             for _ in range(10):
-                cache.used(mixture, 1)
+                cache.used(moe, 1)
             for _ in range(tokens):
-                mixture.reach(9)
-                mixture.reach(3)
-            cache.catch_up(mixture)
+                moe.reach(9)
+                moe.reach(3)
+            cache.catch_up(moe)
             for expert in (3, 3, 9, 9):
-                cache.used(mixture, expert)
+                cache.used(moe, expert)
             least = cache.hot.least()
             assert least is not None
             left[tokens] = least
@@ -341,25 +341,25 @@ def test_tokens_with_unseen_uses_age_earlier_uses() -> None:
 def test_observed_uses_are_not_also_counted_as_unseen() -> None:
     """This holds for any number of checks during a token."""
     state = new_state(64 * MIB)
-    mixture, cache = mixture_of(state), state.mixtures
+    moe, cache = mixture_of(state), state.expert_cache
     hot = cache.hot
     cache.hot = Mock(wraps=hot)
     with state.lock:
         for expert in (1, 9, 3, 11, 5):
-            cache.missed(mixture, expert)
-            cache.arrived(mixture, expert, True)
-            cache.catch_up(mixture)
-        mixture.reach(9)
-        mixture.reach(3)
-        cache.catch_up(mixture)
-    assert mixture.layout.token_uses == 4
+            cache.missed(moe, expert)
+            cache.arrived(moe, expert, True)
+            cache.catch_up(moe)
+        moe.reach(9)
+        moe.reach(3)
+        cache.catch_up(moe)
+    assert moe.layout.token_uses == 4
     assert [call.args for call in cache.hot.skip.call_args_list] == [(4 - 3,), (4 - 2,), (4,)]
 
 
 def test_a_page_shared_by_two_slices_is_not_dropped_with_one_of_them() -> None:
-    mixture = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=100)
-    start, end = mixture.layout.starts[3], mixture.layout.starts[4]
+    moe = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=100)
+    start, end = moe.layout.starts[3], moe.layout.starts[4]
     inside = (-(-start // BLOCK_BYTES) * BLOCK_BYTES, end // BLOCK_BYTES * BLOCK_BYTES)
-    assert mixture.inner(3, start - BLOCK_BYTES, end + BLOCK_BYTES) == [(inside[0], inside[1] - inside[0])]
-    assert mixture.inner(3, inside[1] - BLOCK_BYTES, end) == [(inside[1] - BLOCK_BYTES, BLOCK_BYTES)]
-    assert mixture.inner(3, inside[1], end) == mixture.inner(3, end, 2 * end) == []
+    assert moe.inner(3, start - BLOCK_BYTES, end + BLOCK_BYTES) == [(inside[0], inside[1] - inside[0])]
+    assert moe.inner(3, inside[1] - BLOCK_BYTES, end) == [(inside[1] - BLOCK_BYTES, BLOCK_BYTES)]
+    assert moe.inner(3, inside[1], end) == moe.inner(3, end, 2 * end) == []

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
 from llmcache.kv.csd.profile import ModelledClock
 from llmcache.kv.csd.wire import decode, encode, receive
@@ -132,10 +132,10 @@ def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> N
     before = gathered(device.execute(queries, 0, 1), 3000)
     old = device.process.pid
     os.kill(old, signal.SIGKILL)
-    with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
+    with pytest.raises(MissingRequirement, match="ended by signal 9") as caught:
         device.read(0, 1, [0])
     assert caught.value.exit_code == 3 and caught.value.hint and "restart" in caught.value.hint
-    with pytest.raises(EnvironmentProblem, match="not running"):
+    with pytest.raises(MissingRequirement, match="not running"):
         device.flush()
     device.restart()
     assert device.process.pid != old and device.pages(1, 0) == 188
@@ -150,7 +150,7 @@ def test_a_device_that_hangs_counts_as_dead(make: Make, monkeypatch: pytest.Monk
     device = make()
     filled(device, 100)
     os.kill(device.process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch, pytest.raises(EnvironmentProblem, match="says nothing"):
+    with monkeypatch.context() as patch, pytest.raises(MissingRequirement, match="says nothing"):
         patch.setattr(host, "ANSWER_S", 0.3)
         device.flush()
     assert device.process.poll() is not None, "its process was killed"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.kv.prefix import identity
 from llmcache.kv.prefix.identity import FileIdentity, model_files
 from llmcache.storage import cached_blocks
@@ -84,7 +84,7 @@ def test_a_change_without_another_modification_time_is_noticed(model: Path) -> N
         stream.write(data)
     os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert digest(model) == hashlib.blake2b(data, digest_size=32).hexdigest()
-    with pytest.raises(EnvironmentProblem, match="changed or replaced"):
+    with pytest.raises(MissingRequirement, match="changed or replaced"):
         before.digest()
 
 
@@ -93,10 +93,10 @@ def test_a_replaced_or_removed_file_has_no_identity(model: Path, tmp_path: Path)
     assert found.digest(60)
     (tmp_path / "other").write_bytes(model.read_bytes())
     (tmp_path / "other").replace(model)
-    with pytest.raises(EnvironmentProblem, match="changed or replaced"):
+    with pytest.raises(MissingRequirement, match="changed or replaced"):
         found.digest()
     model.unlink()
-    with pytest.raises(EnvironmentProblem, match="cannot be read"):
+    with pytest.raises(MissingRequirement, match="cannot be read"):
         found.digest()
     with pytest.raises(OSError, match="No such file"):
         FileIdentity(model)
@@ -117,7 +117,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_identity(
 
     monkeypatch.setattr(identity._Reader, "read", read_late)
     found = FileIdentity(model)
-    with pytest.raises(EnvironmentProblem, match="changed"):
+    with pytest.raises(MissingRequirement, match="changed"):
         found.digest(60)
     assert not memories(tmp_path)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
@@ -161,13 +161,13 @@ def test_an_evaluation_error_is_raised_at_its_layer_and_can_be_retried(app: bool
 
     def fail(layer: int) -> None:
         if layer == 1:
-            raise EnvironmentProblem("the device is gone", "restart it")
+            raise MissingRequirement("the device is gone", "restart it")
 
     policy.before_select = fail
     with KvEngine(store, policy, app=app) as engine:
         fill(engine)
         found = [layer_step(engine, 0, 0, 0.2)]
-        with pytest.raises(EnvironmentProblem, match="the device is gone"):
+        with pytest.raises(MissingRequirement, match="the device is gone"):
             layer_step(engine, 1, 0)
         policy.before_select = lambda layer: None
         engine.ahead(1, STREAM.estimate(1, 0))
@@ -181,12 +181,12 @@ def test_an_update_error_is_raised_at_the_end_of_the_step() -> None:
 
     def fail(layer: int) -> None:
         if layer == 1:
-            raise EnvironmentProblem("the disk is full", "make room")
+            raise MissingRequirement("the disk is full", "make room")
 
     policy.before_update = fail
     with KvEngine(store, policy) as engine:
         fill(engine)
-        with pytest.raises(EnvironmentProblem, match="the disk is full"):
+        with pytest.raises(MissingRequirement, match="the disk is full"):
             decode(engine, 0)
         assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], (
             "the other updates were done, in order"
@@ -299,7 +299,7 @@ def test_a_device_killed_during_lookahead_is_reported_and_restarted_without_loss
         assert isinstance(store.ssd, CsdTier)
         os.kill(store.ssd.device.process.pid, signal.SIGKILL)
         engine.ahead(1, STREAM.queries(1, 1))
-        with pytest.raises(EnvironmentProblem, match="emulated device was ended by signal 9"):
+        with pytest.raises(MissingRequirement, match="emulated device was ended by signal 9"):
             layer_step(engine, 1, 1)
         store.restart_device()
         found.append([first, *(layer_step(engine, layer, 1) for layer in (1, 2))])
@@ -310,7 +310,7 @@ def test_a_device_killed_during_lookahead_is_reported_and_restarted_without_loss
 
 def test_a_temporarily_full_disk_causes_only_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
-        raise EnvironmentProblem("context.kv: no space left", "make room")
+        raise MissingRequirement("context.kv: no space left", "make room")
 
     store, policy = spilling(tmp_path, "file")
     with store, KvEngine(store, policy, app=True) as engine:
@@ -320,7 +320,7 @@ def test_a_temporarily_full_disk_causes_only_an_error(tmp_path: Path, monkeypatc
             decode(engine, step)
         with monkeypatch.context() as patched:
             patched.setattr(RawFile, "write", full)
-            with pytest.raises(EnvironmentProblem, match="no space left"):
+            with pytest.raises(MissingRequirement, match="no space left"):
                 layer_step(engine, 0, last)
         found = [layer_step(engine, layer, last) for layer in range(SPEC.layers)]
         engine.finish_step(ids(at(last)), ids(at(last)))

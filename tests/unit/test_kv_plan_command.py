@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.planning import profile
 from llmcache.kv.planning.plan import plan
 from llmcache.kv.planning.profile import HostSpeeds, StorageSpeeds, hardware_of, key_of, profile_of
@@ -126,7 +126,7 @@ def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
     refused = called("kv", "profile", tmp_path / "nowhere")
     assert refused.returncode == 2 and "DIR: " in refused.stderr
     monkeypatch.setattr(profile, "FILE_BYTES", 1 << 60)
-    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
+    with pytest.raises(MissingRequirement, match="No space left") as caught:
         profile.measure_storage(tmp_path)
     assert caught.value.message.startswith("DIR: ") and "free" in (caught.value.hint or "")
 
@@ -135,17 +135,17 @@ def test_storage_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.mkdtemp", forbidden)
-    with pytest.raises(EnvironmentProblem, match=r"DIR: cannot measure in .*Permission denied"):
+    with pytest.raises(MissingRequirement, match=r"DIR: cannot measure in .*Permission denied"):
         profile.measure_storage(tmp_path)
 
 
 def test_a_failed_probe_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_device: object) -> float:
-        raise EnvironmentProblem("its emulated device ended by signal 9", "restart it")
+        raise MissingRequirement("its emulated device ended by signal 9", "restart it")
 
     monkeypatch.setattr(profile, "FILE_BYTES", 16 << 20)
     monkeypatch.setattr(profile, "device_rate", fails)
-    with pytest.raises(EnvironmentProblem, match="DIR: its emulated device ended"):
+    with pytest.raises(MissingRequirement, match="DIR: its emulated device ended"):
         profile.measure_storage(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Bytes
 from llmcache.cli import app
-from llmcache.errors import EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.prefix.state import Joined, State, StateLayout, Uncut, read_state
 from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.spill.raw import RawFile
@@ -215,7 +215,7 @@ def test_eviction_is_lru_and_starts_at_the_end_of_a_prompt(tmp_path: Path) -> No
     store.write(key(8), block(8))
     assert numbers(store) == {0, 1, 6, 7, 8}
     assert sum(entry.size_bytes for entry in store.entries()) <= 6 * FILE_BYTES
-    with pytest.raises(EnvironmentProblem, match="limit"):
+    with pytest.raises(MissingRequirement, match="limit"):
         store.write(key(10), block(10, 10 * FILE_BYTES))
 
 
@@ -274,7 +274,7 @@ def test_a_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
         store.write(key(number), block(number))
     assert numbers(store) == {2, 3, 4}
     free = 0
-    with pytest.raises(EnvironmentProblem, match="space"):
+    with pytest.raises(MissingRequirement, match="space"):
         store.write(key(5), block(5))
     assert not store.entries(), "what others need is given back"
 
@@ -305,7 +305,7 @@ def test_on_a_full_disk_the_oldest_blocks_are_evicted_and_a_failed_write_costs_n
         left = numbers(store)
         assert 8 in left and 3 <= len(left) < 6
         (tmp_path / "foreign").write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096))
-        with monkeypatch.context() as patched, pytest.raises(EnvironmentProblem, match="space"):
+        with monkeypatch.context() as patched, pytest.raises(MissingRequirement, match="space"):
             patched.setattr(store, "lacking", lambda size: 0)  # another process took the space first
             store.write(key(10), block(10))
         assert numbers(store) == left
@@ -405,7 +405,7 @@ def test_planted_symlinks_are_not_followed(store: BlockStore, monkeypatch: pytes
     store.used([key(1)])
     other = "b" * 32
     (store.directory / other).symlink_to(outside)
-    with pytest.raises(EnvironmentProblem, match="cannot store"):
+    with pytest.raises(MissingRequirement, match="cannot store"):
         store.write(key(2, model=other), block(2))
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
         store.describe(other, {"file": "a"})

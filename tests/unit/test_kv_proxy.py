@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore
 from llmcache.kv.proxy import http, prompts, proxy
 from llmcache.kv.proxy.command import address_of
@@ -108,7 +108,7 @@ def test_other_options(tmp_path: Path) -> None:
 )
 def test_bad_calls_are_explained(words: list[str], message: str, tmp_path: Path) -> None:
     error = CliRunner().invoke(cli.app, ["kv", "proxy", str(tmp_path / "kv"), *words]).exception
-    assert isinstance(error, UsageError | EnvironmentProblem) or getattr(error, "exit_code", 0) == 127
+    assert isinstance(error, UsageError | MissingRequirement) or getattr(error, "exit_code", 0) == 127
     assert message in getattr(error, "message", "") and getattr(error, "hint", None)
 
 
@@ -337,5 +337,5 @@ def test_a_file_that_is_not_identified_yet_does_not_keep_the_proxy_from_ending(t
     file, ended = tmp_path / "file", threading.Event()
     file.write_bytes(b"x" * 100)
     assert len(file_digest(str(file), ended)) == 64
-    with pytest.raises(EnvironmentProblem):
+    with pytest.raises(MissingRequirement):
         file_digest(str(tmp_path / "none"), ended)

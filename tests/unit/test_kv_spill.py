@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader, layout, raw, reader
 from llmcache.kv.spill.checksum import by_tables, checksums
 from llmcache.kv.spill.layout import Commit
@@ -143,7 +143,7 @@ def test_one_writer_and_many_readers(tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     with SpillFile.create(path, SHAPE) as file:
         append(file, 0, ids(0, 8))
-        with pytest.raises(EnvironmentProblem, match="another process is writing"):
+        with pytest.raises(MissingRequirement, match="another process is writing"):
             SpillFile.open(path)
         with SpillReader.open(path) as reader:
             assert restored(reader, 0) == list(range(8))
@@ -243,7 +243,7 @@ def test_another_models_file_is_refused(tmp_path: Path, field: str, other: KvSha
 )
 def test_other_files_and_newer_versions_are_refused(tmp_path: Path, place: int, written: bytes, message: str) -> None:
     path = tmp_path / "a.kv"
-    with pytest.raises(EnvironmentProblem, match="No such file"):
+    with pytest.raises(MissingRequirement, match="No such file"):
         SpillReader.open(path)
     SpillFile.create(path, SHAPE).close()
     data = path.read_bytes()
@@ -285,7 +285,7 @@ def test_a_failed_read_among_many_raises_its_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ends at byte 200, but a page extends to byte 210"):
         raw.read_runs(reads(100, 190, 0))
     raw.close()
-    with pytest.raises(EnvironmentProblem, match="reading at 0: Bad file descriptor"):
+    with pytest.raises(MissingRequirement, match="reading at 0: Bad file descriptor"):
         raw.read_runs(reads(100, 0, 150))
 
 
@@ -311,7 +311,7 @@ def test_a_disk_failure_at_any_call_loses_no_flushed_data(tmp_path: Path, name: 
     """After any failure, the file can be opened, has all flushed data, and can be extended."""
     for after in range(100):
         made = None
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EnvironmentProblem):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(MissingRequirement):
             calls_failing(patch, name, code, after)
             made = SpillFile.create(tmp_path / "new.kv", SHAPE)
         if made:
@@ -410,7 +410,7 @@ def test_a_failed_close_raises_and_closes_the_rest(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
     monkeypatch.setattr(os, "close", dead)
-    with pytest.raises(EnvironmentProblem, match="a: closing: Transport endpoint is not connected"):
+    with pytest.raises(MissingRequirement, match="a: closing: Transport endpoint is not connected"):
         raw.close()
     assert sorted(closed) == sorted(expected)
     raw.close()  # nothing is left

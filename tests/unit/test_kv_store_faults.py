@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
@@ -56,12 +56,12 @@ def test_a_full_disk(tmp_path: Path, make: Make, ssd: str) -> None:
         store, plain = make(40, path=small / "a.kv", ssd=ssd)
         ends.callback(crash, store)
         for layer in (0, 1):
-            with pytest.raises(EnvironmentProblem, match="no space left") as caught:
+            with pytest.raises(MissingRequirement, match="no space left") as caught:
                 store.append(layer, *plain.grow(layer, 3000, 1))
             assert caught.value.hint and caught.value.exit_code == 3
         plain.commit(store, 3000, 1)  # the extent of tokens has room for many
         plain.check_all(store)
-        with pytest.raises(EnvironmentProblem, match="no space left"):
+        with pytest.raises(MissingRequirement, match="no space left"):
             store.spill()
         assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "no other files remain"
         (small / "ballast").unlink()
@@ -164,10 +164,10 @@ def test_a_device_killed_while_it_scores(make: Make) -> None:
     blocks = store.score_ssd(1, 0, np.ones((2, 8), np.float32), block_tokens=8)
     next(blocks)
     os.kill(device_of(store).process.pid, signal.SIGKILL)
-    with pytest.raises(EnvironmentProblem, match="ended by signal 9") as caught:
+    with pytest.raises(MissingRequirement, match="ended by signal 9") as caught:
         list(blocks)
     assert caught.value.hint and "restart" in caught.value.hint
-    with pytest.raises(EnvironmentProblem, match="not running"):
+    with pytest.raises(MissingRequirement, match="not running"):
         store.gather(1, Selection.of_pages(np.full((1, 2, 1), 8), 4))
     store.restart_device()
     plain.check(1, store.gather(1, store.everything))
@@ -194,7 +194,7 @@ def test_a_device_killed_while_it_gathers(make: Make, monkeypatch: pytest.Monkey
         return receive(self)
 
     monkeypatch.setattr(Connection, "recv", dying)
-    with pytest.raises(EnvironmentProblem, match="emulated device was ended by signal 9"):
+    with pytest.raises(MissingRequirement, match="emulated device was ended by signal 9"):
         store.gather(1, store.everything)
     monkeypatch.undo()
     store.restart_device()
@@ -213,12 +213,12 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
         os.kill(device.process.pid, signal.SIGKILL)
 
     device.end.send = last
-    with pytest.raises(EnvironmentProblem, match="signal 9"):
+    with pytest.raises(MissingRequirement, match="signal 9"):
         plain.step(store, 1, seed=1)
     other = 0 if store.layer_length(0) == 39 else 1
-    with pytest.raises(EnvironmentProblem, match="not running"):
+    with pytest.raises(MissingRequirement, match="not running"):
         store.append(other, *plain.grow(other, 1, 1))
-    with pytest.raises(EnvironmentProblem, match="not running"):
+    with pytest.raises(MissingRequirement, match="not running"):
         plain.commit(store, 1, 1)
     store.restart_device()
     plain.step(store, 9, seed=2)
@@ -237,7 +237,7 @@ def test_the_spill_file_of_another_model(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="spill file of another model") as caught:
         KvStore.restore(tmp_path / "a.kv", StoreConfig(other))
     assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
-    with pytest.raises(EnvironmentProblem, match="opening"):
+    with pytest.raises(MissingRequirement, match="opening"):
         KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE))
 
 
@@ -298,7 +298,7 @@ def test_no_page_is_removed_before_the_tables_are_written(make: Make, monkeypatc
     store, plain = make(20, batch=3)
     monkeypatch.setattr("llmcache.kv.tiers.table.Tables.write", full)
     for call in (partial(store.select, np.array([0, 1, 0])), store.save, store.spill):
-        with pytest.raises(EnvironmentProblem, match="no space left"):
+        with pytest.raises(MissingRequirement, match="no space left"):
             call()
     monkeypatch.undo()
     crash(store)
@@ -306,7 +306,7 @@ def test_no_page_is_removed_before_the_tables_are_written(make: Make, monkeypatc
         plain.check_all(found)
         found.save()
         monkeypatch.setattr("llmcache.kv.tiers.table.Tables.write", full)
-        with pytest.raises(EnvironmentProblem, match="no space left"):
+        with pytest.raises(MissingRequirement, match="no space left"):
             found.crop(9)
         monkeypatch.undo()
         found.spill()
@@ -404,7 +404,7 @@ def _restored_once_free(path: Path, config: StoreConfig) -> KvStore:
     while True:
         try:
             return KvStore.restore(path, config)
-        except EnvironmentProblem as error:
+        except MissingRequirement as error:
             if "another process is writing" not in error.message or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

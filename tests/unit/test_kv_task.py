@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.bench.question import BenchOptions, task_of
 from llmcache.kv.bench.results import STOCK, Answers, read_task
 from llmcache.kv.bench.task import Candidate, candidates
@@ -170,7 +170,7 @@ def test_texts_of_the_machine_are_from_different_packages_and_name_them(tmp_path
         assert read[int(letter) :].startswith(content)
     again = list(documents(random(), 100, 3, letters, [0], tmp_path))
     assert [one.source for one in again] == [one.source for one in found]
-    with pytest.raises(EnvironmentProblem, match="only 3 of the 4 texts of 165 tokens"):
+    with pytest.raises(MissingRequirement, match="only 3 of the 4 texts of 165 tokens"):
         list(documents(random(), 100, 4, letters, [], tmp_path))
 
 

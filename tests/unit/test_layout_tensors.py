@@ -15,8 +15,8 @@ from llmcache.fs.layout.tensors import (
     LAYERS_MAX,
     OTHERS,
     RUNS_MAX,
-    Anatomy,
     Experts,
+    LayerMap,
     ModelLayout,
     Tensor,
     is_expert,
@@ -121,7 +121,7 @@ def stored(names: list[str], size: int = 100, header: int = 50) -> ModelLayout:
 
 def test_layers_are_in_the_order_of_computation() -> None:
     names = ["output.weight", "token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.attn_q.weight"]
-    parts = list(Anatomy(stored(names)).parts())
+    parts = list(LayerMap(stored(names)).parts())
     assert [part.name for part in parts] == [HEADER, "token_embd.weight", "blk.0", "blk.1", "output.weight"]
     assert [part.tensors for part in parts] == [0, 1, 2, 1, 1]
     assert parts[2].stretches == ((350, 550),) and parts[2].size_bytes == 200
@@ -132,14 +132,14 @@ def test_layers_are_in_the_order_of_computation() -> None:
         ("token_embd.weight", "token_embd.weight"),
     ):
         assert Tensor(name, 0, 1, "").layer == layer
-    strange = list(Anatomy(stored([HEADER, OTHERS])).parts())  # a tensor may have the name of a special layer
+    strange = list(LayerMap(stored([HEADER, OTHERS])).parts())  # a tensor may have the name of a special layer
     assert [(part.name, part.tensors) for part in strange] == [(HEADER, 0), (HEADER, 1), (OTHERS, 1)]
 
 
 @given(st.lists(st.integers(0, 5), max_size=40))
 def test_every_byte_belongs_to_one_layer(layers: list[int]) -> None:
     found = stored([f"blk.{layer}.t{number}.weight" for number, layer in enumerate(layers)])
-    parts = list(Anatomy(found).parts())
+    parts = list(LayerMap(found).parts())
     stretches = sorted(stretch for part in parts for stretch in part.stretches)
     assert stretches[0][0] == 0 and stretches[-1][1] == 50 + 100 * len(layers)
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(stretches))
@@ -149,11 +149,11 @@ def test_every_byte_belongs_to_one_layer(layers: list[int]) -> None:
 
 
 def test_unconventional_names_do_not_add_unlimited_layers() -> None:
-    found = Anatomy(stored([f"strange_{number}" for number in range(5000)]))
+    found = LayerMap(stored([f"strange_{number}" for number in range(5000)]))
     parts = list(found.parts())
     assert len(parts) == LAYERS_MAX + 1 and parts[-1].name == OTHERS
     assert sum(part.tensors for part in parts) == 5000
-    in_turns = Anatomy(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
+    in_turns = LayerMap(stored([f"blk.{number % 2}.t{number}" for number in range(3 * RUNS_MAX)] + ["x" * 1000]))
     parts = list(in_turns.parts())
     assert [part.name for part in parts] == [HEADER, "blk.0", "blk.1", OTHERS]
     assert sum(part.size_bytes for part in parts) == 50 + 100 * (3 * RUNS_MAX + 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from llmcache.errors import DataError, EnvironmentProblem
+from llmcache.errors import DataError, MissingRequirement
 from llmcache.kv.bench.results import STOCK, Bench, Marks, Row, TaskBench
 from llmcache.report import REPRODUCTIONS, reproduce, theme
 from llmcache.report import paper_hillinfer as hill
@@ -312,7 +312,7 @@ def test_the_index_counts_verdicts(failing: dict[str, Exception], tmp_path: Path
 
 
 def test_a_failing_paper_does_not_affect_the_others(failing: dict[str, Exception], tmp_path: Path) -> None:
-    failing[NAMES[1]] = EnvironmentProblem("torch is missing", "install it")
+    failing[NAMES[1]] = MissingRequirement("torch is missing", "install it")
     failing[NAMES[2]] = RuntimeError("a bug")
     shown = run("all", "--quick", "-o", tmp_path)
     papers = document(tmp_path, "all")["papers"]

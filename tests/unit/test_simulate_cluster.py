@@ -13,7 +13,7 @@ import pytest
 from llmcache.cache import cluster
 from llmcache.cache.plan import AUTO, Plan
 from llmcache.cache.simulate import simulate_all
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
 
@@ -70,7 +70,7 @@ def test_the_command_gives_the_same_json(address: str, traces: list[str]) -> Non
 
 def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "__version__", "99.0")
-    with pytest.raises(EnvironmentProblem, match=r"worker tcp://.* has llmcache .*, but this machine has 99\.0"):
+    with pytest.raises(MissingRequirement, match=r"worker tcp://.* has llmcache .*, but this machine has 99\.0"):
         cluster.simulate_on(address, traces, PLAN)
 
 
@@ -78,13 +78,13 @@ def test_another_version_on_the_workers_is_refused(address: str, traces: list[st
 def test_an_unreachable_scheduler_is_an_error(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "tcp://127.0.0.1:1"
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    with pytest.raises(EnvironmentProblem, match=f"--scheduler: cannot reach a Dask scheduler at '{wrong}'"):
+    with pytest.raises(MissingRequirement, match=f"--scheduler: cannot reach a Dask scheduler at '{wrong}'"):
         cluster.simulate_on(wrong, traces, PLAN)
 
 
 def test_a_missing_cluster_extra_is_named(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(EnvironmentProblem) as caught:
+    with pytest.raises(MissingRequirement) as caught:
         cluster.simulate_on("tcp://127.0.0.1:8786", traces, PLAN)
     assert caught.value.hint is not None and "llmcache-toolkit[cluster]" in caught.value.hint
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
-from llmcache.errors import DataError, EnvironmentProblem, MountProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, MountProblem, UsageError
 from llmcache.fs.client import control, mountpoint
 from llmcache.procfs import FileMapping, Mount, mappings
 from llmcache.report.classify import summary
@@ -182,7 +182,7 @@ def answering(program: Path) -> subprocess.Popen[bytes]:
 def test_a_process_is_found_by_name(tmp_path: Path) -> None:
     name = f"model-{os.getpid()}-server"  # longer than the process name in the kernel
     shutil.copy(shutil.which("cat") or "", tmp_path / name)
-    with pytest.raises(EnvironmentProblem, match=f"no process is called '{name}'") as missing:
+    with pytest.raises(MissingRequirement, match=f"no process is called '{name}'") as missing:
         target_of((name,))
     assert missing.value.hint is not None and f"llmcache trace -- {name}" in missing.value.hint
     with pytest.raises(UsageError) as refused:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from llmcache.fs.client.top import HeatLayer
-from llmcache.fs.engine.state import Waits
+from llmcache.fs.engine.state import WaitHistogram
 
 MB = 1_000_000
 
 
 def waits(*waited_ns: int) -> dict[str, Any]:
     """Return the histogram of these waits."""
-    found = Waits()
+    found = WaitHistogram()
     for each in waited_ns:
         found.add(each)
     return found.as_dict()

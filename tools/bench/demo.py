@@ -68,8 +68,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
     """Return the path of the generated model; a model of an earlier run is reused."""
-    mixture = MixtureShape(experts, used, 500_000) if experts else None
-    shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, mixture)
+    moe = MixtureShape(experts, used, 500_000) if experts else None
+    shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, moe)
     (model,) = generate(directory / f"demo-{size}{f'-{experts}x{used}' if experts else ''}.gguf", shape, "gguf", 1, 0)
     return model
 

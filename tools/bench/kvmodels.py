@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.bench.question import TASK_MODELS, model_of
 from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes, take_turns
@@ -395,13 +395,13 @@ def _gpu_rows(model: Any, group: dict[str, Callable[[], Any]], context: int, ste
 
 
 def gpu(scope: BenchScope) -> dict[str, dict[str, Any]]:
-    """Return the time of a token on a GPU, with the caches of transformers and with SpillCache; EnvironmentProblem without a
+    """Return the time of a token on a GPU, with the caches of transformers and with SpillCache; MissingRequirement without a
     GPU.
     """
     import torch
 
     if not torch.cuda.is_available():
-        raise EnvironmentProblem("--only gpu: torch finds no GPU", "run it on a machine with a GPU")
+        raise MissingRequirement("--only gpu: torch finds no GPU", "run it on a machine with a GPU")
     rows: list[dict[str, Any]] = []
     for name, model in _gpu_models(scope):
         context = scope.lengths((GPU_CONTEXTS[name],))[0]
@@ -515,7 +515,7 @@ def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, A
     if args.kvpress and "loss" not in (args.only or PARTS):
         raise UsageError("--kvpress applies only to the part loss", "add --only loss")
     if args.kvpress and not KVPRESS.is_dir():
-        raise EnvironmentProblem(f"--kvpress: {KVPRESS} does not exist", f"set it up: {KVPRESS_COMMAND}")
+        raise MissingRequirement(f"--kvpress: {KVPRESS} does not exist", f"set it up: {KVPRESS_COMMAND}")
     torch.set_num_threads(args.threads)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:

@@ -89,7 +89,7 @@ def by_length(
 ) -> list[LengthRow]:  # fmt: skip
     """Return a row for each cache and length. The caches take turns, step by step.
 
-    EnvironmentProblem: torch or transformers is missing.
+    MissingRequirement: torch or transformers is missing.
     """
     from llmcache.kv.transformers import check_versions
 

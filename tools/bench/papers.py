@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from llmcache.cache.policies import policy_class
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.files import replacing
 from llmcache.kv.bench import synthetic, task
 from llmcache.kv.bench.results import STOCK
@@ -157,7 +157,7 @@ def transfers(quick: bool) -> dict[str, Any]:
                         seconds = _read_s(file, round(share * context) * BATCH)
                         rows.append({"share": share, "context": context, "seconds": seconds})
         except OSError as error:
-            raise EnvironmentProblem(f"{made}: {error.strerror}", "set TMPDIR to a directory with room") from error
+            raise MissingRequirement(f"{made}: {error.strerror}", "set TMPDIR to a directory with room") from error
     return {"layers": 1, "rows": rows}
 
 
@@ -185,7 +185,7 @@ def _read_s(file: SpillFile, tokens: int) -> float:
 
 
 def accuracy(quick: bool) -> dict[str, Any]:
-    """Return figure 8 with the recall model: shares of correct answers. EnvironmentProblem: torch or transformers is
+    """Return figure 8 with the recall model: shares of correct answers. MissingRequirement: torch or transformers is
     missing.
     """
     from llmcache.kv.transformers import check_versions

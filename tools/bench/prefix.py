@@ -25,7 +25,7 @@ import pyarrow
 from rich.console import Console
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
@@ -61,7 +61,7 @@ class PromptClient:
             wrapped = group.wrap(command) if group else command
             result = subprocess.run(wrapped, capture_output=True, text=True, check=False, env=environment())
         if result.returncode:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"the client failed: {result.stderr[-1000:]}", "run it alone: tools/bench/clients/prefix_prompts.py"
             )
         said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
@@ -198,7 +198,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     if not args.model.exists():
-        raise EnvironmentProblem(f"{args.model} does not exist", "tools/test downloads SmolLM2; --model takes another file")
+        raise MissingRequirement(f"{args.model} does not exist", "tools/test downloads SmolLM2; --model takes another file")
     tokens, repeat = (1024, 1) if args.quick else (args.tokens, args.repeat)
     parts: dict[str, Any] = {}
     with workplace(args.dir) as scratch:

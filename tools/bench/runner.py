@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llmcache.cache.loops import RECENT
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.layout.modelfile import model_bytes
 
 from .clients.loop_reader import crcs
@@ -125,10 +125,10 @@ def run_clients(
 
 
 def run_client(group: Cgroup, command: Sequence[str], timeout_s: float) -> ClientRun:
-    """Run one client in `group`; EnvironmentProblem if it exits before its first step."""
+    """Run one client in `group`; MissingRequirement if it exits before its first step."""
     run = run_clients(group, [command], timeout_s)[0]
     if not run.steps and not run.hung:
-        raise EnvironmentProblem(f"{Path(command[1]).name} failed ({run.exit_code}): {run.error[-600:]}")
+        raise MissingRequirement(f"{Path(command[1]).name} failed ({run.exit_code}): {run.error[-600:]}")
     return run
 
 
@@ -204,7 +204,7 @@ def cap_bytes(file: Path, command: Sequence[str], kept_bytes: int) -> int:
 
 
 def record(file: Path, command: Sequence[str], out: Path, memory_bytes: int | None, tier: str = "auto") -> Recording:
-    """Record the reads of `file` by `command`, starting with none of it cached; EnvironmentProblem if that fails."""
+    """Record the reads of `file` by `command`, starting with none of it cached; MissingRequirement if that fails."""
     forget(file)
     with Cgroup("trace", directory=file, memory_bytes=memory_bytes) as group:
         words = ["trace", "-o", str(out), "--force", "--no-writes", "--path", file.name, "--tier", tier, "--"]
@@ -214,9 +214,9 @@ def record(file: Path, command: Sequence[str], out: Path, memory_bytes: int | No
         )  # fmt: skip
     if result.returncode != 0:
         error, _, hint = result.stderr.strip().rpartition("llmcache: error: ")[2].partition("\nhint: ")
-        raise EnvironmentProblem(f"llmcache trace: {error or result.returncode}", hint or None)
+        raise MissingRequirement(f"llmcache trace: {error or result.returncode}", hint or None)
     events = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     starts = tuple(event["start"] for event in events if event["event"] == "step")
     if not starts:
-        raise EnvironmentProblem(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
+        raise MissingRequirement(f"{Path(command[1]).name} failed: {result.stderr.strip()[-600:]}")
     return Recording(out, starts, result.stderr)

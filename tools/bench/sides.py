@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.fs.client.operation import fetch
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.procfs import mounts
@@ -128,14 +128,14 @@ def serving(command: Sequence[str], mountpoint: Path, log: Path) -> Iterator[sub
 
 
 def wait_mounted(mountpoint: Path, daemon: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the mount replies; EnvironmentProblem with the end of the log if the daemon exits or needs more than 120
+    """Return when the mount replies; MissingRequirement with the end of the log if the daemon exits or needs more than 120
     s.
     """
     deadline = time.monotonic() + 120
     while not is_mounted(mountpoint):
         if daemon.poll() is not None or time.monotonic() > deadline:
             what = f"ended with {daemon.returncode}" if daemon.poll() is not None else "did not start within 120 s"
-            raise EnvironmentProblem(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
+            raise MissingRequirement(f"llmcachefs {what}: {log.read_text()[-2000:].strip()}")
         time.sleep(0.02)
     # A mount appears in the mount table before its control socket exists. The first request waits until it serves.
     os.stat(mountpoint)

@@ -29,7 +29,7 @@ from rich.console import Console
 from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
@@ -259,7 +259,7 @@ class Sweeper:
         self._measure(sweep, file, kept, None)
         near = formula_bytes(sweep.loop_bytes, bandwidth, round(kept.median_s * 1e9))
         if not 0 < near < sweep.loop_bytes:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 "the whole loop can be streamed, so no cache size causes stalls",
                 "use a larger loop or a shorter computing time",
             )
@@ -287,7 +287,7 @@ class Sweeper:
                 group.wrap(command), capture_output=True, text=True, timeout=120, env=environment(), check=False
             )
         if result.returncode != 0:
-            raise EnvironmentProblem(f"llmcache size --measure failed: {result.stderr.strip()}")
+            raise MissingRequirement(f"llmcache size --measure failed: {result.stderr.strip()}")
         return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
 
     def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
@@ -302,7 +302,7 @@ class Sweeper:
             command = client("loop_reader", path, "--compute", sweep.compute_s, "--passes", sweep.steps)
             done = run_client(group, command, timeout_s=120 + 8 * sweep.steps * sweep.loop_bytes / sweep.read_bps)
             if not done.ok:
-                raise EnvironmentProblem(f"the reader failed over the mount: {done.error[-400:]}")
+                raise MissingRequirement(f"the reader failed over the mount: {done.error[-400:]}")
             steps = done.measured(sweep.warmup)
             point.seconds.append([step.seconds for step in steps])
             point.storage_bytes.append([step.storage_bytes for step in steps])
@@ -329,13 +329,13 @@ def find_knee(points: Points) -> Knee:
     """Return the knee that fits `points` (cache bytes, seconds) with the least absolute error.
 
     The line is fitted by Theil and Sen (median of all slopes) and the plateau is a median, each over at least two points, so
-    that a single disturbed point moves neither. EnvironmentProblem if no line falls.
+    that a single disturbed point moves neither. MissingRequirement if no line falls.
     """
     ordered = sorted(points)
     fits = [_fit(ordered[:split], ordered[split:]) for split in range(2, len(ordered) - 1)]
     falling = [fit for fit in fits if fit is not None]
     if not falling:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             "passes do not get shorter with a larger cache", "the machine is too busy, or no budget stalls"
         )
     return min(falling, key=lambda knee: sum(abs(seconds - knee.seconds(size)) for size, seconds in ordered))

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.procfs import status_of
 from llmcache.trace.record import Trace
 
@@ -88,7 +88,7 @@ class Tracer:
             if self.said in log.read_text() and not (self.ptraces and status_of(pid)["TracerPid"] == "0"):
                 return
             time.sleep(0.01)
-        raise EnvironmentProblem(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
+        raise MissingRequirement(f"{self.name} does not attach: {log.read_text().strip()[-300:]}")
 
 
 def llmcache(name: str, *options: str) -> Tracer:
@@ -142,7 +142,7 @@ def overheads(client: Path, scratch: Path, seconds: float, rounds: int, console:
             for tracer in list(chosen):
                 try:
                     took = run_client(client, file, seconds, size, tracer, scratch / "out")
-                except EnvironmentProblem as error:
+                except MissingRequirement as error:
                     console.print(f"left out: {error.message}", soft_wrap=True)
                     chosen.remove(tracer)
                     continue
@@ -267,7 +267,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise EnvironmentProblem("no C compiler is installed", "apt-get install gcc")
+        raise MissingRequirement("no C compiler is installed", "apt-get install gcc")
     with workplace(args.dir) as scratch:
         client = scratch / "preads"
         subprocess.run([compiler, "-O2", "-o", str(client), str(CLIENTS / "preads.c")], check=True)

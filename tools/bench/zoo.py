@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 
 from llmcache.cgroup import Cgroup
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
 
 from . import patterns
@@ -180,7 +180,7 @@ def alone_in(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             message = f"another tools/bench zoo uses the files in {directory}"
-            raise EnvironmentProblem(message, "wait until it ends, or choose another --dir") from error
+            raise MissingRequirement(message, "wait until it ends, or choose another --dir") from error
         yield
     finally:
         os.close(fd)

@@ -19,7 +19,7 @@ from numba.core.event import Event, Listener, install_listener
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.models import Models
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,14 +46,14 @@ _forget_stale(Path(__file__).parent.parent)
 def kernel(function: F, **options: bool) -> F:
     """Compile `function` without the GIL, so that a grid of replays runs in threads; numba caches the result on disk.
 
-    The cache is next to the source, or in ~/.cache/numba if that is not writable; EnvironmentProblem if neither is.
+    The cache is next to the source, or in ~/.cache/numba if that is not writable; MissingRequirement if neither is.
     """
     compiler: Any = numba.njit  # its type annotations lack some options that numba itself uses
     try:
         compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
     except RuntimeError as error:
         hint = "set NUMBA_CACHE_DIR to a writable directory"
-        raise EnvironmentProblem(f"cannot write the compilation cache of the replay kernels: {error}", hint) from error
+        raise MissingRequirement(f"cannot write the compilation cache of the replay kernels: {error}", hint) from error
     return compiled
 
 

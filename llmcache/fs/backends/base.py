@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from llmcache.fs.engine.group import Fetch
+from llmcache.fs.engine.space import Fetch
 
 if TYPE_CHECKING:
-    from llmcache.fs.engine.experts import ExpertLoad, Mixture
-    from llmcache.fs.engine.group import Group, Member
+    from llmcache.fs.engine.experts import ExpertLoad, MoeFile
+    from llmcache.fs.engine.space import LoopSpace, SpaceFile
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
@@ -120,7 +120,7 @@ class Backend(Protocol):
     """Moves extents into and out of the page cache."""
 
     in_place: bool
-    """True if the page cache belongs to the files of SOURCE: pages exist before a group begins, and stay valid after it."""
+    """True if the page cache belongs to the files of SOURCE: pages exist before a space begins, and stay valid after it."""
     large_extent: int
     """Bytes of an extent in a large file."""
 
@@ -128,7 +128,7 @@ class Backend(Protocol):
         """Begin to serve; may follow `stop`. `notifier`: of the FUSE session, if there is one."""
 
     def stop(self) -> None:
-        """Discard remaining work, after loaders and groups have ended."""
+        """Discard remaining work, after loaders and spaces have ended."""
 
     def close(self) -> None:
         """Release what `stop` keeps for another `start`, once no client can hang if this process is killed."""
@@ -136,23 +136,23 @@ class Backend(Protocol):
     def guards(self, mountpoint: str) -> bool:
         """Ensure that a sentinel process watches this one where clients would hang; False if the mount was unmounted."""
 
-    def follows(self, group: Group) -> bool:
-        """Return True if loaders should fetch ahead of the readers of `group`. Lock held."""
+    def follows(self, space: LoopSpace) -> bool:
+        """Return True if loaders should fetch ahead of the readers of `space`. Lock held."""
 
-    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+    def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
         """Claim an extent that no reader waits for; return the job that fetches it, or None if that is not possible now.
 
         Lock held.
         """
 
-    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+    def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         """Populate a whole extent that is otherwise read by pages; return False if that fails."""
 
-    def keys(self, group: Group) -> set[tuple[int, int]]:
-        """Return device and inode of the group's files as they appear in the clients' descriptors and mappings."""
+    def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
+        """Return device and inode of the space's files as they appear in the clients' descriptors and mappings."""
 
-    def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` read from storage up to now, by clients and by this process. Lock held."""
+    def read_bytes(self, space: LoopSpace) -> int:
+        """Return the bytes of `space` read from storage up to now, by clients and by this process. Lock held."""
 
     def client_reads(self) -> ClientReads | None:
         """Return the bytes that the kernel read from storage without a request to this process; None if there are none."""
@@ -160,16 +160,16 @@ class Backend(Protocol):
     def faults(self) -> dict[str, int]:
         """Return the counters `lost_touches` and `refused_advice`, or nothing, for `llmcache stats`."""
 
-    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Return those of `extents` that are not in the page cache. Lock held."""
 
-    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Make the next touch of resident extents observable; return those of `extents` for which that worked."""
 
-    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """End the exposure of `extents`; return those that were touched since and for which no request or event was seen."""
 
-    def find_experts(self, mixture: Mixture) -> None:
+    def find_experts(self, moe: MoeFile) -> None:
         """Find the resident experts of a file that was left to the kernel. In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
@@ -179,41 +179,41 @@ class Backend(Protocol):
         """
 
 
-class Holder(Protocol):
+class PinStore(Protocol):
     """Keeps pins. Every method expects the engine's lock.
 
     The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
     """
 
-    def brings_region(self, group: Group, extent: int) -> bool:
+    def brings_region(self, space: LoopSpace, extent: int) -> bool:
         """Return True if `region` is expected to return memory for `extent`."""
         return False
 
-    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
+    def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
         """Return the memory that contains `extent`, or into which it is read to stay, by the core's verdict; else None."""
         return None
 
-    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
+    def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
         """Keep `region`, which the method `region` returned and which now contains `extent`."""
         return
 
-    def stored(self, group: Group, fetch: Fetch) -> None:
+    def stored(self, space: LoopSpace, fetch: Fetch) -> None:
         """Pin the extent of `fetch`, which is now complete in the page cache, if the plan wants it."""
         return
 
-    def skips_trip(self, group: Group, extent: int) -> bool:
+    def skips_trip(self, space: LoopSpace, extent: int) -> bool:
         """Return True if the extent is stored whole, without a tripwire, because it will be pinned."""
         return False
 
-    def pin_ready(self, group: Group) -> None:
+    def pin_ready(self, space: LoopSpace) -> None:
         """Pin the extents that the plan wants and the page cache has."""
         return
 
-    def release(self, group: Group, extents: list[int]) -> None:
+    def release(self, space: LoopSpace, extents: list[int]) -> None:
         """Unpin `extents`."""
         return
 
-    def lock_again(self, group: Group, extents: list[int]) -> None:
+    def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
         """Lock pages of pinned extents again that were dropped and have been read again."""
         return
 
@@ -221,5 +221,5 @@ class Holder(Protocol):
         """Wait until the locks and unlocks requested before are done. Without the engine's lock."""
         return
 
-    def pinned(self, group: Group) -> list[int]:
+    def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents that are pinned."""

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs import syscalls
 from llmcache.fs.backends.touches import FILES, PLACES, RUNS, Touches
-from llmcache.fs.engine.group import PINNED, SINGLE, Group, Member
+from llmcache.fs.engine.space import PINNED, SINGLE, LoopSpace, SpaceFile
 from llmcache.fs.engine.state import LOADS_S
 from llmcache.fs.layout.names import NOT_THERE
 from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
@@ -288,7 +288,7 @@ class File:
     status: os.stat_result
     first: int = -1  # place of its extents in the table of the BPF programs
     mapping: MappedFile | None = None  # while a client has it open
-    group: Group | None = None
+    space: LoopSpace | None = None
     step: int = 1  # one extent in this number is observed
     first_run: int = -1  # place of its runs of slices
     unplaced: bool = False  # there was no room for its extents: it is watched as a whole until there is
@@ -312,7 +312,7 @@ class File:
         return sum(program.maps(*self.key) for program in self.readers)
 
 
-class Places:
+class SlotAllocator:
     """Allocator of stretches in a table of `count` places."""
 
     def __init__(self, count: int) -> None:
@@ -366,7 +366,7 @@ class Files:
         self._requests: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
-        self._places, self._runs = Places(PLACES), Places(RUNS)
+        self._places, self._runs = SlotAllocator(PLACES), SlotAllocator(RUNS)
         self._too_many = False  # logged that there are too many files
         self._advised = False  # logged the advice to use --read-ahead for experts
         self._refused = 0  # times that advice was refused on the memory of clients that have ended
@@ -424,7 +424,7 @@ class Files:
     # The thread
 
     def begin(self) -> None:
-        """Set the readahead before MOUNT is visible, because a file keeps the one it was opened with. EnvironmentProblem."""
+        """Set the readahead before MOUNT is visible, because a file keeps the one it was opened with. MissingRequirement."""
         with self.turn:
             try:
                 self._scan()
@@ -465,7 +465,7 @@ class Files:
                     with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
                         self._scan()
                     self._check_changes()
-                    with contextlib.suppress(EnvironmentProblem, OSError):  # the device was removed
+                    with contextlib.suppress(MissingRequirement, OSError):  # the device was removed
                         self._set_read_ahead()
                 next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
             if began >= next_check:
@@ -605,7 +605,7 @@ class Files:
         else:
             self.engine.adopt(backing)
         owner = self.engine.state.owners.get(backing)
-        if owner is not None and owner[0] is not file.group:
+        if owner is not None and owner[0] is not file.space:
             self._watch_extents(file, *owner)
 
     def _open_by_path(self, file: File) -> int:
@@ -631,38 +631,38 @@ class Files:
             backing.close()
             raise
 
-    def _watch_extents(self, file: File, group: Group, member: Member) -> None:
+    def _watch_extents(self, file: File, space: LoopSpace, member: SpaceFile) -> None:
         self._give_places(file)
-        layout = None if member.mixture is None else member.mixture.layout
+        layout = None if member.moe is None else member.moe.layout
         extents = member.count + (0 if layout is None else len(layout.starts))
-        if not group.paged and self._take_places(file, extents, 0 if layout is None else len(layout.runs)):
+        if not space.paged and self._take_places(file, extents, 0 if layout is None else len(layout.runs)):
             if file.unplaced:
                 log.info("inode %d is steered now", file.status.st_ino)
-            file.group, file.step, file.unplaced = group, 1, False
-            group.lacks_extents = 0
-            self._watch(file, group, member)
-        elif group.paged and not group.lacks_extents:  # left to the kernel
+            file.space, file.step, file.unplaced = space, 1, False
+            space.lacks_extents = 0
+            self._watch(file, space, member)
+        elif space.paged and not space.lacks_extents:  # left to the kernel
             self.touches.ignore(*file.key)
         else:
-            if not file.unplaced and not group.paged:
+            if not file.unplaced and not space.paged:
                 text = "inode %d is not steered for now: no room for its %d extents next to those of files in use"
                 log.warning(text, file.status.st_ino, extents)
-            if not group.paged:
-                group.lacks_extents = extents
+            if not space.paged:
+                space.lacks_extents = extents
             file.unplaced = True
             self._place_whole(file)
 
     def _place_whole(self, file: File) -> None:
         """Free the places of a file's extents, and observe the file as a whole."""
         self._give_places(file)
-        file.group = None
+        file.space = None
         self._watch_whole(file)
 
     def _take_places(self, file: File, extents: int, runs: int) -> bool:
         """Take places for a file, if need be from files that are closed or idle, least recently used first."""
         now_ns = time.monotonic_ns()
         idle = [other for other in self.by_number.values() if other is not file and self._is_idle(other, now_ns)]
-        idle.sort(key=lambda other: (other.mapping is not None, 0 if other.group is None else other.group.last_ns))
+        idle.sort(key=lambda other: (other.mapping is not None, 0 if other.space is None else other.space.last_ns))
         places = self._places.free + sum(self._places.taken_at(other.first) - 1 for other in idle)
         if extents > places or runs > self._runs.free + sum(self._runs.taken_at(other.first_run) for other in idle):
             return False
@@ -676,7 +676,7 @@ class Files:
 
     @staticmethod
     def _is_idle(file: File, now_ns: int) -> bool:
-        return file.group is not None and (file.mapping is None or now_ns - file.group.last_ns > IDLE_NS)
+        return file.space is not None and (file.mapping is None or now_ns - file.space.last_ns > IDLE_NS)
 
     def _place_waiting(self) -> None:
         """Try again to find places for open files that have none."""
@@ -684,22 +684,22 @@ class Files:
             if not file.unplaced or file.mapping is None:
                 continue
             backing = file.mapping.backing
-            if backing not in self.engine.state.owners:  # its group has ended because there is room now
+            if backing not in self.engine.state.owners:  # its space has ended because there is room now
                 self.engine.adopt(backing)
             owner = self.engine.state.owners.get(backing)
             if owner is not None and not owner[0].paged:
                 self._watch_extents(file, *owner)
 
-    def _watch(self, file: File, group: Group, member: Member) -> None:
-        runs = () if member.mixture is None or file.first_run < 0 else member.mixture.layout.runs
+    def _watch(self, file: File, space: LoopSpace, member: SpaceFile) -> None:
+        runs = () if member.moe is None or file.first_run < 0 else member.moe.layout.runs
         first_run = max(file.first_run, 0)
         far = self.read_ahead is None and self.window > SMALL_READ_AHEAD_KB << 10
-        if far and member.mixture is not None and not self._advised and not self._fit():
+        if far and member.moe is not None and not self._advised and not self._fit():
             self._advised = True
             text = "the kernel reads %d KiB around each page fault on an expert (read_ahead_kb): mount MoE models with %s"
             log.warning(text, self.window >> 10, read_ahead_advice())
         self.touches.watch(
-            file.number, file.status, file.first, member.count, group.extent_bytes, file.step, first_run, runs
+            file.number, file.status, file.first, member.count, space.extent_bytes, file.step, first_run, runs
         )
 
     def _give_places(self, file: File) -> None:
@@ -715,16 +715,16 @@ class Files:
                 continue
             with state.lock:
                 owner = state.owners.get(file.mapping.backing)
-                if owner is None or owner[0] is not file.group:
+                if owner is None or owner[0] is not file.space:
                     continue
-                group, member = owner
-                whole = group.status.count(PINNED) + group.status.count(SINGLE) == group.count
+                space, member = owner
+                whole = space.status.count(PINNED) + space.status.count(SINGLE) == space.count
                 if whole and not file.mapping.whole_ns:
                     file.mapping.whole_ns = time.monotonic_ns()
-            step = WHOLE_STEP if whole and not group.evidence.exposed else 1
+            step = WHOLE_STEP if whole and not space.evidence.exposed else 1
             if step != file.step:
                 file.step = step
-                self._watch(file, group, member)
+                self._watch(file, space, member)
 
     def _check_programs(self) -> None:
         """Remove clients that have ended."""
@@ -747,11 +747,11 @@ class Files:
         """
         now_ns = time.monotonic_ns()
         for file in self.by_number.values():
-            group = file.group
-            is_known = group is not None or file.unplaced
+            space = file.space
+            is_known = space is not None or file.unplaced
             if not is_known or not file.programs or now_ns - file.looked_ns < IDLE_NS:
                 continue
-            reader = group.last_pid if group is not None and now_ns - group.last_ns < IDLE_NS else -1
+            reader = space.last_pid if space is not None and now_ns - space.last_ns < IDLE_NS else -1
             if reader in file.programs and len(file.programs) == 1:
                 continue
             file.looked_ns = now_ns
@@ -770,10 +770,10 @@ class Files:
                 self._close(file, file.mapping)
 
     def _close(self, file: File, mapping: MappedFile) -> None:
-        """Close a file's descriptors; its group is forgotten only after it has been idle for long."""
+        """Close a file's descriptors; its space is forgotten only after it has been idle for long."""
         with self.engine.state.lock:
-            for group, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
-                group.lacks_extents = group.lacks_extents if group.paged else 0
+            for space, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
+                space.lacks_extents = space.lacks_extents if space.paged else 0
             file.mapping, file.unplaced = None, False
             if not self.engine.state.ended.wait_for(lambda: not mapping.reads, LOADS_S):
                 mapping.backing.keep_open(f"{mapping.reads} reads have not ended within {LOADS_S:.0f} s")
@@ -783,7 +783,7 @@ class Files:
         """Forget files that were rewritten, truncated or replaced."""
         for file in list(self.by_number.values()):
             if file.mapping is None:
-                if file.group is not None and not file.group.alive:
+                if file.space is not None and not file.space.alive:
                     self._place_whole(file)
                 continue
             status = os.fstat(file.mapping.backing.fd)
@@ -791,7 +791,7 @@ class Files:
                 self._forget(file)
 
     def _forget_deleted(self) -> bool:
-        """Forget open files without a name; return True if a closed file of a group has left its path.
+        """Forget open files without a name; return True if a closed file of a space has left its path.
 
         That file was renamed or deleted; the next walk shows which.
         """
@@ -800,7 +800,7 @@ class Files:
             if file.mapping is not None:
                 if not os.fstat(file.mapping.backing.fd).st_nlink:
                     self._forget(file)
-            elif file.group is not None and file.group.alive and not self._is_at_path(file):
+            elif file.space is not None and file.space.alive and not self._is_at_path(file):
                 has_left = True
         return has_left
 

@@ -33,7 +33,7 @@ from llmcache.fs.backends.base import BOUNCE_BYTES, BUFFER_BYTES, BufferFetch, M
 from llmcache.fs.backends.samples import FilePrograms, Samples
 from llmcache.fs.client.mountpoint import find
 from llmcache.fs.engine.experts import ExpertLoad
-from llmcache.fs.engine.group import (
+from llmcache.fs.engine.space import (
     ABSENT,
     LOADING,
     PINNED,
@@ -42,8 +42,8 @@ from llmcache.fs.engine.group import (
     SPARSE,
     TOUCHED,
     Fetch,
-    Group,
-    Member,
+    LoopSpace,
+    SpaceFile,
     Tripwire,
 )
 from llmcache.fs.engine.state import READ
@@ -51,14 +51,14 @@ from llmcache.procfs import Mount, MountWatch
 from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Holder, KernelNotifier
+    from llmcache.fs.backends.base import KernelNotifier, PinStore
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.engine.experts import Mixture
+    from llmcache.fs.engine.experts import MoeFile
     from llmcache.fs.engine.state import CacheState, Job
     from llmcache.fs.vfs.backing import Backing
 
 
-FAILED = 1 << 20  # value of `Group.missed` for an extent that could not be read: it is never fetched ahead again
+FAILED = 1 << 20  # value of `LoopSpace.missed` for an extent that could not be read: it is never fetched ahead again
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class FuseBackend:
 
     in_place, large_extent = False, LARGE_EXTENT
 
-    def __init__(self, state: CacheState, holder: Holder) -> None:
+    def __init__(self, state: CacheState, holder: PinStore) -> None:
         self.state = state
         self.holder = holder
         self.notifier: KernelNotifier | None = None
@@ -115,57 +115,57 @@ class FuseBackend:
             for offset, length in parts:
                 self.notifier.invalidate(node, offset, length)
 
-    def claim(self, group: Group, member: Member, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
+    def claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
         """Return a fetch of an absent extent for `pid`, or None if there is no buffer for it. Lock held.
 
         The claim is reported as a reference to the extent, so the caller must load it.
         """
-        has_region = self.holder.brings_region(group, extent)
-        buffer = None if has_region else self.state.pool.take(group.extent_bytes, ahead)
+        has_region = self.holder.brings_region(space, extent)
+        buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
             return None
-        verdict = self.state.references.claimed(group, member, extent, pid)
+        verdict = self.state.references.claimed(space, member, extent, pid)
         try:
-            pinned_region = self.holder.region(group, extent, verdict)
-            region = pinned_region or buffer or MemoryRegion(group.extent_bytes)
+            pinned_region = self.holder.region(space, extent, verdict)
+            region = pinned_region or buffer or MemoryRegion(space.extent_bytes)
         except OSError:  # no memory: the extent is streamed, or read by pages
-            self.state.references.lost(group, extent)
+            self.state.references.lost(space, extent)
             pinned_region, verdict = None, MISS
-            buffer = buffer or self.state.pool.take(group.extent_bytes, ahead)
+            buffer = buffer or self.state.pool.take(space.extent_bytes, ahead)
             if buffer is None:
                 return None
             region = buffer
         if pinned_region is not None and buffer is not None:  # this reference has changed the core's plan
             self.state.pool.give(buffer)
             buffer = None
-        offset, length = group.offset_of(member, extent), group.length_of(member, extent)
-        charged = group.charge[extent]
+        offset, length = space.offset_of(member, extent), space.length_of(member, extent)
+        charged = space.accounted_bytes[extent]
         fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
         fetch.keep = verdict == KEPT
-        group.loading[extent] = fetch
-        group.strays.pop(extent, None)
-        group.set_state(extent, LOADING)
-        self.state.charge(group, extent, length)
+        space.loading[extent] = fetch
+        space.partial_extents.pop(extent, None)
+        space.set_state(extent, LOADING)
+        self.state.account(space, extent, length)
         if verdict == HIT:
             fetch.held = True
             fetch.done.set()
         else:
             member.loads += 1
-        if not ahead and group.missed.get(extent, 0) > 0:
-            group.missed[extent] -= 1
+        if not ahead and space.missed.get(extent, 0) > 0:
+            space.missed[extent] -= 1
         return fetch
 
-    def follows(self, group: Group) -> bool:
+    def follows(self, space: LoopSpace) -> bool:
         """Return True unless the space is left to the kernel: any reader that moves may be reading sequentially."""
-        return not group.left
+        return not space.left
 
-    def keys(self, group: Group) -> set[tuple[int, int]]:
-        """Return (device of the mount, node) of the group's files."""
-        return {(self.slices.dev, member.node) for member in group.members if member.node is not None}
+    def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
+        """Return (device of the mount, node) of the space's files."""
+        return {(self.slices.dev, member.node) for member in space.members if member.node is not None}
 
-    def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` read from SOURCE up to now."""
-        return group.read_bytes
+    def read_bytes(self, space: LoopSpace) -> int:
+        """Return the bytes of `space` read from SOURCE up to now."""
+        return space.read_bytes
 
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
@@ -174,43 +174,43 @@ class FuseBackend:
         """Return no counters: no request is lost, and the daemon advises no client's memory."""
         return {}
 
-    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents without accounted bytes."""
-        return [extent for extent in extents if not group.charge[extent]]
+        return [extent for extent in extents if not space.accounted_bytes[extent]]
 
-    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Drop the first page of pinned extents, so that the next touch sends a request."""
         with self.state.lock:
-            places = [(extent, *self._first_page(group, extent)) for extent in extents if group.state(extent) == PINNED]
+            places = [(extent, *self._first_page(space, extent)) for extent in extents if space.state(extent) == PINNED]
         for _, _, node, offset in places:
             if node is not None:
                 self.drop(node, [(offset, PAGE_BYTES)])
         return [extent for extent, _, node, _ in places if node is not None]
 
-    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Lock the dropped pages again. Return nothing, because requests have shown all touches."""
         with self.state.lock:
-            self.holder.lock_again(group, [extent for extent in extents if group.state(extent) == PINNED])
+            self.holder.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
         return ()
 
-    def find_experts(self, mixture: Mixture) -> None:
+    def find_experts(self, moe: MoeFile) -> None:
         """Do nothing: experts are never left to the kernel over FUSE."""
 
     @staticmethod
-    def _first_page(group: Group, extent: int) -> tuple[Member, int | None, int]:
-        member = group.member_of(extent)
-        return member, member.node, group.offset_of(member, extent)
+    def _first_page(space: LoopSpace, extent: int) -> tuple[SpaceFile, int | None, int]:
+        member = space.member_of(extent)
+        return member, member.node, space.offset_of(member, extent)
 
-    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+    def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
         """Claim an extent that no reader waits for; return the job that fetches it, or None without a buffer. Lock held."""
-        fetch = self.claim(group, member, extent, ahead=True, pid=pid)
-        return None if fetch is None else functools.partial(self._load_and_store, group, member, fetch)
+        fetch = self.claim(space, member, extent, ahead=True, pid=pid)
+        return None if fetch is None else functools.partial(self._load_and_store, space, member, fetch)
 
-    def _load_and_store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
-        self.load(group, member, fetch)
-        self.store(group, member, fetch)
+    def _load_and_store(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
+        self.load(space, member, fetch)
+        self.store(space, member, fetch)
 
-    def load(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+    def load(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
         """Read the extent, unless the arena had it; then set `done`, with data or with `error`."""
         if fetch.done.is_set():
             return
@@ -229,62 +229,64 @@ class FuseBackend:
             self.state.load_ended(member)
             if fetch.error is None:
                 self.state.counters.backing_read_bytes += fetch.length
-                group.read_bytes += fetch.length
-                if fetch.keep and group.alive and not fetch.stale:
-                    self.holder.keep(group, fetch.extent, fetch.region)
+                space.read_bytes += fetch.length
+                if fetch.keep and space.alive and not fetch.stale:
+                    self.holder.keep(space, fetch.extent, fetch.region)
             elif fetch.load is None:
-                self._fail(group, fetch)
+                self._fail(space, fetch)
         fetch.done.set()
 
-    def _fail(self, group: Group, fetch: Fetch) -> None:
+    def _fail(self, space: LoopSpace, fetch: Fetch) -> None:
         """Make the extent absent, and never fetch it ahead again; readers get the error from their own read. Lock held."""
         extent = fetch.extent
-        if fetch.keep and group.alive:
-            self.state.references.lost(group, extent)
-        if group.loading.get(extent) is fetch:
-            del group.loading[extent]
-            group.missed[extent] = FAILED
-            group.set_state(extent, SPARSE)
-            self.state.resident_bytes -= group.charge[extent] - fetch.charged
-            group.charge[extent] = fetch.charged
+        if fetch.keep and space.alive:
+            self.state.references.lost(space, extent)
+        if space.loading.get(extent) is fetch:
+            del space.loading[extent]
+            space.missed[extent] = FAILED
+            space.set_state(extent, SPARSE)
+            self.state.resident_bytes -= space.accounted_bytes[extent] - fetch.charged
+            space.accounted_bytes[extent] = fetch.charged
             if fetch.charged:
-                group.strays[extent] = time.monotonic_ns()
+                space.partial_extents[extent] = time.monotonic_ns()
 
-    def store(self, group: Group, member: Member, fetch: BufferFetch) -> None:
+    def store(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
         """Store the loaded extent in the page cache and finish the fetch."""
         with self.state.lock:
-            usable = fetch.error is None and self._current(group, fetch)
-            self.state.storing.append((group, member))
+            usable = fetch.error is None and self._current(space, fetch)
+            self.state.storing.append((space, member))
             trip = (
-                fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(group, fetch.extent)
+                fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(space, fetch.extent)
             )
         failed = -errno.EIO
         try:
             parts = [(PAGE_BYTES, fetch.length)] if trip else [(0, fetch.replied[0]), (fetch.replied[1], fetch.length)]
             failed = next(filter(None, (self._put(member, fetch, *part) for part in parts if usable)), 0)
         finally:
-            self._put_ended(group, member, fetch, trip, usable, failed)
+            self._put_ended(space, member, fetch, trip, usable, failed)
 
-    def _put_ended(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, usable: bool, failed: int) -> None:
+    def _put_ended(
+        self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch, trip: bool, usable: bool, failed: int
+    ) -> None:
         with self.state.lock:
-            self.state.store_ended(group, member)
-            current = self._current(group, fetch)
-            if current and fetch.load is not None and member.mixture is not None:
-                self.slices.ended(member.mixture, fetch, usable and not failed)
+            self.state.store_ended(space, member)
+            current = self._current(space, fetch)
+            if current and fetch.load is not None and member.moe is not None:
+                self.slices.ended(member.moe, fetch, usable and not failed)
             elif current and usable:
-                self._stored(group, member, fetch, trip, failed)
+                self._stored(space, member, fetch, trip, failed)
             elif usable and member.node is not None:
-                # The group has ended since: data stored after its pages were invalidated must be invalidated as well.
-                self.state.debts.append((member.node, fetch.offset, fetch.length, 0))
+                # The space has ended since: data stored after its pages were invalidated must be invalidated as well.
+                self.state.pending_invalidations.append((member.node, fetch.offset, fetch.length, 0))
                 self.state.room.notify()
             self.state.finish(fetch)
         fetch.stored.set()
 
-    def _current(self, group: Group, fetch: BufferFetch) -> bool:
-        """Return False if the group has ended or the file has changed since the claim. Lock held."""
-        return not fetch.stale and (fetch.load is not None or group.loading.get(fetch.extent) is fetch)
+    def _current(self, space: LoopSpace, fetch: BufferFetch) -> bool:
+        """Return False if the space has ended or the file has changed since the claim. Lock held."""
+        return not fetch.stale and (fetch.load is not None or space.loading.get(fetch.extent) is fetch)
 
-    def _put(self, member: Member, fetch: BufferFetch, start: int, end: int) -> int:
+    def _put(self, member: SpaceFile, fetch: BufferFetch, start: int, end: int) -> int:
         if self.notifier is None or member.node is None:
             return -errno.ENOTCONN
         # Rounded up to whole pages: a page that the reply covers in part is left to the next request.
@@ -293,37 +295,37 @@ class FuseBackend:
             return 0
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
 
-    def _stored(self, group: Group, member: Member, fetch: BufferFetch, trip: bool, failed: int) -> None:
+    def _stored(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch, trip: bool, failed: int) -> None:
         """Set the state of an extent after its STORE; `failed` is 0 or the negative errno. Lock held."""
         extent = fetch.extent
-        del group.loading[extent]
+        del space.loading[extent]
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
-            group.set_state(extent, SPARSE if group.missed.get(extent, 0) else ABSENT)
-            group.strays[extent] = time.monotonic_ns()  # the pages that were stored must be evicted some time
+            space.set_state(extent, SPARSE if space.missed.get(extent, 0) else ABSENT)
+            space.partial_extents[extent] = time.monotonic_ns()  # the pages that were stored must be evicted some time
             return
         self.state.counters.stored_bytes += fetch.length
         if trip and not fetch.joined and fetch.length > PAGE_BYTES:
-            group.set_state(extent, READY)
-            group.ready[extent] = time.monotonic_ns()
-            group.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE_BYTES), fetch.held)
+            space.set_state(extent, READY)
+            space.ready[extent] = time.monotonic_ns()
+            space.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE_BYTES), fetch.held)
         else:
-            group.touch(extent, time.monotonic_ns())
+            space.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
                 self.state.consumed(fetch.length, fetch.held)
-        self.holder.stored(group, fetch)
+        self.holder.stored(space, fetch)
 
-    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+    def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         """Store a whole extent that is otherwise read by pages; return False if reading or storing fails."""
         state, notifier = self.state, self.notifier
         try:
-            region = MemoryRegion(group.extent_bytes)
+            region = MemoryRegion(space.extent_bytes)
         except OSError:  # no memory
             return False
-        offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+        offset, length = space.offset_of(member, extent), space.length_of(member, extent)
         with state.lock:
             node = member.node
-            state.storing.append((group, member))
+            state.storing.append((space, member))
             member.loads += 1
         complete = read_whole(state, backing, region, offset, length)
         with state.lock:
@@ -332,13 +334,13 @@ class FuseBackend:
         if complete and notifier is not None and node is not None:
             stored = notifier.store(node, offset, region.address, length) == 0
         with state.lock:
-            state.store_ended(group, member)
+            state.store_ended(space, member)
             state.counters.stored_bytes += length if stored else 0
         return stored
 
-    def under_way(self, group: Group, extent: int) -> BufferFetch:
+    def under_way(self, space: LoopSpace, extent: int) -> BufferFetch:
         """Return the fetch of an extent that is loading. Lock held."""
-        fetch = group.loading[extent]
+        fetch = space.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
 
@@ -392,11 +394,11 @@ class SliceReader:
     def __init__(self, backend: FuseBackend) -> None:
         self.backend = backend
         self.state = backend.state
-        self._strays: list[tuple[Mixture, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
-        self._left = 0  # `MixtureCache.left` when `_due` was last increased
+        self._strays: list[tuple[MoeFile, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
+        self._left = 0  # `ExpertCache.left` when `_due` was last increased
         self._due = 0  # tripwires to set
         self._coldest: Iterator[int] = iter(())  # keys of the experts that get the next tripwires
-        self._sorted = 0  # `MixtureCache.left` when `_coldest` was made
+        self._sorted = 0  # `ExpertCache.left` when `_coldest` was made
         self.dev = 0  # device number of the mount
         self._programs = FilePrograms()
         self._over = threading.Event()
@@ -424,69 +426,69 @@ class SliceReader:
             thread.join(timeout=10)
         self._programs.close()
 
-    def wanted(self, mixture: Mixture, offset: int, size: int) -> int | None:
+    def wanted(self, moe: MoeFile, offset: int, size: int) -> int | None:
         """Return the slice that a request is for; None if it is kernel readahead from the slice before. Lock held."""
-        first = mixture.slice_at(offset)
-        if first is None or mixture.states[mixture.layout.expert_of[first]] != ABSENT:
+        first = moe.slice_at(offset)
+        if first is None or moe.states[moe.layout.expert_of[first]] != ABSENT:
             return first
-        if mixture.reads_on(first, offset, size, time.monotonic_ns()):
+        if moe.reads_on(first, offset, size, time.monotonic_ns()):
             return None
-        end = mixture.end_of(first) // PAGE_BYTES * PAGE_BYTES
-        return first if offset + size < end - PAGE_BYTES else mixture.slice_at(end) if offset + size > end else None
+        end = moe.end_of(first) // PAGE_BYTES * PAGE_BYTES
+        return first if offset + size < end - PAGE_BYTES else moe.slice_at(end) if offset + size > end else None
 
     def claim(
-        self, mixture: Mixture, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
+        self, moe: MoeFile, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
         """Return the fetch that reads a part of a slice, and whether the caller must load it. Lock held.
 
         None: the caller reads only the requested bytes.
         """
-        expert = mixture.layout.expert_of[number]
+        expert = moe.layout.expert_of[number]
         if pid:
-            self._programs.ask(mixture.member.node or 0, pid)
-        if by_client and mixture.states[expert] == TOUCHED:
-            self._came_back(mixture, expert, length)
-        if mixture.states[expert] == ABSENT:
-            experts = self.state.mixtures.missed(mixture, expert) if wanted and by_client else []
-            mixture.fresh.update(experts[:1])
+            self._programs.ask(moe.member.node or 0, pid)
+        if by_client and moe.states[expert] == TOUCHED:
+            self._came_back(moe, expert, length)
+        if moe.states[expert] == ABSENT:
+            experts = self.state.expert_cache.missed(moe, expert) if wanted and by_client else []
+            moe.fresh.update(experts[:1])
             if not experts:
-                self._strays += [(mixture, expert, *part) for part in mixture.inner(number, offset, offset + length)]
+                self._strays += [(moe, expert, *part) for part in moe.inner(number, offset, offset + length)]
                 return None, False
             for each in experts:
-                self._begin(mixture, each, offset)
-                self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), pid)
-        return self._piece(mixture, expert, offset)
+                self._begin(moe, each, offset)
+                self.state.references.slices(moe.space, moe.member, moe.ranges(each), pid)
+        return self._piece(moe, expert, offset)
 
-    def _came_back(self, mixture: Mixture, expert: int, length: int) -> None:
+    def _came_back(self, moe: MoeFile, expert: int, length: int) -> None:
         """Record a request for a resident expert: for its tripwire, or for reclaimed pages. Lock held."""
-        if expert in mixture.trips:
-            del mixture.trips[expert]
-            mixture.reach(expert)
-            self.state.mixtures.used(mixture, expert)
-            mixture.fresh.add(expert)
+        if expert in moe.trips:
+            del moe.trips[expert]
+            moe.reach(expert)
+            self.state.expert_cache.used(moe, expert)
+            moe.fresh.add(expert)
             return
         self.state.counters.refault_bytes += length
-        count = mixture.refaults[expert] = mixture.refaults.get(expert, 0) + 1
+        count = moe.refaults[expert] = moe.refaults.get(expert, 0) + 1
         if count >= REFAULTS_MAX:
-            self.state.mixtures.lost(mixture, expert)
+            self.state.expert_cache.lost(moe, expert)
 
-    def _begin(self, mixture: Mixture, expert: int, offset: int) -> None:
+    def _begin(self, moe: MoeFile, expert: int, offset: int) -> None:
         """Queue the load of an expert; the pieces from `offset` on come first. Lock held."""
         behind: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
-        for start, length in mixture.ranges(expert):
+        for start, length in moe.ranges(expert):
             pieces = [(at, min(PIECE_BYTES, start + length - at)) for at in range(start, start + length, PIECE_BYTES)]
             is_requested = start <= offset < start + length
             behind += [piece for piece in pieces if is_requested and piece[0] + piece[1] > offset]
             others += [piece for piece in pieces if not (is_requested and piece[0] + piece[1] > offset)]
-        mixture.loads[expert] = load = ExpertLoad(behind + others)
-        job = functools.partial(self._bring_next, mixture, expert, load)
+        moe.loads[expert] = load = ExpertLoad(behind + others)
+        job = functools.partial(self._bring_next, moe, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))
         self.state.work.notify(len(load.waiting))
-        self._finish(mixture, expert, load)  # done already, if all of the expert is in extents of the loop
+        self._finish(moe, expert, load)  # done already, if all of the expert is in extents of the loop
 
-    def _piece(self, mixture: Mixture, expert: int, offset: int) -> tuple[BufferFetch | None, bool]:
-        load = mixture.loads.get(expert)
+    def _piece(self, moe: MoeFile, expert: int, offset: int) -> tuple[BufferFetch | None, bool]:
+        load = moe.loads.get(expert)
         if load is None:
             return None, False
         for fetch in load.loading:
@@ -496,12 +498,10 @@ class SliceReader:
                 return fetch, False
         for piece in load.waiting:
             if piece[0] <= offset < piece[0] + piece[1]:
-                return self._take(mixture, expert, load, piece, ahead=False), True
+                return self._take(moe, expert, load, piece, ahead=False), True
         return None, False
 
-    def _take(
-        self, mixture: Mixture, expert: int, load: ExpertLoad, piece: tuple[int, int], ahead: bool
-    ) -> BufferFetch | None:
+    def _take(self, moe: MoeFile, expert: int, load: ExpertLoad, piece: tuple[int, int], ahead: bool) -> BufferFetch | None:
         """Begin to read a piece; None without memory for it. Lock held."""
         offset, length = piece
         buffer = self.state.pool.take(length, ahead)
@@ -510,24 +510,24 @@ class SliceReader:
         except OSError:  # no memory: the piece is read by pages
             load.failed = True
             load.waiting.clear()
-            self._finish(mixture, expert, load)
+            self._finish(moe, expert, load)
             return None
         load.waiting.remove(piece)
-        mixture.member.loads += 1
-        backing = mixture.member.backing
+        moe.member.loads += 1
+        backing = moe.member.backing
         fetch = BufferFetch(expert, length, ahead, backing, buffer=buffer, region=region, offset=offset, load=load)
         load.loading.append(fetch)
         return fetch
 
-    def _bring_next(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
+    def _bring_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
         """Load and store the next piece that no thread has begun; run by loaders."""
         with self.state.lock:
-            fetch = self._take(mixture, expert, load, load.waiting[0], ahead=True) if load.waiting else None
+            fetch = self._take(moe, expert, load, load.waiting[0], ahead=True) if load.waiting else None
         if fetch is not None:
-            self.backend.load(mixture.group, mixture.member, fetch)
-            self.backend.store(mixture.group, mixture.member, fetch)
+            self.backend.load(moe.space, moe.member, fetch)
+            self.backend.store(moe.space, moe.member, fetch)
 
-    def ended(self, mixture: Mixture, fetch: BufferFetch, stored: bool) -> None:
+    def ended(self, moe: MoeFile, fetch: BufferFetch, stored: bool) -> None:
         """Record that a piece is in the page cache, or could not be stored. Lock held."""
         load, expert = fetch.load, fetch.extent
         assert load is not None
@@ -535,16 +535,16 @@ class SliceReader:
         load.failed = load.failed or not stored
         if stored:
             self.state.counters.stored_bytes += fetch.length
-            if 0 <= (start := mixture.probes[expert] - fetch.offset) < fetch.length:
-                mixture.pages[expert] = ctypes.string_at(fetch.region.address + start, PAGE_BYTES)
-        self._finish(mixture, expert, load)
+            if 0 <= (start := moe.probes[expert] - fetch.offset) < fetch.length:
+                moe.pages[expert] = ctypes.string_at(fetch.region.address + start, PAGE_BYTES)
+        self._finish(moe, expert, load)
 
-    def _finish(self, mixture: Mixture, expert: int, load: ExpertLoad) -> None:
-        if not load.waiting and not load.loading and mixture.loads.get(expert) is load:
-            del mixture.loads[expert]
+    def _finish(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
+        if not load.waiting and not load.loading and moe.loads.get(expert) is load:
+            del moe.loads[expert]
             if load.failed:  # drop the pieces that were stored
-                self._strays += [(mixture, expert, offset, length) for offset, length in mixture.own(expert)]
-            self.state.mixtures.arrived(mixture, expert, not load.failed)
+                self._strays += [(moe, expert, offset, length) for offset, length in moe.own(expert)]
+            self.state.expert_cache.arrived(moe, expert, not load.failed)
 
     # The thread
 
@@ -555,7 +555,7 @@ class SliceReader:
                 places = self._stray_places() + self._trip_places()
             for node, offset, length in places:
                 self.backend.drop(node, [(offset, length)])
-            pause_s = LOOK_S if places else IDLE_S if self.state.mixtures.mixtures else UNUSED_S
+            pause_s = LOOK_S if places else IDLE_S if self.state.expert_cache.moe_files else UNUSED_S
 
     def _stray_places(self) -> list[tuple[int, int, int]]:
         strays, self._strays = self._strays, []
@@ -564,12 +564,12 @@ class SliceReader:
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """Set due tripwires; return (node, offset, bytes) of their pages, to be dropped. Lock held."""
-        mixtures = self.state.mixtures
-        for mixture in mixtures.mixtures:
-            mixtures.catch_up(mixture)
+        mixtures = self.state.expert_cache
+        for moe in mixtures.moe_files:
+            mixtures.catch_up(moe)
         self._due += TRIPS * (mixtures.left - self._left)
         self._left = mixtures.left
-        tripwires = sum(len(mixture.trips) for mixture in mixtures.mixtures)
+        tripwires = sum(len(moe.trips) for moe in mixtures.moe_files)
         self._due = min(self._due, len(mixtures.hot) - tripwires)
         places: list[tuple[int, int, int]] = []
         if SORT_SHARE * TRIPS * (mixtures.left - self._sorted) > len(mixtures.hot):
@@ -579,12 +579,12 @@ class SliceReader:
         while len(places) < self._due and (key := next(self._coldest, None)) is not None:
             if key not in mixtures.hot:
                 continue
-            mixture, expert = mixtures.of(key)
-            if expert in mixture.trips or mixture.computes(expert):  # a use in the current layer is counted already
+            moe, expert = mixtures.of(key)
+            if expert in moe.trips or moe.computes(expert):  # a use in the current layer is counted already
                 continue
-            if mixture.member.node is not None:
-                mixture.trip(expert)
-                places.append((mixture.member.node, mixture.probes[expert], PAGE_BYTES))
+            if moe.member.node is not None:
+                moe.trip(expert)
+                places.append((moe.member.node, moe.probes[expert], PAGE_BYTES))
         self._due -= len(places)
         return places
 
@@ -596,15 +596,15 @@ STORE_WAIT_S = 0.005  # for a slice: without this wait, kernel readahead request
 
 
 @dataclass(slots=True)
-class Rest:
+class PendingRead:
     """The part of a read by `pid` that is not answered yet: `size` bytes at `offset` of a file, into memory at `address`.
 
     `pid` is 0 for a process outside this PID namespace, and for pin helpers, whose reads are not `by_client`. `first_byte`:
     offset of the whole request.
     """
 
-    group: Group
-    member: Member
+    space: LoopSpace
+    member: SpaceFile
     backing: Backing
     address: int
     offset: int
@@ -640,12 +640,12 @@ class Reader:
         owner = self.state.owners.get(backing)
         if owner is None or offset + size > owner[1].size_bytes:
             return self.uncached(backing, address, size, offset, by_client)
-        rest, wanted = Rest(*owner, backing, address, offset, size, pid, offset, by_client), None
-        if rest.member.mixture is not None:
+        rest, wanted = PendingRead(*owner, backing, address, offset, size, pid, offset, by_client), None
+        if rest.member.moe is not None:
             with self.state.lock:
-                wanted = self.backend.slices.wanted(rest.member.mixture, offset, size)
+                wanted = self.backend.slices.wanted(rest.member.moe, offset, size)
         while rest.size:
-            part = None if rest.member.mixture is None else self._slice(rest, wanted)
+            part = None if rest.member.moe is None else self._slice(rest, wanted)
             length, count = self._segment(rest) if part is None else part
             rest.address, rest.offset, rest.size = rest.address + count, rest.offset + count, rest.size - count
             if count < length:  # the file was truncated outside the mount
@@ -653,24 +653,24 @@ class Reader:
         done = size - rest.size
         if by_client:
             with self.state.lock:
-                rest.group.request_ends.append((rest.member, offset + done))
+                rest.space.request_ends.append((rest.member, offset + done))
                 self.state.counters.requested_bytes += done
         return done
 
-    def _slice(self, rest: Rest, wanted: int | None) -> tuple[int, int] | None:
+    def _slice(self, rest: PendingRead, wanted: int | None) -> tuple[int, int] | None:
         """Answer the first part of `rest` if it is in a slice; return its bytes and the bytes read, else None."""
-        group, member, offset = rest.group, rest.member, rest.offset
+        space, member, offset = rest.space, rest.member, rest.offset
         with self.state.lock:
-            mixture = member.mixture
-            number = None if mixture is None else mixture.slice_at(offset)
-            if mixture is None or number is None:
+            moe = member.moe
+            number = None if moe is None else moe.slice_at(offset)
+            if moe is None or number is None:
                 return None
-            group.last_ns, group.last_pid = time.monotonic_ns(), rest.pid or group.last_pid
-            length = min(rest.size, mixture.end_of(number) - offset)
+            space.last_ns, space.last_pid = time.monotonic_ns(), rest.pid or space.last_pid
+            length = min(rest.size, moe.end_of(number) - offset)
             slices, is_wanted = self.backend.slices, number == wanted
-            fetch, mine = slices.claim(mixture, number, offset, length, is_wanted, rest.pid, rest.by_client)
-            expert = mixture.layout.expert_of[number]
-            page = mixture.pages.get(expert) if offset == mixture.probes[expert] and length <= PAGE_BYTES else None
+            fetch, mine = slices.claim(moe, number, offset, length, is_wanted, rest.pid, rest.by_client)
+            expert = moe.layout.expert_of[number]
+            page = moe.pages.get(expert) if offset == moe.probes[expert] and length <= PAGE_BYTES else None
         if fetch is None and page is not None:
             ctypes.memmove(rest.address, page, length)
             return length, length
@@ -680,34 +680,34 @@ class Reader:
         length = min(length, fetch.length - start)
         return length, self._answer(rest, fetch, mine, start, length)
 
-    def _segment(self, rest: Rest) -> tuple[int, int]:
+    def _segment(self, rest: PendingRead) -> tuple[int, int]:
         """Answer the first part of `rest`, up to the end of its extent; return its bytes and the bytes read."""
-        group, member, pid = rest.group, rest.member, rest.pid
-        index, start = divmod(rest.offset, group.extent_bytes)
-        extent, length = member.base + index, min(rest.size, group.extent_bytes - start)
+        space, member, pid = rest.space, rest.member, rest.pid
+        index, start = divmod(rest.offset, space.extent_bytes)
+        extent, length = member.base + index, min(rest.size, space.extent_bytes - start)
         trip: Tripwire | None = None
         fetch: BufferFetch | None = None
         with self.state.lock:
-            state = group.state(extent)
+            state = space.state(extent)
             if rest.by_client:
-                group.last_pid = pid
-                self._note(group, extent, state, pid)
-                state = group.state(extent)  # the end of a pass may have changed it
+                space.last_pid = pid
+                self._note(space, extent, state, pid)
+                state = space.state(extent)  # the end of a pass may have changed it
             if state == READY:
-                trip = group.trips.get(extent)
-                self._arrived(group, member, extent, trip)
+                trip = space.trips.get(extent)
+                self._arrived(space, member, extent, trip)
             elif state == LOADING:
-                fetch = self.backend.under_way(group, extent)
+                fetch = self.backend.under_way(space, extent)
                 fetch.users += 1
                 fetch.joined = fetch.joined or rest.by_client
-            elif state in (ABSENT, SPARSE) and member.reachable and group.alive and self._is_sequential(rest, state):
-                fetch = self.backend.claim(group, member, extent, ahead=False, pid=pid)
-            elif state == TOUCHED or (state == PINNED and extent not in group.evidence.exposed):
-                self._refault(group, extent, length)
+            elif state in (ABSENT, SPARSE) and member.reachable and space.alive and self._is_sequential(rest, state):
+                fetch = self.backend.claim(space, member, extent, ahead=False, pid=pid)
+            elif state == TOUCHED or (state == PINNED and extent not in space.evidence.exposed):
+                self._refault(space, extent, length)
             if trip is None and fetch is None:
-                self._stray(group, extent, length)
-                if state == SINGLE and group.alive:
-                    self.state.references.pages(group, member, rest.offset, length, READ, pid)
+                self._stray(space, extent, length)
+                if state == SINGLE and space.alive:
+                    self.state.references.pages(space, member, rest.offset, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
             ctypes.memmove(rest.address, trip.page, length)
             return length, length
@@ -715,66 +715,66 @@ class Reader:
             return length, self._answer(rest, fetch, state != LOADING, start, length)
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
-    def _note(self, group: Group, extent: int, state: int, pid: int) -> None:
+    def _note(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
         """Record a client's touch of an extent. Lock held."""
         if state == SINGLE:
-            group.last_ns = group.seen_ns[extent] = time.monotonic_ns()
-            self.engine.judge.touched_pages(group, extent, group.charge[extent])
+            space.last_ns = space.seen_ns[extent] = time.monotonic_ns()
+            self.engine.judge.touched_pages(space, extent, space.accounted_bytes[extent])
             return
-        done = group.note(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)
+        done = space.record_access(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)
         if done is not None:
-            self.engine.pass_ended(group, done)
-        self.engine.judge.touched(group, extent)
+            self.engine.pass_ended(space, done)
+        self.engine.judge.touched(space, extent)
         self.state.work.notify()
 
     @staticmethod
-    def _is_sequential(rest: Rest, state: int) -> bool:
+    def _is_sequential(rest: PendingRead, state: int) -> bool:
         """Return True if an absent extent is worth fetching whole: it is part of a loop, or continues a sequential read.
 
         Any other request may be for a row of a table, and only its bytes are read.
         """
-        is_sequential = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.group.request_ends
+        is_sequential = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.space.request_ends
         if is_sequential:
-            rest.group.sequential_ns = time.monotonic_ns()
-        return is_sequential or (rest.group.looping and state == ABSENT)
+            rest.space.sequential_ns = time.monotonic_ns()
+        return is_sequential or (rest.space.looping and state == ABSENT)
 
-    def _arrived(self, group: Group, member: Member, extent: int, trip: Tripwire | None) -> None:
+    def _arrived(self, space: LoopSpace, member: SpaceFile, extent: int, trip: Tripwire | None) -> None:
         """Record that a reader has reached an extent that was fetched ahead of it. Lock held."""
-        group.touch(extent, time.monotonic_ns())
-        group.missed.pop(extent, None)
-        length = group.length_of(member, extent)
+        space.touch(extent, time.monotonic_ns())
+        space.missed.pop(extent, None)
+        length = space.length_of(member, extent)
         self.state.consumed(length, trip is not None and trip.held)
         if trip is not None and not trip.held:
             self.state.counters.prefetch_useful_bytes += length
 
-    def _refault(self, group: Group, extent: int, length: int) -> None:
+    def _refault(self, space: LoopSpace, extent: int, length: int) -> None:
         """Record a request for reclaimed pages of a resident extent. Lock held."""
         self.state.counters.refault_bytes += length
-        if group.state(extent) == TOUCHED:
-            count = group.refaults[extent] = group.refaults.get(extent, 0) + 1
+        if space.state(extent) == TOUCHED:
+            count = space.refaults[extent] = space.refaults.get(extent, 0) + 1
             if count >= REFAULTS_MAX:
                 # The kernel has reclaimed most of it: the next request fetches the extent whole.
-                del group.refaults[extent]
-                group.touched.pop(extent, None)
-                group.set_state(extent, ABSENT)
-                group.strays[extent] = time.monotonic_ns()
+                del space.refaults[extent]
+                space.touched.pop(extent, None)
+                space.set_state(extent, ABSENT)
+                space.partial_extents[extent] = time.monotonic_ns()
 
-    def _stray(self, group: Group, extent: int, length: int) -> None:
+    def _stray(self, space: LoopSpace, extent: int, length: int) -> None:
         """Account pages that enter the page cache by a reply without a fetch. Lock held."""
-        self.state.charge(group, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
+        self.state.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
-        if group.state(extent) in (SINGLE, ABSENT, SPARSE):
-            group.strays.pop(extent, None)
-            group.strays[extent] = time.monotonic_ns()
+        if space.state(extent) in (SINGLE, ABSENT, SPARSE):
+            space.partial_extents.pop(extent, None)
+            space.partial_extents[extent] = time.monotonic_ns()
 
-    def _answer(self, rest: Rest, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
+    def _answer(self, rest: PendingRead, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
         """Answer `length` bytes from `start` of a fetch; return the bytes.
 
         `mine`: this thread loads the fetch and queues its STORE; otherwise, another thread does both.
         """
         waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
         if mine:
-            self.backend.load(rest.group, rest.member, fetch)
+            self.backend.load(rest.space, rest.member, fetch)
         else:
             while not fetch.done.wait(WAIT_S):
                 if not self.state.running:
@@ -794,7 +794,7 @@ class Reader:
                     fetch.replied = (first // PAGE_BYTES * PAGE_BYTES, start + length)
                 if rest.by_client and not fetch.held:
                     self.state.demand_waits.add(waited_ns)
-                self.state.jobs.appendleft(functools.partial(self.backend.store, rest.group, rest.member, fetch))
+                self.state.jobs.appendleft(functools.partial(self.backend.store, rest.space, rest.member, fetch))
                 self.state.work.notify()
         if not usable:
             return self.direct(rest.backing, rest.address, length, fetch.offset + start)

@@ -15,7 +15,7 @@ needs memory. The helper reports such pages (`pinhelper.py`), and they are unloc
 
 Mode arena copies pinned extents into the page cache ahead of the reader in every pass, and drops them behind the reader.
 That is slower than locking, but needs no privilege, and the daemon sees every hit. The deterministic core
-(`llmcache.cache.steering`) chooses the pins; `ArenaHolder` only keeps the memory.
+(`llmcache.cache.steering`) chooses the pins; `ArenaPinStore` only keeps the memory.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
-from llmcache.fs.backends.base import Holder, MemoryRegion
+from llmcache.fs.backends.base import MemoryRegion, PinStore
 from llmcache.fs.backends.pinhelper import BATCH_BYTES, Run, add_run, overlap, pieces, take_out
-from llmcache.fs.engine.group import PINNED, READY, TOUCHED, Fetch, Group
+from llmcache.fs.engine.space import PINNED, READY, TOUCHED, Fetch, LoopSpace
 from llmcache.fs.engine.state import CacheState
 from llmcache.fs.services import Services
 from llmcache.fs.vfs.source import LinkTarget
@@ -529,67 +529,67 @@ def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None
     return None
 
 
-class SteerHolder(Holder):
+class LockedPinStore(PinStore):
     """Pin store for steer and in place: pins stay in the page cache, locked through `PinService`."""
 
     def __init__(self, state: CacheState, pins: PinService) -> None:
         self.state = state
         self.pins = pins
 
-    def skips_trip(self, group: Group, extent: int) -> bool:
+    def skips_trip(self, space: LoopSpace, extent: int) -> bool:
         """Return True for wanted extents, which are locked as soon as they are stored."""
-        return bool(group.wanted[extent])
+        return bool(space.wanted[extent])
 
-    def stored(self, group: Group, fetch: Fetch) -> None:
+    def stored(self, space: LoopSpace, fetch: Fetch) -> None:
         """Lock the extent if the plan wants it."""
-        if group.wanted[fetch.extent]:
-            self._pin(group, [fetch.extent])
+        if space.wanted[fetch.extent]:
+            self._pin(space, [fetch.extent])
 
-    def pin_ready(self, group: Group) -> None:
+    def pin_ready(self, space: LoopSpace) -> None:
         """Lock the wanted extents that are ready or touched."""
         present, now_ns = (READY, TOUCHED), time.monotonic_ns()
-        by_rank = zip(group.order.extent_at, group.status, strict=True)
-        wanted = [extent for extent, state in by_rank if state in present and group.wanted[extent]]
-        self._pin(group, [extent for extent in wanted if group.unlockable.get(extent, 0) <= now_ns])
+        by_rank = zip(space.order.extent_at, space.status, strict=True)
+        wanted = [extent for extent, state in by_rank if state in present and space.wanted[extent]]
+        self._pin(space, [extent for extent in wanted if space.unlockable.get(extent, 0) <= now_ns])
 
-    def _pin(self, group: Group, extents: list[int]) -> None:
+    def _pin(self, space: LoopSpace, extents: list[int]) -> None:
         for extent in extents:
-            group.set_state(extent, PINNED)
-            for table in (group.trips, group.ready, group.touched):
+            space.set_state(extent, PINNED)
+            for table in (space.trips, space.ready, space.touched):
                 table.pop(extent, None)
-            group.pinned_bytes += group.length_of(group.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(group, extents):
+            space.pinned_bytes += space.length_of(space.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(space, extents):
             self.pins.lock(member.path, offset, length)
 
-    def release(self, group: Group, extents: list[int]) -> None:
+    def release(self, space: LoopSpace, extents: list[int]) -> None:
         """Unlock extents; their data stays until it is evicted."""
         for extent in extents:
-            if group.state(extent) == PINNED:
-                group.set_state(extent, TOUCHED)
-                group.touched[extent] = 0
-                group.pinned_bytes -= group.length_of(group.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(group, extents):
+            if space.state(extent) == PINNED:
+                space.set_state(extent, TOUCHED)
+                space.touched[extent] = 0
+                space.pinned_bytes -= space.length_of(space.member_of(extent), extent)
+        for member, offset, length in self.state.ranges(space, extents):
             self.pins.unlock(member.path, offset, length)
 
     def settle(self) -> None:
         """Wait until the helpers have served the requests queued before."""
         self.pins.settle(SETTLE_S)
 
-    def lock_again(self, group: Group, extents: list[int]) -> None:
+    def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
         """Lock pages of pinned extents again that were dropped and have been read again."""
-        for member, offset, length in self.state.ranges(group, extents):
+        for member, offset, length in self.state.ranges(space, extents):
             self.pins.lock(member.path, offset, length)
 
-    def pinned(self, group: Group) -> list[int]:
+    def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents in state PINNED."""
-        return [group.order.extent_at[rank] for rank, state in enumerate(group.status) if state == PINNED]
+        return [space.order.extent_at[rank] for rank, state in enumerate(space.status) if state == PINNED]
 
 
-class ArenaHolder(Holder):
+class ArenaPinStore(PinStore):
     """Pin store for arena: pins stay in anonymous memory, one region for each extent, read into directly with O_DIRECT.
 
     Every pass streams through the window; an extent that the core wants is pinned when it is next read. The core also
-    chooses the victims. `regions`: memory of the pinned extents, by group key and extent.
+    chooses the victims. `regions`: memory of the pinned extents, by space key and extent.
     """
 
     def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
@@ -597,31 +597,31 @@ class ArenaHolder(Holder):
         self.core = Steering(state.budget_bytes, self._evicted, on_plan)
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
-    def brings_region(self, group: Group, extent: int) -> bool:
+    def brings_region(self, space: LoopSpace, extent: int) -> bool:
         """Return True for extents that are in the arena, or will be."""
-        return self.core.holds(group.key, extent) or self.core.wants(group.key, extent)
+        return self.core.holds(space.key, extent) or self.core.wants(space.key, extent)
 
-    def region(self, group: Group, extent: int, verdict: int) -> MemoryRegion | None:
+    def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
         """Return the extent's region on a hit, a new region if the core pins it, else None."""
         if verdict == HIT:
-            return self.regions[(group.key, extent)]
-        return MemoryRegion(group.extent_bytes) if verdict == KEPT else None
+            return self.regions[(space.key, extent)]
+        return MemoryRegion(space.extent_bytes) if verdict == KEPT else None
 
-    def keep(self, group: Group, extent: int, region: MemoryRegion) -> None:
+    def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
         """Keep `region`, unless the core has evicted the extent while it was read."""
-        if self.core.holds(group.key, extent):
-            self.regions[(group.key, extent)] = region
+        if self.core.holds(space.key, extent):
+            self.regions[(space.key, extent)] = region
             self.state.held_bytes += region.size
-            group.pinned_bytes += region.size
+            space.pinned_bytes += region.size
 
     def _evicted(self, key: str, extent: int) -> None:
         """Free the region of an evicted extent; one that is still being read is not in `regions` yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
             self.state.held_bytes -= region.size
-            self.state.groups[key].pinned_bytes -= region.size
+            self.state.spaces[key].pinned_bytes -= region.size
             self.state.room.notify()
 
-    def pinned(self, group: Group) -> list[int]:
+    def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents with a region."""
-        return [extent for key, extent in self.regions if key == group.key]
+        return [extent for key, extent in self.regions if key == space.key]

@@ -2,7 +2,7 @@
 
 MOUNT is a bind mount of SOURCE, or both are the same directory.
 
-- Observe: touches that BPF programs report (`touches.py`) drive the same groups, cursors and plans as READ requests do in
+- Observe: touches that BPF programs report (`touches.py`) drive the same spaces, cursors and plans as READ requests do in
   the other modes.
 - Fetch: this process faults on the first page of each huge page of an extent, in a mapping that requests huge pages. The
   file system then reads the huge page into one folio by DMA, for some microseconds of CPU time (measured: 0.02 CPU seconds
@@ -43,14 +43,14 @@ from llmcache.fs.backends.files import CHECK_S, FAILURES_MAX, File, Files, Mappe
 from llmcache.fs.backends.fuse import FAILED
 from llmcache.fs.backends.samples import Samples
 from llmcache.fs.backends.touches import MISS, Touch, Touches
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, Group, Member
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, LoopSpace, SpaceFile
 from llmcache.procfs import MountWatch, mounts
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import KernelNotifier
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.engine.experts import Mixture
+    from llmcache.fs.engine.experts import MoeFile
     from llmcache.fs.engine.state import Job
     from llmcache.fs.vfs.backing import Backing
 
@@ -88,7 +88,7 @@ class BindMount:
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; EnvironmentProblem."""
+        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; MissingRequirement."""
         try:
             self._files.begin()
             self._serve()
@@ -165,7 +165,7 @@ class InPlaceBackend:
             self._sampling.start()
 
     def stop(self) -> None:
-        """Run the queued jobs, which only cancel their fetches, because the groups have ended."""
+        """Run the queued jobs, which only cancel their fetches, because the spaces have ended."""
         while self.state.jobs:
             self.state.jobs.popleft()()
 
@@ -187,23 +187,23 @@ class InPlaceBackend:
 
     # Fetching
 
-    def follows(self, group: Group) -> bool:
+    def follows(self, space: LoopSpace) -> bool:
         """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
 
         False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages. Fetching ahead
         gains nothing there, and if both meet, the kernel continues in small pages, which clients then keep mapped. Once the
         clients pause, extents whose read was not observed are fetched, or found resident.
         """
-        is_kernels = not group.learner.passes and self.files.window >= HUGE_BYTES and group.kept_whole
-        return group.looping and not group.left and not (is_kernels and time.monotonic_ns() - group.last_ns <= STILL_NS)
+        is_kernels = not space.learner.passes and self.files.window >= HUGE_BYTES and space.kept_whole
+        return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
 
-    def keys(self, group: Group) -> set[tuple[int, int]]:
-        """Return device and inode of the group's files."""
-        return {(member.identity.dev, member.identity.ino) for member in group.members if member.identity is not None}
+    def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
+        """Return device and inode of the space's files."""
+        return {(member.identity.dev, member.identity.ino) for member in space.members if member.identity is not None}
 
-    def read_bytes(self, group: Group) -> int:
-        """Return the bytes of `group` read from storage since its files are watched."""
-        files = (self.files.of_node(member.node) for member in group.members)
+    def read_bytes(self, space: LoopSpace) -> int:
+        """Return the bytes of `space` read from storage since its files are watched."""
+        files = (self.files.of_node(member.node) for member in space.members)
         reads = [self.touches.reads(file.number) for file in files if file is not None]
         return sum(map(sum, reads))
 
@@ -215,20 +215,20 @@ class InPlaceBackend:
         """Return the number of lost touches, and of times that the kernel refused advice on a client's memory."""
         return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
-    def absent(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents of which less than half is in the page cache."""
         absent: list[int] = []
         for extent in extents:
-            member = group.member_of(extent)
+            member = space.member_of(extent)
             if member.backing is not None:
-                length = group.length_of(member, extent)
-                pages = syscalls.cached_blocks(member.backing.fd, group.offset_of(member, extent), length)
+                length = space.length_of(member, extent)
+                pages = syscalls.cached_blocks(member.backing.fd, space.offset_of(member, extent), length)
                 absent += [extent] if 2 * pages * BLOCK_BYTES < length else []
         return absent
 
-    def expose(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Clear the accessed bits of the clients that map the files; events show touches by the others."""
-        for file in filter(None, [self.files.of_node(member.node) for member in group.members]):
+        for file in filter(None, [self.files.of_node(member.node) for member in space.members]):
             if 0 in file.programs:  # a client outside this PID namespace, whose page tables cannot be read
                 return ()
             with self.files.lock:
@@ -248,98 +248,98 @@ class InPlaceBackend:
                     return ()
         return extents
 
-    def conclude(self, group: Group, extents: Sequence[int]) -> Sequence[int]:
+    def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Return the extents with a page that a client has touched, by accessed bits."""
         touched: list[int] = []
-        for member in group.members:
+        for member in space.members:
             in_member = [extent for extent in extents if member.base <= extent < member.base + member.count]
             file = self.files.of_node(member.node)
             if in_member and file is not None:
-                parts = [(group.offset_of(member, extent), group.length_of(member, extent)) for extent in in_member]
+                parts = [(space.offset_of(member, extent), space.length_of(member, extent)) for extent in in_member]
                 touched += itertools.compress(in_member, self.samples.touched(file, parts))
         return touched
 
-    def find_experts(self, mixture: Mixture) -> None:
+    def find_experts(self, moe: MoeFile) -> None:
         """Take over the experts that are resident, and queue those resident in part for invalidation."""
         whole: list[int] = []
         debts: list[tuple[int, int, int, int]] = []
-        file = self.files.of_node(mixture.member.node)
+        file = self.files.of_node(moe.member.node)
         if file is None:
             return
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
-            for expert in range(mixture.layout.count):
-                pages = sum(syscalls.cached_blocks(fd, *part) for part in mixture.ranges(expert))
-                if pages * BLOCK_BYTES >= mixture.sizes[expert] > 0:
+            for expert in range(moe.layout.count):
+                pages = sum(syscalls.cached_blocks(fd, *part) for part in moe.ranges(expert))
+                if pages * BLOCK_BYTES >= moe.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
-                    debts += [(mixture.member.node or 0, *part, 0) for part in mixture.own(expert)]
+                    debts += [(moe.member.node or 0, *part, 0) for part in moe.own(expert)]
         with self.state.lock:
-            if mixture.member.mixture is mixture and not mixture.alone:
-                self.state.mixtures.found(mixture, whole)
-                self.state.debts += debts
+            if moe.member.moe is moe and not moe.alone:
+                self.state.expert_cache.found(moe, whole)
+                self.state.pending_invalidations += debts
                 self.state.room.notify()
 
-    def ahead(self, group: Group, member: Member, extent: int, pid: int = 0) -> Job | None:
+    def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
         """Claim an extent; return the job that fetches it. Lock held."""
-        return self._claim(group, member, extent, ahead=True)
+        return self._claim(space, member, extent, ahead=True)
 
-    def _demand(self, group: Group, member: Member, extent: int) -> None:
+    def _demand(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
         """Queue a fetch of a whole extent that a reader has begun to read. Lock held."""
-        if member.reachable and extent not in group.loading:
-            self.state.jobs.append(self._claim(group, member, extent, ahead=False))
+        if member.reachable and extent not in space.loading:
+            self.state.jobs.append(self._claim(space, member, extent, ahead=False))
 
-    def _claim(self, group: Group, member: Member, extent: int, ahead: bool) -> Job:
-        length = group.length_of(member, extent)
-        fetch = Fetch(extent, length, ahead, member.backing, group.charge[extent])
-        group.loading[extent] = fetch
-        group.strays.pop(extent, None)
-        group.touched.pop(extent, None)
-        group.set_state(extent, LOADING)
-        self.state.charge(group, extent, length)
+    def _claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool) -> Job:
+        length = space.length_of(member, extent)
+        fetch = Fetch(extent, length, ahead, member.backing, space.accounted_bytes[extent])
+        space.loading[extent] = fetch
+        space.partial_extents.pop(extent, None)
+        space.touched.pop(extent, None)
+        space.set_state(extent, LOADING)
+        self.state.account(space, extent, length)
         member.loads += 1
-        return functools.partial(self._fetch, group, member, fetch)
+        return functools.partial(self._fetch, space, member, fetch)
 
-    def _fetch(self, group: Group, member: Member, fetch: Fetch) -> None:
+    def _fetch(self, space: LoopSpace, member: SpaceFile, fetch: Fetch) -> None:
         read, mapping = 0, None if fetch.stale else self._begin(member, fetch.backing)
         if mapping is None:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         else:
             try:
-                read = mapping.bring(group.offset_of(member, fetch.extent), fetch.length)
+                read = mapping.bring(space.offset_of(member, fetch.extent), fetch.length)
             except OSError as error:
                 fetch.error = error
         with self.state.lock:
             if mapping is not None:
                 self._end(mapping, fetch.length, read)
             self.state.load_ended(member)
-            if group.loading.get(fetch.extent) is fetch:
-                self._arrived(group, fetch)
+            if space.loading.get(fetch.extent) is fetch:
+                self._arrived(space, fetch)
 
-    def fill(self, group: Group, member: Member, extent: int, backing: Backing) -> bool:
+    def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         """Read a whole extent that is not in a loop; return False if that fails."""
         mapping, read = self._begin(member, backing), -1
         if mapping is None:
             return False
         with contextlib.suppress(OSError):
-            read = mapping.bring(group.offset_of(member, extent), group.length_of(member, extent))
+            read = mapping.bring(space.offset_of(member, extent), space.length_of(member, extent))
         with self.state.lock:
-            self._end(mapping, group.length_of(member, extent), max(read, 0))
+            self._end(mapping, space.length_of(member, extent), max(read, 0))
         return read >= 0
 
-    def _fetch_expert(self, mixture: Mixture, expert: int) -> None:
+    def _fetch_expert(self, moe: MoeFile, expert: int) -> None:
         """Read the absent pages of an expert's slices, by readahead because slices do not begin at huge pages."""
-        file, read, done = self.files.of_node(mixture.member.node), 0, False
+        file, read, done = self.files.of_node(moe.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
-                read = read_ahead(fd, mixture.ranges(expert), self.files.window)
+                read = read_ahead(fd, moe.ranges(expert), self.files.window)
                 done = True
         with self.state.lock:
             self.state.counters.backing_read_bytes += read
             self.state.counters.stored_bytes += read
-            self.state.load_ended(mixture.member)
-            self.state.mixtures.arrived(mixture, expert, done)
+            self.state.load_ended(moe.member)
+            self.state.expert_cache.arrived(moe, expert, done)
 
-    def _begin(self, member: Member, backing: Backing | None) -> MappedFile | None:
+    def _begin(self, member: SpaceFile, backing: Backing | None) -> MappedFile | None:
         """Begin a read of the member's open file; return None if that is no longer `backing`."""
         file = self.files.of_node(member.node)
         with self.state.lock:
@@ -385,23 +385,23 @@ class InPlaceBackend:
             self.state.least_window_bytes = window
             self.engine.replan()
 
-    def _arrived(self, group: Group, fetch: Fetch) -> None:
+    def _arrived(self, space: LoopSpace, fetch: Fetch) -> None:
         """Set the state of an extent whose fetch has ended. Lock held."""
         extent, now_ns = fetch.extent, time.monotonic_ns()
-        del group.loading[extent]
+        del space.loading[extent]
         if fetch.error is not None:
             if fetch.error.errno != errno.ESTALE:
-                group.missed[extent] = FAILED
-            group.set_state(extent, SPARSE if extent in group.missed else ABSENT)
-            group.strays[extent] = now_ns
+                space.missed[extent] = FAILED
+            space.set_state(extent, SPARSE if extent in space.missed else ABSENT)
+            space.partial_extents[extent] = now_ns
         elif fetch.ahead and not fetch.joined:
-            group.set_state(extent, READY)
-            group.ready[extent] = now_ns
+            space.set_state(extent, READY)
+            space.ready[extent] = now_ns
         else:
-            group.touch(extent, now_ns)
-            self.state.consumed(self.engine.judge.used_bytes(group, extent), False)
+            space.touch(extent, now_ns)
+            self.state.consumed(self.engine.judge.used_bytes(space, extent), False)
         if fetch.error is None:
-            self.engine.holder.stored(group, fetch)
+            self.engine.holder.stored(space, fetch)
 
     # Dropping
 
@@ -444,95 +444,95 @@ class InPlaceBackend:
             return False
         mapping = file.mapping
         owner = self.state.owners.get(mapping.backing) if mapping is not None else None
-        is_unknown = owner is None or (owner[0] is not file.group and not file.unplaced)
+        is_unknown = owner is None or (owner[0] is not file.space and not file.unplaced)
         if is_unknown or touch.pid not in file.programs:
             self.files.ask(file, touch.pid)
-        if owner is None or owner[0] is not file.group:
+        if owner is None or owner[0] is not file.space:
             return False
-        group, member = owner
+        space, member = owner
         if touch.extent >= member.count:
-            if member.mixture is not None:
-                self._slice_touched(member.mixture, touch.extent - member.count, touch)
+            if member.moe is not None:
+                self._slice_touched(member.moe, touch.extent - member.count, touch)
             return False
-        if group.alive:
-            self._note(group, member, file, member.base + touch.extent, touch)
-        return group.alive
+        if space.alive:
+            self._note(space, member, file, member.base + touch.extent, touch)
+        return space.alive
 
-    def _slice_touched(self, mixture: Mixture, number: int, touch: Touch) -> None:
+    def _slice_touched(self, moe: MoeFile, number: int, touch: Touch) -> None:
         """Handle a touch of a slice: a page of it was missed, or was mapped. Lock held."""
-        if mixture.alone:
+        if moe.alone:
             return
-        expert = mixture.layout.expert_of[number]
-        state = mixture.states[expert]
+        expert = moe.layout.expert_of[number]
+        state = moe.states[expert]
         if state == ABSENT or (state == LOADING and touch.flags & MISS):
-            self.state.mixtures.faulted(mixture, number, min(REACH_MAX_BYTES, self.files.window // 2), touch.t_ns)
-        if state == LOADING or (state == TOUCHED and not (touch.flags & MISS and self._lacks(mixture, number))):
+            self.state.expert_cache.faulted(moe, number, min(REACH_MAX_BYTES, self.files.window // 2), touch.t_ns)
+        if state == LOADING or (state == TOUCHED and not (touch.flags & MISS and self._lacks(moe, number))):
             return  # counted when its load was requested, or by the next sample
-        experts = self.state.mixtures.missed(mixture, expert)
-        mixture.fresh.update(experts[:1])
+        experts = self.state.expert_cache.missed(moe, expert)
+        moe.fresh.update(experts[:1])
         for each in experts:
-            self.state.references.slices(mixture.group, mixture.member, mixture.ranges(each), touch.pid)
-            mixture.member.loads += 1
-            self.state.jobs.append(functools.partial(self._fetch_expert, mixture, each))
+            self.state.references.slices(moe.space, moe.member, moe.ranges(each), touch.pid)
+            moe.member.loads += 1
+            self.state.jobs.append(functools.partial(self._fetch_expert, moe, each))
             self.state.work.notify()
 
-    def _lacks(self, mixture: Mixture, number: int) -> bool:
+    def _lacks(self, moe: MoeFile, number: int) -> bool:
         """Return True if the kernel has reclaimed pages of a slice; a miss alone may be of a page that is being read."""
-        file = self.files.of_node(mixture.member.node)
+        file = self.files.of_node(moe.member.node)
         if file is None or file.mapping is None:
             return False
-        offset, length = mixture.pages_of(number)
+        offset, length = moe.pages_of(number)
         return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
-    def _note(self, group: Group, member: Member, file: File, extent: int, touch: Touch) -> None:
+    def _note(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
         """Handle a touch of an extent. Lock held."""
-        state, now_ns = group.state(extent), touch.t_ns
-        length = group.length_of(member, extent)
-        group.last_pid = touch.pid
+        state, now_ns = space.state(extent), touch.t_ns
+        length = space.length_of(member, extent)
+        space.last_pid = touch.pid
         if state == SINGLE:
-            group.last_ns = group.seen_ns[extent] = now_ns
+            space.last_ns = space.seen_ns[extent] = now_ns
             if file.mapping is not None:
-                pages = syscalls.cached_blocks(file.mapping.backing.fd, group.offset_of(member, extent), length)
-                self.engine.judge.touched_pages(group, extent, pages * BLOCK_BYTES)
+                pages = syscalls.cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
+                self.engine.judge.touched_pages(space, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
-        done = group.note(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE), touch.pid)
+        done = space.record_access(extent, now_ns, bool(touch.flags & MISS) and state in (ABSENT, SPARSE), touch.pid)
         if done is not None:
-            self.engine.pass_ended(group, done)
-            state = group.state(extent)
-        self.engine.judge.touched(group, extent)
-        if not group.looping or group.left:
+            self.engine.pass_ended(space, done)
+            state = space.state(extent)
+        self.engine.judge.touched(space, extent)
+        if not space.looping or space.left:
             return
         if state not in (TOUCHED, PINNED):
-            self.state.references.claimed(group, member, extent, touch.pid)
-        if state == ABSENT or (state == SPARSE and group.continues(extent)):
-            self._demand(group, member, extent)
+            self.state.references.claimed(space, member, extent, touch.pid)
+        if state == ABSENT or (state == SPARSE and space.continues(extent)):
+            self._demand(space, member, extent)
         elif state == LOADING:
-            fetch = group.loading[extent]
+            fetch = space.loading[extent]
             if fetch.ahead and not fetch.joined:
                 self.state.counters.prefetch_late_bytes += length
             fetch.joined = True
         elif state == READY:
-            group.touch(extent, now_ns)
-            group.missed.pop(extent, None)
-            used_bytes = self.engine.judge.used_bytes(group, extent)
+            space.touch(extent, now_ns)
+            space.missed.pop(extent, None)
+            used_bytes = self.engine.judge.used_bytes(space, extent)
             self.state.consumed(used_bytes, False)
             self.state.counters.prefetch_useful_bytes += used_bytes
         elif state == TOUCHED:
-            self._came_back(group, member, file, extent, touch, length)
+            self._came_back(space, member, file, extent, touch, length)
 
-    def _came_back(self, group: Group, member: Member, file: File, extent: int, touch: Touch, length: int) -> None:
+    def _came_back(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch, length: int) -> None:
         """Handle a touch of an extent that was read before: a hit, or a miss if the kernel has reclaimed it. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
-            offset = group.offset_of(member, extent)
+            offset = space.offset_of(member, extent)
             if syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
-                self._demand(group, member, extent)
+                self._demand(space, member, extent)
                 return
-        is_same_visit = touch.t_ns - group.touched.get(extent, 0) < AGAIN_NS
-        group.touch(extent, touch.t_ns)
+        is_same_visit = touch.t_ns - space.touched.get(extent, 0) < AGAIN_NS
+        space.touch(extent, touch.t_ns)
         if not is_same_visit:
-            self.state.consumed(self.engine.judge.used_bytes(group, extent), True)
+            self.state.consumed(self.engine.judge.used_bytes(space, extent), True)
 
     # The renewing thread
 
@@ -577,23 +577,23 @@ class InPlaceBackend:
         state = self.state
         with state.lock:
             owner = state.owners.get(mapping.backing)
-            if owner is None or owner[0] is not file.group or mapping.renewed >= owner[1].count:
+            if owner is None or owner[0] is not file.space or mapping.renewed >= owner[1].count:
                 return False
-            group, member = owner
+            space, member = owner
             extents = range(member.base + mapping.renewed, member.base + member.count)[:RENEWAL_EXTENTS]
             mapping.renewed += len(extents)
-            small = [extent for extent in extents if group.state(extent) == PINNED]
-        parts = {extent: (group.offset_of(member, extent), group.length_of(member, extent)) for extent in small}
+            small = [extent for extent in extents if space.state(extent) == PINNED]
+        parts = {extent: (space.offset_of(member, extent), space.length_of(member, extent)) for extent in small}
         small = [extent for extent in small if not mapping.is_huge(*parts[extent])]
         if not small:
             return True
         with state.lock:
             if state.owners.get(mapping.backing) is not owner or not member.reachable:
                 return False
-            small = [extent for extent in small if group.state(extent) == PINNED]
-            self.engine.holder.release(group, small)
-            state.resident_bytes -= sum(map(group.forget, small))
-            jobs = [self._claim(group, member, extent, ahead=True) for extent in small]
+            small = [extent for extent in small if space.state(extent) == PINNED]
+            self.engine.holder.release(space, small)
+            state.resident_bytes -= sum(map(space.forget, small))
+            jobs = [self._claim(space, member, extent, ahead=True) for extent in small]
         self.engine.pins.settle(PINS_S)
         for extent in small:
             self.drop(file.status.st_ino, [parts[extent]])

@@ -318,19 +318,19 @@ class HighLimits:
     FILES = ("memory.high", "memory.current", "memory.stat")
 
     def __init__(self) -> None:
-        self.groups: list[list[int]] = []
+        self.spaces: list[list[int]] = []
         with open("/proc/self/cgroup") as stream:
             cgroup = next((line[3:].strip() for line in stream if line.startswith("0::")), "/")
         while cgroup != "/":
             directory = "/sys/fs/cgroup" + cgroup
             with contextlib.suppress(OSError):  # no memory controller, or cgroup v1, which has no such limit
-                self.groups.append([os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in self.FILES])
+                self.spaces.append([os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in self.FILES])
             cgroup = os.path.dirname(cgroup)
 
     def excess(self) -> int:
         """Return the largest excess over a limit, in bytes that cannot be reclaimed; negative without an excess."""
         worst = -1
-        for high, current, stat_fd in self.groups:
+        for high, current, stat_fd in self.spaces:
             with contextlib.suppress(OSError):  # the cgroup was removed
                 limit = os.pread(high, 64, 0).strip()
                 if limit != b"max":
@@ -346,7 +346,7 @@ class HighLimits:
 def watch(helper: Helper, limits: HighLimits) -> None:
     """Keep the locked memory within memory.high; never returns."""
     # Each call once now, so that its memory, in the kernel too, is allocated before the limit is exceeded.
-    for _, current, stat_fd in limits.groups:
+    for _, current, stat_fd in limits.spaces:
         with contextlib.suppress(OSError):
             limits.used(current, stat_fd)
     unlock(0, 0)
@@ -408,7 +408,7 @@ def main() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the pipe of a killed daemon may close before prctl's signal arrives
     helper = Helper(sys.argv[1])
     limits = HighLimits()
-    if limits.groups:
+    if limits.spaces:
         if os.geteuid() == 0:  # otherwise it would count towards RLIMIT_MEMLOCK
             libc.mlockall(MCL_CURRENT)
         threading.Thread(target=watch, args=(helper, limits), daemon=True).start()

@@ -21,7 +21,7 @@ from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.files import File, Files
-    from llmcache.fs.engine.experts import Mixture
+    from llmcache.fs.engine.experts import MoeFile
     from llmcache.fs.engine.state import CacheState
 
 log = logging.getLogger(__name__)
@@ -151,19 +151,19 @@ class Samples:
         """Count uses of experts; return the seconds until the next sample."""
         began, began_s = time.thread_time(), time.monotonic()
         with self._state.lock:
-            residents = [(mixture, mixture.kept) for mixture in self._state.mixtures.mixtures]
+            residents = [(moe, moe.kept) for moe in self._state.expert_cache.moe_files]
         if not any(kept for _, kept in residents) or not self.can_read():
             return CHECK_S
-        for mixture, kept in residents:
-            if kept and (file := self._files.of_node(mixture.member.node)) is not None:
-                used = self._accessed(file, mixture, kept)
+        for moe, kept in residents:
+            if kept and (file := self._files.of_node(moe.member.node)) is not None:
+                used = self._accessed(file, moe, kept)
                 with self._state.lock:
-                    self._state.mixtures.catch_up(mixture)
-                self._count(mixture, used)
+                    self._state.expert_cache.catch_up(moe)
+                self._count(moe, used)
         pause_s = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began))
         return max(0.0, began_s + pause_s - time.monotonic())
 
-    def _accessed(self, file: File | RequestedFile, mixture: Mixture, experts: Sequence[int]) -> list[int]:
+    def _accessed(self, file: File | RequestedFile, moe: MoeFile, experts: Sequence[int]) -> list[int]:
         """Return those of `experts` that were used since the last sample.
 
         Return none if several clients map the file, because the accessed bits of such pages are not cleared.
@@ -172,18 +172,18 @@ class Samples:
             mappers = [program for program in file.readers if program.maps(*file.key)]
             if len(mappers) != 1:
                 return []
-            addresses = mappers[0].addresses_of(*file.key, list(map(mixture.probes.__getitem__, experts)))
+            addresses = mappers[0].addresses_of(*file.key, list(map(moe.probes.__getitem__, experts)))
             accessed = self._accessed_pages(mappers[0].pid, addresses)
             mappers[0].cool(list(itertools.compress(addresses, accessed)))
             return list(itertools.compress(experts, accessed))
 
-    def _count(self, mixture: Mixture, used: list[int]) -> None:
+    def _count(self, moe: MoeFile, used: list[int]) -> None:
         for first in range(0, len(used), USES):
             with self._state.lock:
-                if mixture.member.mixture is not mixture or mixture.alone:
+                if moe.member.moe is not moe or moe.alone:
                     return
                 for expert in used[first : first + USES]:
-                    if expert in mixture.fresh:
-                        mixture.fresh.discard(expert)
+                    if expert in moe.fresh:
+                        moe.fresh.discard(expert)
                     else:
-                        self._state.mixtures.used(mixture, expert)
+                        self._state.expert_cache.used(moe, expert)

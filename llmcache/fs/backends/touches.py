@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import Ring
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.fs import syscalls
 from llmcache.fs.backends.base import ClientReads
 from llmcache.procfs import fstype_at
@@ -75,7 +75,7 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
         if not has_tracepoint("mm_filemap_get_pages"):
             return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"
         programs = _load_attached()
-    except EnvironmentProblem as problem:
+    except MissingRequirement as problem:
         return problem.message
     if keep:
         programs.object.detach()
@@ -115,7 +115,7 @@ def _load(faults: Sequence[str]) -> _Programs:
 
 
 def _load_attached() -> _Programs:
-    """Load and attach the programs, with the first of `_FAULTS` that the kernel accepts. EnvironmentProblem."""
+    """Load and attach the programs, with the first of `_FAULTS` that the kernel accepts. MissingRequirement."""
     for faults in _FAULTS if has_tracepoint(_FAULT_TRACEPOINT) else _FAULTS[1:]:
         try:
             programs = _load(faults)
@@ -128,9 +128,9 @@ def _load_attached() -> _Programs:
     raise _refused(refused) from refused
 
 
-def _refused(failure: LoadFailure) -> EnvironmentProblem:
+def _refused(failure: LoadFailure) -> MissingRequirement:
     hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
-    return EnvironmentProblem(f"the kernel rejects the BPF programs that observe reads: {failure}", hint)
+    return MissingRequirement(f"the kernel rejects the BPF programs that observe reads: {failure}", hint)
 
 
 class _Nothing(ctypes.Structure):
@@ -138,7 +138,7 @@ class _Nothing(ctypes.Structure):
 
 
 class Touches:
-    """The attached programs, until `close`. EnvironmentProblem if the kernel refuses them.
+    """The attached programs, until `close`. MissingRequirement if the kernel refuses them.
 
     `loaded`: programs that `why_not` has kept for the next instance.
     """

@@ -70,7 +70,7 @@ def in_place(bandwidth: int) -> Means:
 def advise(question: Question) -> Answer:
     """Answer `question`.
 
-    UsageError: a cache is smaller than the hot set; DataError: damaged model; EnvironmentProblem: the storage cannot be
+    UsageError: a cache is smaller than the hot set; DataError: damaged model; MissingRequirement: the storage cannot be
     measured.
     """
     model = None if question.model is None else model_bytes(question.model)

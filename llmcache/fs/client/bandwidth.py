@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from llmcache.cache.sizing import Storage
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.fs.client.mountpoint import FSTYPE
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.storage import timed_reads
@@ -66,7 +66,7 @@ def measured_storage(directory: str) -> Storage:
 def measure(directory: str) -> Measured:
     """Measure the sequential read bandwidth of the storage of `directory`, in about ten seconds.
 
-    UsageError: not a directory; EnvironmentProblem: no storage (tmpfs), no O_DIRECT, no right to write, or no space.
+    UsageError: not a directory; MissingRequirement: no storage (tmpfs), no O_DIRECT, no right to write, or no space.
     """
     if not os.path.isdir(directory):
         raise UsageError(f"--measure: {directory} is not a directory", "give a directory on the storage to measure")
@@ -85,15 +85,15 @@ def measure(directory: str) -> Measured:
 
 
 def refuse_memory(directory: str) -> None:
-    """Raise EnvironmentProblem if the file system of `directory` is in memory, or a mount of llmcachefs."""
+    """Raise MissingRequirement if the file system of `directory` is in memory, or a mount of llmcachefs."""
     kind = fstype_at(directory)
     if kind in IN_MEMORY:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"--measure: {directory} is in memory ({kind}): there is no storage to measure",
             "give a directory on a disk",
         )
     if kind == FSTYPE:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"--measure: {directory} is a mount of llmcachefs, which answers from its cache", "give its source directory"
         )
 
@@ -159,7 +159,7 @@ def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
     if counted[0][0] == last_s:
         counted = completed  # the last request took most of the time: count all requests
     if counted[0][0] == last_s:
-        raise EnvironmentProblem(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
+        raise MissingRequirement(f"--measure: fewer than two reads of 1 MiB in {last_s:.0f} s", "give --bw instead")
     times = [time_s for time_s, _ in counted]
     done = list(itertools.accumulate(size for _, size in counted))
     slope = statistics.linear_regression(times, done).slope
@@ -168,9 +168,9 @@ def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
 
 @contextmanager
 def _storage_errors(directory: str, what: str) -> Iterator[None]:
-    """Context manager: turn OSErrors into EnvironmentProblem with a hint; `what` names the failed action."""
+    """Context manager: turn OSErrors into MissingRequirement with a hint; `what` names the failed action."""
     try:
         yield
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, "give --bw instead")
-        raise EnvironmentProblem(f"--measure: cannot {what} in {directory}: {error.strerror}", hint) from error
+        raise MissingRequirement(f"--measure: cannot {what} in {directory}: {error.strerror}", hint) from error

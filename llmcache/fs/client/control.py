@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.errors import MissingRequirement, MountProblem
 from llmcache.files import replacing
 from llmcache.procfs import status_of
 
@@ -170,18 +170,18 @@ def root_points() -> dict[str, dict[str, Any]]:
 
 
 def make_directory() -> None:
-    """Create this user's directory with mode 0700. EnvironmentProblem: it belongs to another user, or is a link."""
+    """Create this user's directory with mode 0700. MissingRequirement: it belongs to another user, or is a link."""
     path = directory(os.geteuid())
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise EnvironmentProblem(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
+            raise MissingRequirement(f"{path} is not a directory of this user", "remove it, or set XDG_RUNTIME_DIR")
         os.chmod(path, 0o700)
     except OSError as error:
         hint = "mount a tmpfs there" if os.geteuid() == 0 else "set XDG_RUNTIME_DIR to a directory of your own"
-        raise EnvironmentProblem(f"cannot create {path}: {error.strerror}", hint) from error
+        raise MissingRequirement(f"cannot create {path}: {error.strerror}", hint) from error
 
 
 @contextlib.contextmanager
@@ -251,11 +251,11 @@ def remove_left(found: ControlFiles) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str) -> Iterator[None]:
-    """Context manager: turn OSErrors of the creation of a daemon's file into EnvironmentProblem."""
+    """Context manager: turn OSErrors of the creation of a daemon's file into MissingRequirement."""
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"cannot create {path}: {error.strerror}", "remove the file or directory of this name"
         ) from error
 

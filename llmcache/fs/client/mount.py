@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, UsageError, printable, say, wrapped
+from llmcache.errors import MissingRequirement, UsageError, printable, say, wrapped
 from llmcache.fs.backends.touches import why_not
 from llmcache.fs.client import control, mountpoint
 from llmcache.fs.client.mountpoint import ask
@@ -178,7 +178,7 @@ def _about_links(links: list[str], mode: str) -> str:
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
     """Return the request with mode inplace, or, if that is impossible and the mode is `auto`, with the reason.
 
-    EnvironmentProblem: mode inplace is required but impossible.
+    MissingRequirement: mode inplace is required but impossible.
     """
     is_hidden = source != point and os.path.commonpath([source, point]) == point
     reason = request.not_in_place or (
@@ -188,7 +188,7 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
         return replace(request, mode="inplace", spill=(), writable=request.writable or source == point)
     if request.mode == "inplace" or request.read_ahead_bytes is not None:
         hint = "use --mode auto, steer or arena" + (", without --read-ahead" if request.read_ahead_bytes else "")
-        raise EnvironmentProblem(f"mode inplace is not possible: {reason}", hint)
+        raise MissingRequirement(f"mode inplace is not possible: {reason}", hint)
     return replace(request, not_in_place=reason)
 
 

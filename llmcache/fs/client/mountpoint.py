@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
+from llmcache.errors import MissingRequirement, MountProblem, UsageError
 from llmcache.fs import syscalls
 from llmcache.fs.client import control
 from llmcache.procfs import IN_MEMORY, Mount, fstype_at, mounts
@@ -164,20 +164,20 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
 
 
 def check_device() -> None:
-    """Raise EnvironmentProblem if /dev/fuse is missing, or this user may not open it."""
+    """Raise MissingRequirement if /dev/fuse is missing, or this user may not open it."""
     hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
     if not os.path.exists("/dev/fuse"):
-        raise EnvironmentProblem("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
+        raise MissingRequirement("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise EnvironmentProblem("this user may not open /dev/fuse", "sudo chmod 666 /dev/fuse, or run as root")
+        raise MissingRequirement("this user may not open /dev/fuse", "sudo chmod 666 /dev/fuse, or run as root")
 
 
 def check_machine() -> None:
-    """Raise EnvironmentProblem if this machine or this user cannot mount over FUSE."""
+    """Raise MissingRequirement if this machine or this user cannot mount over FUSE."""
     check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         message = "fusermount3 is not installed: without it only root can mount over FUSE"
-        raise EnvironmentProblem(message, "install FUSE 3: sudo apt install fuse3")
+        raise MissingRequirement(message, "install FUSE 3: sudo apt install fuse3")
 
 
 def check(source: str, path: str) -> tuple[str, str]:
@@ -204,7 +204,7 @@ def check(source: str, path: str) -> tuple[str, str]:
         raise UsageError(f"this user may not read SOURCE {source}")
     if (kind := fstype_at(real)) in IN_MEMORY:
         text = f"SOURCE {source} is on {kind}: its files are already in memory, and a mount would store them a second time"
-        raise EnvironmentProblem(text, "use the files where they are; mount directories on a disk only")
+        raise MissingRequirement(text, "use the files where they are; mount directories on a disk only")
     return real, point
 
 
@@ -298,7 +298,7 @@ def _fusermount(point: str, lazy: bool) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise EnvironmentProblem("fusermount3 is not installed", "install FUSE 3: sudo apt install fuse3") from None
+        raise MissingRequirement("fusermount3 is not installed", "install FUSE 3: sudo apt install fuse3") from None
     if result.returncode != 0:
         number = errno.EBUSY if "busy" in result.stderr else errno.EPERM
         raise OSError(number, result.stderr.strip() or os.strerror(number))

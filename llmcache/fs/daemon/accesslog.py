@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,6 @@ def start_writer(path: str) -> subprocess.Popen[bytes]:
     if "error" in reply:
         child.kill()
         child.wait()
-        kind = UsageError if reply.get("exit_code") == UsageError.exit_code else EnvironmentProblem
+        kind = UsageError if reply.get("exit_code") == UsageError.exit_code else MissingRequirement
         raise kind(reply["error"], reply["hint"])
     return child

@@ -29,7 +29,7 @@ from llmcache.fs.engine.warmup import NAMES_S, TELL_S, Tell
 
 if TYPE_CHECKING:
     from llmcache.fs.engine.engine import Engine
-    from llmcache.fs.engine.warmup import Warmer
+    from llmcache.fs.engine.warmup import Warmup
 
 
 log = logging.getLogger("llmcache.control")
@@ -47,7 +47,7 @@ def take_lock(found: ControlFiles, point: str) -> int:
     """Lock the lock file for the life of this process; return its descriptor. MountProblem: another daemon has the lock.
 
     If the other daemon has no mount any more (mount right after umount), wait for its end. The info file of a previous
-    daemon is removed, so that it is not mistaken for that of this one. EnvironmentProblem: the file cannot be created.
+    daemon is removed, so that it is not mistaken for that of this one. MissingRequirement: the file cannot be created.
     """
     end = time.monotonic() + ENDING_S
     while True:
@@ -255,7 +255,7 @@ _LONGEST_GLOB = 4096  # no path is longer
 class Requests:
     """The operations on one mount's cache."""
 
-    def __init__(self, engine: Engine, warmer: Warmer, metrics: str | None = None) -> None:
+    def __init__(self, engine: Engine, warmer: Warmup, metrics: str | None = None) -> None:
         """`metrics`: ADDRESS:PORT of the metrics endpoint, if there is one."""
         self.engine = engine
         self.warmer = warmer
@@ -305,16 +305,16 @@ class Requests:
         with state.lock:
             # Shards of one model are evicted together.
             chosen = [
-                group
-                for group in state.groups.values()
-                if not globs or any(self.engine.tree.matches(member.path, globs) for member in group.members)
+                space
+                for space in state.spaces.values()
+                if not globs or any(self.engine.tree.matches(member.path, globs) for member in space.members)
             ]
-            pinned = [member.path for group in chosen if group.first for member in group.members]
-            for group in (group for group in chosen if not group.first):
-                size = sum(group.charge) + (group.pinned_bytes if self.engine.mode == "arena" else 0)
-                paths = [member.path for member in group.members]
+            pinned = [member.path for space in chosen if space.user_pinned for member in space.members]
+            for space in (space for space in chosen if not space.user_pinned):
+                size = sum(space.accounted_bytes) + (space.pinned_bytes if self.engine.mode == "arena" else 0)
+                paths = [member.path for member in space.members]
                 rows += [{"paths": paths, "names": [*map(names.shown, paths)], "evicted_bytes": size}]
-                files += self.engine.forget(group)
+                files += self.engine.forget(space)
         if globs and not chosen:
             self.warmer.named(globs, tell)  # raises UsageError unless the globs match files (that are not cached)
         self.engine.pins.settle(UNLOCK_S)

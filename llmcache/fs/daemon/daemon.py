@@ -46,7 +46,7 @@ from llmcache.fs.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.fs.daemon.openmetrics import MetricsEndpoint
 from llmcache.fs.engine.budget import settle_budget, settle_mode
 from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.warmup import Tell, Warmer
+from llmcache.fs.engine.warmup import Tell, Warmup
 from llmcache.fs.readahead import ReadAhead, restore_left
 from llmcache.fs.vfs import libfuse
 from llmcache.fs.vfs.libfuse import Session
@@ -128,14 +128,14 @@ class Daemon:
                 backend.files.read_ahead = ReadAhead(self._source, request.read_ahead_bytes)
             begin, end = self._start_and_wait, self._engine.stop
             self._session = BindMount(self._source, self._point, flags, backend.files, begin, end)
-            self._warmer = Warmer(self._engine, backend.files)
+            self._warmer = Warmup(self._engine, backend.files)
         else:
             assert isinstance(backend, FuseBackend)
             policy = WritePolicy(request.writable, request.spill)
             operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
             operations.on_init = self._start_and_wait
             self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
-            self._warmer = Warmer(self._engine, operations)
+            self._warmer = Warmup(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._notifier: KernelNotifier | None = None
         # Events for the main thread: "init", "resume", "rotate", "stop", "over", and "signal", which lets a handler run.

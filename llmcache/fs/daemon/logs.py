@@ -21,7 +21,7 @@ import threading
 import traceback
 from types import TracebackType
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 
 log = logging.getLogger("llmcache.logs")
 
@@ -101,9 +101,9 @@ def open_own(path: str) -> int:
     raise PermissionError(errno.EPERM, "it is not a file of this user")
 
 
-def problem(path: str, error: OSError) -> EnvironmentProblem:
+def problem(path: str, error: OSError) -> MissingRequirement:
     """Return the error for a log that cannot be written."""
-    return EnvironmentProblem(f"log: cannot write '{path}': {error.strerror}", "choose another file with --log")
+    return MissingRequirement(f"log: cannot write '{path}': {error.strerror}", "choose another file with --log")
 
 
 class PrivateFormatter(logging.Formatter):
@@ -151,7 +151,7 @@ class Journal(logging.Handler):
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"log: cannot reach the journal: {error.strerror}", "use --log FILE to write to a file"
             ) from error
 

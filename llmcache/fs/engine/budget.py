@@ -14,7 +14,7 @@ import logging
 import time
 from pathlib import Path
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.memory import (
     MACHINE_MARGIN_BYTES,
     MACHINE_MARGIN_SHARE,
@@ -55,19 +55,19 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     least = tightest(root)
     spare = least.spare_bytes - DAEMON_BYTES
     if spare < MIN_BUDGET_BYTES:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"not enough memory for a cache: the {least.name} has {format_size(least.available_bytes)} available",
             "end other programs, or raise the memory limit of the cgroup",
         )
     if cache_bytes is None:
         return spare
     if cache_bytes < MIN_BUDGET_BYTES:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"a budget of {format_size(cache_bytes)} is too small to stream through",
             f"set --cache to {format_size(MIN_BUDGET_BYTES)} or more",
         )
     if cache_bytes > least.total_bytes - least.margin_bytes:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"a budget of {format_size(cache_bytes)} does not fit: the {least.name} has {format_size(least.total_bytes)}",
             f"--cache {spare // 10**6}M is possible now; the default is all that can be spared",
         )
@@ -85,7 +85,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
     """Return `mode`; for auto, steer if the whole budget may be locked, otherwise arena.
 
-    EnvironmentProblem: mode steer cannot lock the budget.
+    MissingRequirement: mode steer cannot lock the budget.
     """
     lockable = lockable_bytes(root)
     if mode == "auto":
@@ -95,7 +95,7 @@ def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
         log.log(logging.INFO if chosen == "steer" else logging.WARNING, "mode %s: %s", chosen, why)
         return chosen
     if mode == "steer" and lockable < budget_bytes:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"mode steer locks {format_size(budget_bytes)}, but RLIMIT_MEMLOCK allows {format_size(lockable)}",
             "run as root, raise `ulimit -l`, or use --mode arena",
         )
@@ -139,14 +139,14 @@ class PressureGauge:
         return time.monotonic() - self._calm_since > CALM_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """Raise EnvironmentProblem if the machine cannot spare a new budget, of which the mount has `held_bytes` already."""
+        """Raise MissingRequirement if the machine cannot spare a new budget, of which the mount has `held_bytes` already."""
         if budget_bytes < MIN_BUDGET_BYTES:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
             )
         least = tightest(self._root)
         if budget_bytes - held_bytes > least.spare_bytes:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"a budget of {format_size(budget_bytes)} does not fit: "
                 f"the {least.name} can spare {format_size(max(0, held_bytes + least.spare_bytes))}",
                 "choose a smaller budget, or free memory",

@@ -1,6 +1,6 @@
 """The engine of a mount: the part of the cache that file operations call.
 
-It turns opens into groups (a model file's layout is the first guess of its loop), passes completed passes to the planner and
+It turns opens into spaces (a model file's layout is the first guess of its loop), passes completed passes to the planner and
 changes of a file to every part that has a copy of its data, and runs the maintenance thread several times a second.
 """
 
@@ -24,18 +24,18 @@ from llmcache.cache.arbitration import (
 )
 from llmcache.cache.loops import Pass
 from llmcache.cache.steering import SMALL_EXTENT
-from llmcache.fs.backends.base import Backend, BufferPool, Holder, KernelNotifier
+from llmcache.fs.backends.base import Backend, BufferPool, KernelNotifier, PinStore
 from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.holders import ArenaHolder, PinService, SteerHolder
+from llmcache.fs.backends.holders import ArenaPinStore, LockedPinStore, PinService
 from llmcache.fs.backends.inplace import InPlaceBackend
 from llmcache.fs.copies import client_facts, find_copy
 from llmcache.fs.engine.budget import PressureGauge
 from llmcache.fs.engine.evidence import Judge
-from llmcache.fs.engine.group import PINNED, Group, Member
 from llmcache.fs.engine.grouping import Grouping
 from llmcache.fs.engine.loader import Loader
 from llmcache.fs.engine.planner import UNLIMITED, ArenaPlanner, Planner
 from llmcache.fs.engine.report import snapshot
+from llmcache.fs.engine.space import PINNED, LoopSpace, SpaceFile
 from llmcache.fs.engine.state import LOADS_S, WRITE, CacheState, References
 from llmcache.fs.layout.names import SCAN_S
 from llmcache.memory import limits_of_process_apart
@@ -51,7 +51,7 @@ POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after the kernel refused to lock pages
 COPIES_S = 10.0  # between checks for clients that have copied weights
 IDLE_DROP_NS = 60_000_000_000  # closed files are evicted after this time
-CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # remembered closed groups: at most 512, and one for each 8 descriptors of the limit
+CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # remembered closed spaces: at most 512, and one for each 8 descriptors of the limit
 REST, REST_MAX_S = 4.0, 0.1  # maintenance pauses for a multiple of the time that it took, at most 0.1 s
 BEYOND_PAUSE_S = 0.05  # pause while memory beyond the budget is used: another program may need it soon
 WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and for how long (see `state.py`)
@@ -75,13 +75,13 @@ class Engine:
             self.state.services,
         )
         self.pins.may_look = lambda: self.backend.in_place or not self.judge.is_exposing
-        self.holder: Holder
+        self.holder: PinStore
         self.planner: Planner
         if mode == "arena":
-            arena = self.holder = ArenaHolder(self.state, self.replan)
+            arena = self.holder = ArenaPinStore(self.state, self.replan)
             self.planner = ArenaPlanner(self.state, arena)
         else:
-            self.holder = SteerHolder(self.state, self.pins)
+            self.holder = LockedPinStore(self.state, self.pins)
             self.planner = Planner(self.state, self.holder)
         self.state.references = References(self.planner.core)
         self.mode = mode
@@ -95,7 +95,7 @@ class Engine:
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
         self._helpers: set[int] = set()  # pids of pin helpers, dead ones too: the kernel reports their closes late
-        self._closed: dict[str, Group] = {}  # groups without a client handle, by key, in the order of their last close
+        self._closed: dict[str, LoopSpace] = {}  # spaces without a client handle, by key, in the order of their last close
         self._plan_due = False
         self._refused_ns = 0
         self.waiting = 0  # requests that wait for a STORE of old data to end
@@ -124,8 +124,8 @@ class Engine:
         with self.state.lock:
             self.state.running = False
             self.state.references.pause()
-            for group in list(self.state.groups.values()):
-                self._dissolve(group)
+            for space in list(self.state.spaces.values()):
+                self._dissolve(space)
             self.state.work.notify_all()
             self.state.room.notify_all()
         self._wake.set()
@@ -163,14 +163,14 @@ class Engine:
         return known
 
     def adopt(self, backing: Backing) -> bool:
-        """Add a file to a group, or find it in one.
+        """Add a file to a space, or find it in one.
 
-        Return True if a group already accounts for the file's pages in the page cache, although the file was not open.
+        Return True if a space already accounts for the file's pages in the page cache, although the file was not open.
         """
-        group, member = self.grouping.adopt(backing)
+        space, member = self.grouping.adopt(backing)
         with self.state.lock:
-            group.last_ns = group.opened_ns = time.monotonic_ns()
-            self._note_presence(group)
+            space.last_ns = space.opened_ns = time.monotonic_ns()
+            self._note_presence(space)
             known = member.node is not None
             attach = not known and not member.attaching
             member.attaching = member.attaching or attach
@@ -180,24 +180,24 @@ class Engine:
         self._wake.set()
         return known
 
-    def _note_presence(self, group: Group) -> None:
-        is_open = group.first or group.warm or self.state.opens_of(group) > 0
-        self._closed.pop(group.key, None)
-        if group.alive and not is_open:
-            self._closed[group.key] = group
+    def _note_presence(self, space: LoopSpace) -> None:
+        is_open = space.user_pinned or space.warm or self.state.opens_of(space) > 0
+        self._closed.pop(space.key, None)
+        if space.alive and not is_open:
+            self._closed[space.key] = space
             self._forget_closed()
-        if group.alive and group.listed_open != is_open:
-            group.listed_open = is_open
-            self.state.references.tell("open" if is_open else "close", group.key)
+        if space.alive and space.listed_open != is_open:
+            space.listed_open = is_open
+            self.state.references.record_event("open" if is_open else "close", space.key)
 
     def _forget_closed(self) -> None:
-        """Forget the group that was closed first if too many are known; looping ones only if all of them loop."""
+        """Forget the space that was closed first if too many are known; looping ones only if all of them loop."""
         if len(self._closed) > min(CLOSED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // CLOSED_DESCRIPTORS):
-            not_looping = (group for group in self._closed.values() if not group.looping)
+            not_looping = (space for space in self._closed.values() if not space.looping)
             self._dissolve(next(not_looping, None) or next(iter(self._closed.values())))
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
-        """Wait until no STORE of an ended group is under way to the path of `backing`: it would bring back old data.
+        """Wait until no STORE of an ended space is under way to the path of `backing`: it would bring back old data.
 
         `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each; for the
         others, old pages remain until they are dropped.
@@ -229,10 +229,10 @@ class Engine:
             self._plan_due = True
         self._wake.set()
 
-    def _part(self, group: Group, member: Member, backing: Backing) -> None:
-        """Detach `backing` from its group, and wait until no loader reads it: its descriptors are closed next. Lock held."""
-        if group.written:
-            self._dissolve(group)
+    def _part(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
+        """Detach `backing` from its space, and wait until no loader reads it: its descriptors are closed next. Lock held."""
+        if space.written:
+            self._dissolve(space)
         self.state.owners.pop(backing, None)
         if member.backing is backing:
             member.backing = None
@@ -247,48 +247,48 @@ class Engine:
             owner = self.state.owners.get(backing)
             if owner is None:
                 return
-            group, member = owner
-            if not group.written:
-                self._dissolve(group)  # the next read makes a new group
+            space, member = owner
+            if not space.written:
+                self._dissolve(space)  # the next read makes a new space
             elif backing.size > member.size_bytes:
-                group.grow(backing.size)
+                space.grow(backing.size)
             else:
-                member.size_bytes = group.size_bytes = backing.size
-            if group.written and length > 0:
-                self._charge_written(group, offset, length)
+                member.size_bytes = space.size_bytes = backing.size
+            if space.written and length > 0:
+                self._charge_written(space, offset, length)
 
-    def _charge_written(self, group: Group, offset: int, length: int) -> None:
+    def _charge_written(self, space: LoopSpace, offset: int, length: int) -> None:
         """Account written pages, which stay in the page cache."""
-        last = min((offset + length - 1) // group.extent_bytes, group.count - 1)  # the file may have been truncated since
-        for extent in range(offset // group.extent_bytes, last + 1):
-            start = max(offset, extent * group.extent_bytes)
-            end = min(offset + length, (extent + 1) * group.extent_bytes)
-            self.state.charge(group, extent, end - start)
-            group.strays.pop(extent, None)
-            group.strays[extent] = time.monotonic_ns()
-        if group.alive:
-            self.state.references.pages(group, group.members[0], offset, length, WRITE, group.last_pid)
+        last = min((offset + length - 1) // space.extent_bytes, space.count - 1)  # the file may have been truncated since
+        for extent in range(offset // space.extent_bytes, last + 1):
+            start = max(offset, extent * space.extent_bytes)
+            end = min(offset + length, (extent + 1) * space.extent_bytes)
+            self.state.account(space, extent, end - start)
+            space.partial_extents.pop(extent, None)
+            space.partial_extents[extent] = time.monotonic_ns()
+        if space.alive:
+            self.state.references.pages(space, space.members[0], offset, length, WRITE, space.last_pid)
 
     def renamed(self, old: str, new: str) -> None:
         """Move the files at a path, or below a directory, to a new name; forget the files that had that name."""
         self.removed(new)
         with self.state.lock:
-            for group in self.state.groups.values():
-                for member in group.members:
+            for space in self.state.spaces.values():
+                for member in space.members:
                     if member.path == old or member.path.startswith(old + "/"):
                         self.pins.rename(member.path, new + member.path[len(old) :])
-                        self.state.displace(group, member)
+                        self.state.displace(space, member)
                         member.path = new + member.path[len(old) :]
-                        self.state.place(group, member)
-            for group, member in self.state.storing:
-                if not group.alive and (member.path == old or member.path.startswith(old + "/")):
+                        self.state.place(space, member)
+            for space, member in self.state.storing:
+                if not space.alive and (member.path == old or member.path.startswith(old + "/")):
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
         """Forget the file at a path, which was deleted; open handles continue to read it."""
         with self.state.lock:
-            for group, _ in list(self.state.places.get(path, ())):
-                self._dissolve(group)
+            for space, _ in list(self.state.places.get(path, ())):
+                self._dissolve(space)
 
     def about(self) -> dict[str, Any]:
         """Return the facts about the mount in the header of an access log."""
@@ -316,7 +316,7 @@ class Engine:
         return self.pins.locked_bytes + self.state.held_bytes
 
     def resize(self, size_bytes: int) -> None:
-        """Change the budget; excess data is evicted soon. EnvironmentProblem: the machine cannot spare the memory."""
+        """Change the budget; excess data is evicted soon. MissingRequirement: the machine cannot spare the memory."""
         self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
             self.state.budget_bytes = size_bytes
@@ -325,13 +325,13 @@ class Engine:
             self.planner.plan()
             self.state.room.notify_all()
 
-    def forget(self, group: Group) -> list[tuple[int, int]]:
-        """End `group`: evict its data, and forget its learned order. Lock held.
+    def forget(self, space: LoopSpace) -> list[tuple[int, int]]:
+        """End `space`: evict its data, and forget its learned order. Lock held.
 
         Return (node, bytes) of its files.
         """
-        nodes = [(member.node, member.size_bytes) for member in group.members if member.node is not None]
-        self._dissolve(group)
+        nodes = [(member.node, member.size_bytes) for member in space.members if member.node is not None]
+        self._dissolve(space)
         return nodes
 
     # Events, on other threads
@@ -347,57 +347,57 @@ class Engine:
         with self.state.lock:
             for _, member in members_at_path:
                 member.attaching = False
-            if any(group.cursors.live for group, _ in members_at_path):  # most of thousands of small files have no reader
+            if any(space.cursors.live for space, _ in members_at_path):  # most of thousands of small files have no reader
                 self.state.work.notify_all()
 
     def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
         """Unpin a range that could not be locked; its pages stay in the page cache as long as the kernel keeps them."""
         with self.state.lock:
-            for group, member in self.state.places.get(path, ()):
-                self._unpin(group, member, offset, length, code)
+            for space, member in self.state.places.get(path, ()):
+                self._unpin(space, member, offset, length, code)
 
-    def _unpin(self, group: Group, member: Member, offset: int, length: int, code: int) -> None:
+    def _unpin(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, code: int) -> None:
         """Release the pinned extents of a refused range. If the file has changed, there are none. Lock held."""
-        first = member.base + offset // group.extent_bytes
-        end = min(member.base - (-(offset + length) // group.extent_bytes), member.base + member.count)
-        extents = [extent for extent in range(first, end) if group.state(extent) == PINNED]
+        first = member.base + offset // space.extent_bytes
+        end = min(member.base - (-(offset + length) // space.extent_bytes), member.base + member.count)
+        extents = [extent for extent in range(first, end) if space.state(extent) == PINNED]
         if not extents:
             return
         inode = member.identity.ino if member.identity is not None else 0
         now_ns = time.monotonic_ns()
         if code in (errno.EDQUOT, errno.EAGAIN):
             self._refused_ns = self._refused_ns or now_ns
-            self._leave_to_client(group, member, extents, inode, code)
+            self._leave_to_client(space, member, extents, inode, code)
             return
         self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
         for extent in extents:
-            group.wanted[extent] = 0
-        self.holder.release(group, extents)
+            space.wanted[extent] = 0
+        self.holder.release(space, extents)
         self.planner.pinnable_bytes = self.state.pinned_bytes()
         self._plan_due = True
 
-    def _leave_to_client(self, group: Group, member: Member, extents: list[int], inode: int, code: int) -> None:
+    def _leave_to_client(self, space: LoopSpace, member: SpaceFile, extents: list[int], inode: int, code: int) -> None:
         """Unpin extents that are charged to a client's cgroup with a memory limit of its own.
 
         EDQUOT: that cgroup is short of memory, and the kernel would reclaim the pages soon. They are dropped, so that the
         next read charges them to this process.
         """
-        if not group.unlockable:
+        if not space.unlockable:
             log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
-        self.holder.release(group, extents)
+        self.holder.release(space, extents)
         now_ns = time.monotonic_ns()
         for extent in extents:
-            is_new = group.unlockable.get(extent, 0) <= now_ns
-            group.unlockable[extent] = now_ns + RETRY_NS
+            is_new = space.unlockable.get(extent, 0) <= now_ns
+            space.unlockable[extent] = now_ns + RETRY_NS
             if is_new and code == errno.EDQUOT and member.node is not None:
-                offset, length = group.offset_of(member, extent), group.length_of(member, extent)
-                self.state.debts.append((member.node, offset, length, group.forget(extent)))
+                offset, length = space.offset_of(member, extent), space.length_of(member, extent)
+                self.state.pending_invalidations.append((member.node, offset, length, space.forget(extent)))
         self.state.room.notify()
 
     def _is_limited(self, path: str) -> bool:
         """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
-        pids = {group.last_pid for group, _ in self.state.places.get(path, ()) if group.last_pid}
+        pids = {space.last_pid for space, _ in self.state.places.get(path, ()) if space.last_pid}
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended
                 if limits_of_process_apart(pid):
@@ -411,27 +411,27 @@ class Engine:
             self.planner.pinnable_bytes = 0
             self._plan_due = True
 
-    def pass_ended(self, group: Group, done: Pass) -> None:
-        """Learn from a pass over a group that has ended. Lock held."""
-        if group.learn(done):
+    def pass_ended(self, space: LoopSpace, done: Pass) -> None:
+        """Learn from a pass over a space that has ended. Lock held."""
+        if space.learn(done):
             self.replan()
-        self.judge.pass_ended(group)
+        self.judge.pass_ended(space)
 
     def replan(self) -> None:
         """Request a new plan soon."""
         self._plan_due = True
         self._wake.set()
 
-    def _dissolve(self, group: Group) -> None:
-        """End a group; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
-        self._closed.pop(group.key, None)
-        for extent in list(group.loading):
-            group.cancel(extent)
-        self.holder.release(group, self.holder.pinned(group))
-        if group.alive:
-            self.state.references.tell("end", group.key)
-        self.grouping.dissolve(group)
-        for member in group.members:
+    def _dissolve(self, space: LoopSpace) -> None:
+        """End a space; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
+        self._closed.pop(space.key, None)
+        for extent in list(space.loading):
+            space.cancel(extent)
+        self.holder.release(space, self.holder.pinned(space))
+        if space.alive:
+            self.state.references.record_event("end", space.key)
+        self.grouping.dissolve(space)
+        for member in space.members:
             self.pins.detach(member.path)
 
     # Maintenance
@@ -440,15 +440,15 @@ class Engine:
         """Log clients that have copied the weights of a model, once for each."""
         while not self._stopping.wait(COPIES_S):
             with self.state.lock:
-                groups = [group for group in self.state.groups.values() if group.looping and group.last_pid]
-            for group in groups:
+                spaces = [space for space in self.state.spaces.values() if space.looping and space.last_pid]
+            for space in spaces:
                 copied = None
                 with contextlib.suppress(OSError):  # the client has ended
-                    client = client_facts(group.last_pid, self.backend.keys(group))
-                    copied = find_copy(client, group.size_bytes, sum(member.repacked_bytes for member in group.members))
-                if copied is not None and (group.copied is None or group.copied.pid != copied.pid):
-                    log.warning("inode %d: %s", group.inode, copied)
-                group.copied = copied
+                    client = client_facts(space.last_pid, self.backend.keys(space))
+                    copied = find_copy(client, space.size_bytes, sum(member.repacked_bytes for member in space.members))
+                if copied is not None and (space.copied is None or space.copied.pid != copied.pid):
+                    log.warning("inode %d: %s", space.inode, copied)
+                space.copied = copied
 
     def _maintain(self, mountpoint: str) -> None:
         limit_before = -1
@@ -476,7 +476,7 @@ class Engine:
             with self.state.lock:
                 self.state.is_calm = self.gauge.is_calm
                 if self.backend.in_place:
-                    self.state.set_slack(self.gauge.slack_bytes)
+                    self.state.set_opportunistic(self.gauge.slack_bytes)
                     free_bytes = max(0, self.gauge.free_bytes)
                     self.state.shadow.resize(max(self.state.limit_bytes, self.state.used_bytes + free_bytes))
                 else:
@@ -488,14 +488,14 @@ class Engine:
                     self.state.room.notify_all()
                 if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
                     self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
-                for group in list(self.state.groups.values()):
-                    self._plan_due |= self.planner.watch(group, now_ns, in_place=self.backend.in_place)
-                    if (done := group.learner.cut(group.last_ns)) is not None:
-                        self.pass_ended(group, done)
-                    self.judge.look(group, now_ns)
-                    kept = group.first or group.warm or self.state.opens_of(group)
-                    if not kept and now_ns - group.last_ns > IDLE_DROP_NS:
-                        self._dissolve(group)
+                for space in list(self.state.spaces.values()):
+                    self._plan_due |= self.planner.watch(space, now_ns, in_place=self.backend.in_place)
+                    if (done := space.learner.cut(space.last_ns)) is not None:
+                        self.pass_ended(space, done)
+                    self.judge.look(space, now_ns)
+                    kept = space.user_pinned or space.warm or self.state.opens_of(space)
+                    if not kept and now_ns - space.last_ns > IDLE_DROP_NS:
+                        self._dissolve(space)
                 self.grouping.find_room()
                 if self._plan_due:
                     self._plan_due = False

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.loops import UNUSED_PASSES
 from llmcache.cache.shadow import Guard
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
 from llmcache.units import format_size
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Backend, Holder
+    from llmcache.fs.backends.base import Backend, PinStore
     from llmcache.fs.engine.state import CacheState
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is ob
 class Judge:
     """Judges the loop spaces of one mount."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: Holder, replan: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, replan: Callable[[], None]) -> None:
         """`replan()` requests a new plan."""
         self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
         self._rest_until = 0.0
@@ -63,258 +63,258 @@ class Judge:
     @property
     def is_exposing(self) -> bool:
         """True while the next touch of some resident extents is being observed, over FUSE by a dropped page."""
-        return any(group.evidence.exposed for group in list(self.state.groups.values()))
+        return any(space.evidence.exposed for space in list(self.state.spaces.values()))
 
-    def touched(self, group: Group, extent: int) -> None:
+    def touched(self, space: LoopSpace, extent: int) -> None:
         """Record a touch of an extent in the shadow."""
-        step = -(-group.count // SHADOW_EXTENTS)
+        step = -(-space.count // SHADOW_EXTENTS)
         if extent % step:
             return
-        self._shadow(group, extent, step * self.used_bytes(group, extent))
-        if group.use.returned and not group.left and self._has_moved(group):
-            self._set_moved(group)
+        self._shadow(space, extent, step * self.used_bytes(space, extent))
+        if space.use.returned and not space.left and self._has_moved(space):
+            self._set_moved(space)
 
-    def _has_moved(self, group: Group) -> bool:
+    def _has_moved(self, space: LoopSpace) -> bool:
         """Return True if clients have begun to use other extents, and the pins are probably no longer useful.
 
         A client that has just opened the file does not count: loading the model touches everything once.
         """
-        pinned_bytes = group.pinned_bytes
+        pinned_bytes = space.pinned_bytes
         is_full = self.state.used_bytes > self.state.limit_bytes * 7 // 8
-        is_loading = group.opened_ns >= group.evidence.ended_ns
-        return is_full and not is_loading and group.use.returned * group.extent_bytes * MOVED_SHARE > pinned_bytes > 0
+        is_loading = space.opened_ns >= space.evidence.ended_ns
+        return is_full and not is_loading and space.use.returned * space.extent_bytes * MOVED_SHARE > pinned_bytes > 0
 
-    def _set_moved(self, group: Group) -> None:
-        if group.first or any(member.mixture is not None for member in group.members):
+    def _set_moved(self, space: LoopSpace) -> None:
+        if space.user_pinned or any(member.moe is not None for member in space.members):
             return
-        self._guard_of(group).leave()
-        log.info("inode %d is left to the kernel: clients have begun to use other parts of it", group.inode)
-        pinned = self.holder.pinned(group)
-        self.turn(group, True)
+        self._guard_of(space).leave()
+        log.info("inode %d is left to the kernel: clients have begun to use other parts of it", space.inode)
+        pinned = self.holder.pinned(space)
+        self.turn(space, True)
         if self.backend.in_place:
-            self._queue(self._drop, group, pinned)
+            self._queue(self._drop, space, pinned)
 
-    def _drop(self, group: Group, extents: list[int]) -> None:
+    def _drop(self, space: LoopSpace, extents: list[int]) -> None:
         """Drop extents that are no longer pinned, because the kernel takes them for recently used."""
         self.holder.settle()
         with self.state.lock:
-            ranges = self.state.ranges(group, extents) if group.alive and group.left else []
+            ranges = self.state.ranges(space, extents) if space.alive and space.left else []
         for member, offset, length in ranges:
             if member.node is not None:
                 self.backend.drop(member.node, [(offset, length)])
 
-    def touched_pages(self, group: Group, extent: int, resident_bytes: int) -> None:
+    def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None:
         """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
-        step = -(-group.count // SHADOW_EXTENTS)
+        step = -(-space.count // SHADOW_EXTENTS)
         if not extent % step:
-            self._shadow(group, extent, step * resident_bytes)
+            self._shadow(space, extent, step * resident_bytes)
 
-    def _shadow(self, group: Group, extent: int, size_bytes: int) -> None:
+    def _shadow(self, space: LoopSpace, extent: int, size_bytes: int) -> None:
         before = self.state.shadow.read_bytes
-        self.state.shadow.touch((group.key, extent), size_bytes)
-        group.evidence.lru_bytes += self.state.shadow.read_bytes - before
+        self.state.shadow.touch((space.key, extent), size_bytes)
+        space.evidence.lru_bytes += self.state.shadow.read_bytes - before
 
-    def used_bytes(self, group: Group, extent: int) -> int:
+    def used_bytes(self, space: LoopSpace, extent: int) -> int:
         """Estimate the bytes of an extent in use: half of one next to an unused extent, or less by the tensors in use."""
-        member, unused = group.member_of(extent), group.use.unused
-        size = group.length_of(member, extent)
+        member, unused = space.member_of(extent), space.use.unused
+        size = space.length_of(member, extent)
         for neighbour in (extent - 1, extent + 1):
             if member.base <= neighbour < member.base + member.count and unused[neighbour]:
                 size //= 2
-        used_bytes = group.evidence.used_bytes
+        used_bytes = space.evidence.used_bytes
         return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
 
-    def _weigh(self, group: Group) -> None:
+    def _weigh(self, space: LoopSpace) -> None:
         """Estimate the bytes of each extent in use, from the tensors in use; mark extents as thin that are hardly used.
 
         A tensor is used if an extent that lies wholly in it is used. A tensor too small for that is used if all its extents
         are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
         """
-        if 1 not in group.use.unused:
-            group.evidence.used_bytes = None
+        if 1 not in space.use.unused:
+            space.evidence.used_bytes = None
             return
-        used_bytes = array("L", bytes(array("L").itemsize * group.count))
-        for member in group.members:
+        used_bytes = array("L", bytes(array("L").itemsize * space.count))
+        for member in space.members:
             if member.tensors:
-                _weigh_member(group, member, used_bytes)
-        group.evidence.used_bytes = used_bytes
+                _weigh_member(space, member, used_bytes)
+        space.evidence.used_bytes = used_bytes
         thin = [
             extent
-            for extent, state in zip(group.order.extent_at, group.status, strict=True)
-            if 0 < used_bytes[extent] * THIN_SHARE < group.extent_bytes
-            and not group.use.unused[extent]
-            and not group.thin[extent]
+            for extent, state in zip(space.order.extent_at, space.status, strict=True)
+            if 0 < used_bytes[extent] * THIN_SHARE < space.extent_bytes
+            and not space.use.unused[extent]
+            and not space.thin[extent]
             and state != SINGLE
         ]
         for extent in thin:
-            group.thin[extent] = 1
-            group.hot.add(extent)
-        group.use.changed = group.use.changed or bool(thin)
+            space.thin[extent] = 1
+            space.hot.add(extent)
+        space.use.changed = space.use.changed or bool(thin)
 
-    def _make_single(self, group: Group) -> None:
+    def _make_single(self, space: LoopSpace) -> None:
         """Change thin extents to SINGLE, once no fetch of them is under way."""
-        if 1 not in group.thin:
+        if 1 not in space.thin:
             return
-        for extent in range(group.count):
-            if not group.thin[extent]:
+        for extent in range(space.count):
+            if not space.thin[extent]:
                 continue
-            state = group.state(extent)
+            state = space.state(extent)
             if state == PINNED:
-                group.wanted[extent] = 0
-                self.holder.release(group, [extent])
+                space.wanted[extent] = 0
+                self.holder.release(space, [extent])
                 state = TOUCHED
             if state in (TOUCHED, READY) and self.backend.in_place:
-                self.state.resident_bytes -= group.forget(extent)
+                self.state.resident_bytes -= space.forget(extent)
             elif state in (ABSENT, SPARSE):
-                group.set_state(extent, SINGLE)
-            if group.state(extent) == SINGLE:
-                group.thin[extent] = group.use.unused[extent] = 0
+                space.set_state(extent, SINGLE)
+            if space.state(extent) == SINGLE:
+                space.thin[extent] = space.use.unused[extent] = 0
 
-    def pass_ended(self, group: Group) -> None:
+    def pass_ended(self, space: LoopSpace) -> None:
         """Judge a space whose pass has ended. A space that is not known to loop is not steered."""
-        if not group.looping:
+        if not space.looping:
             return
-        use = group.use
-        by_rank = list(zip(group.order.extent_at, group.status, strict=True))
+        use = space.use
+        by_rank = list(zip(space.order.extent_at, space.status, strict=True))
         visible = [extent for extent, state in by_rank if state in _VISIBLE]
         returned = use.changed
-        if not group.left:
-            self._drop_out(group, use.judge(self._silent(group, visible)))
+        if not space.left:
+            self._drop_out(space, use.judge(self._silent(space, visible)))
             if use.changed:
-                self._weigh(group)
-            self._make_single(group)
+                self._weigh(space)
+            self._make_single(space)
             hidden = [extent for extent, state in by_rank if state in (PINNED, TOUCHED)]
-            self._assume_touched(group, hidden)
+            self._assume_touched(space, hidden)
             late = sum(map(use.is_late, visible))
-            in_use = len(by_rank) - group.status.count(SINGLE) - use.unused.count(1)
-            self._expose(group, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
+            in_use = len(by_rank) - space.status.count(SINGLE) - use.unused.count(1)
+            self._expose(space, hidden, is_suspicious=returned or late * SUSPICIOUS_SHARE > in_use)
         else:  # a touch of a resident extent may cause no event
-            use.judge(self._silent(group, visible))
-        self._guard(group)
-        self._replan_if_changed(group)
+            use.judge(self._silent(space, visible))
+        self._guard(space)
+        self._replan_if_changed(space)
 
-    def _silent(self, group: Group, visible: Sequence[int]) -> list[int]:
+    def _silent(self, space: LoopSpace, visible: Sequence[int]) -> list[int]:
         """Return the extents untouched for some passes, except resident ones, whose touches may cause no event."""
-        use = group.use
+        use = space.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
-        absent = [extent for extent in silent if group.state(extent) in (ABSENT, SPARSE)]
-        return [extent for extent in silent if group.state(extent) in (LOADING, READY)] + list(
-            self.backend.absent(group, absent)
+        absent = [extent for extent in silent if space.state(extent) in (ABSENT, SPARSE)]
+        return [extent for extent in silent if space.state(extent) in (LOADING, READY)] + list(
+            self.backend.absent(space, absent)
         )
 
-    def look(self, group: Group, now_ns: int) -> None:
+    def look(self, space: LoopSpace, now_ns: int) -> None:
         """Judge a space that clients read although no pass ends, because most of it is pinned. Called in short intervals."""
-        evidence = group.evidence
-        if self.backend.in_place and group.looping and not (group.left or group.first):
-            self._look_at_pins(group, now_ns)
-        if group.left or not evidence.ended_ns or group.last_ns < evidence.ended_ns or group.learner.period is None:
+        evidence = space.evidence
+        if self.backend.in_place and space.looping and not (space.left or space.user_pinned):
+            self._look_at_pins(space, now_ns)
+        if space.left or not evidence.ended_ns or space.last_ns < evidence.ended_ns or space.learner.period is None:
             return
-        read_bytes = self.backend.read_bytes(group) - evidence.seen_read_bytes
-        if now_ns - evidence.ended_ns < max(LOOK_NS, group.learner.period) or read_bytes * LOOK_SHARE < group.loop_bytes:
+        read_bytes = self.backend.read_bytes(space) - evidence.seen_read_bytes
+        if now_ns - evidence.ended_ns < max(LOOK_NS, space.learner.period) or read_bytes * LOOK_SHARE < space.loop_bytes:
             return
-        by_rank = zip(group.order.extent_at, group.status, strict=True)
-        self._assume_touched(group, [extent for extent, state in by_rank if state in (PINNED, TOUCHED)])
-        self._guard(group)
+        by_rank = zip(space.order.extent_at, space.status, strict=True)
+        self._assume_touched(space, [extent for extent, state in by_rank if state in (PINNED, TOUCHED)])
+        self._guard(space)
 
-    def _assume_touched(self, group: Group, hidden: Sequence[int]) -> None:
+    def _assume_touched(self, space: LoopSpace, hidden: Sequence[int]) -> None:
         """Count resident extents in use as touched once a pass: as hits, and in the shadow."""
         for extent in hidden:
-            if not group.use.unused[extent] and group.use.untouched(extent):
-                self.touched(group, extent)
-                self.state.consumed(self.used_bytes(group, extent), True)
+            if not space.use.unused[extent] and space.use.untouched(extent):
+                self.touched(space, extent)
+                self.state.consumed(self.used_bytes(space, extent), True)
 
-    def _drop_out(self, group: Group, extents: Sequence[int]) -> None:
+    def _drop_out(self, space: LoopSpace, extents: Sequence[int]) -> None:
         """Stop fetching unused extents ahead; the next plan does not pin them."""
         for extent in extents:
-            if group.state(extent) == ABSENT:
-                group.set_state(extent, SPARSE)
+            if space.state(extent) == ABSENT:
+                space.set_state(extent, SPARSE)
 
     # Exposures
 
-    def _expose(self, group: Group, hidden: Sequence[int], *, is_suspicious: bool) -> None:
-        use, evidence = group.use, group.evidence
+    def _expose(self, space: LoopSpace, hidden: Sequence[int], *, is_suspicious: bool) -> None:
+        use, evidence = space.use, space.evidence
         if evidence.exposed:
             if use.passes - evidence.exposed_pass >= UNUSED_PASSES:
-                self._queue(self._examine, group)
+                self._queue(self._examine, space)
             return
         gap = evidence.exposure_gap if is_suspicious else EXPOSURE_MAX_PASSES
         if use.passes < evidence.exposed_pass + gap or time.monotonic() < self._rest_until or not hidden:
             return
         evidence.exposure_gap = min(EXPOSURE_MAX_PASSES, 2 * evidence.exposure_gap)
         use.excuse(hidden)
-        self._start(group, hidden)
+        self._start(space, hidden)
 
-    def _start(self, group: Group, extents: Sequence[int]) -> None:
-        evidence = group.evidence
-        evidence.exposed, evidence.exposed_pass = set(extents), group.use.passes
-        self._queue(self._begin, group, list(extents))
+    def _start(self, space: LoopSpace, extents: Sequence[int]) -> None:
+        evidence = space.evidence
+        evidence.exposed, evidence.exposed_pass = set(extents), space.use.passes
+        self._queue(self._begin, space, list(extents))
 
     def _queue(self, job: Callable[..., None], *arguments: object) -> None:
         """Queue a job for the loaders, which run it without the lock."""
         self.state.jobs.append(functools.partial(job, *arguments))
         self.state.work.notify()
 
-    def _begin(self, group: Group, hidden: list[int]) -> None:
+    def _begin(self, space: LoopSpace, hidden: list[int]) -> None:
         """Begin an exposure: have the back end make the next touch of resident extents observable."""
         began = time.monotonic()
-        exposed = self.backend.expose(group, hidden) if group.alive else ()
+        exposed = self.backend.expose(space, hidden) if space.alive else ()
         self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
         with self.state.lock:
-            group.evidence.exposed.intersection_update(exposed)
+            space.evidence.exposed.intersection_update(exposed)
 
-    def _examine(self, group: Group) -> None:
+    def _examine(self, space: LoopSpace) -> None:
         """Evaluate an exposure: judge the extents that no client has touched since it began."""
         with self.state.lock:
-            exposed = [extent for extent in group.evidence.exposed if group.state(extent) in (PINNED, TOUCHED)]
-        touched = self.backend.conclude(group, exposed)
+            exposed = [extent for extent in space.evidence.exposed if space.state(extent) in (PINNED, TOUCHED)]
+        touched = self.backend.conclude(space, exposed)
         with self.state.lock:
-            group.use.excuse(touched)  # the time of these touches is unknown
+            space.use.excuse(touched)  # the time of these touches is unknown
             for extent in touched:
-                group.use.touch(extent)
-            dropped_out = group.use.judge(exposed) if group.alive else []
+                space.use.touch(extent)
+            dropped_out = space.use.judge(exposed) if space.alive else []
             if dropped_out:
-                group.evidence.exposure_gap = EXPOSURE_PASSES
-            self._end_exposure(group, dropped_out)
+                space.evidence.exposure_gap = EXPOSURE_PASSES
+            self._end_exposure(space, dropped_out)
 
-    def _end_exposure(self, group: Group, dropped_out: Sequence[int]) -> None:
+    def _end_exposure(self, space: LoopSpace, dropped_out: Sequence[int]) -> None:
         """Apply the result of an exposure. `dropped_out`: extents that are no longer used."""
-        group.evidence.exposed.clear()
+        space.evidence.exposed.clear()
         if dropped_out:
-            self._drop_out(group, dropped_out)
-            self._weigh(group)
-        self._replan_if_changed(group)
+            self._drop_out(space, dropped_out)
+            self._weigh(space)
+        self._replan_if_changed(space)
 
-    def _replan_if_changed(self, group: Group) -> None:
-        if group.use.changed:
-            group.use.changed = False
+    def _replan_if_changed(self, space: LoopSpace) -> None:
+        if space.use.changed:
+            space.use.changed = False
             self._replan()
 
-    def _look_at_pins(self, group: Group, now_ns: int) -> None:
+    def _look_at_pins(self, space: LoopSpace, now_ns: int) -> None:
         """Expose a loop that is pinned whole now and then: touches of it cause no event, so no pass ends.
 
         Otherwise a model whose weights the engine has copied would stay pinned forever.
         """
-        evidence = group.evidence
-        if now_ns < evidence.pins_due_ns or group.status.count(PINNED) * group.extent_bytes < group.loop_bytes:
+        evidence = space.evidence
+        if now_ns < evidence.pins_due_ns or space.status.count(PINNED) * space.extent_bytes < space.loop_bytes:
             return
-        period_ns = PINS_PERIODS * (group.learner.period or 0)
+        period_ns = PINS_PERIODS * (space.learner.period or 0)
         evidence.pins_due_ns = now_ns + max(PINS_NS, period_ns)
         if evidence.exposed:
-            self._queue(self._examine_pins, group)
+            self._queue(self._examine_pins, space)
         else:
-            pinned = self.holder.pinned(group)
+            pinned = self.holder.pinned(space)
             if not evidence.pins_doubted:
-                group.use.excuse(pinned)
-            self._start(group, pinned)
+                space.use.excuse(pinned)
+            self._start(space, pinned)
 
-    def _examine_pins(self, group: Group) -> None:
+    def _examine_pins(self, space: LoopSpace) -> None:
         """Count the time since an exposure as a pass, unless no client has touched anything."""
         with self.state.lock:
-            exposed = [extent for extent in group.evidence.exposed if group.state(extent) == PINNED]
-        touched = set(self.backend.conclude(group, exposed))
+            exposed = [extent for extent in space.evidence.exposed if space.state(extent) == PINNED]
+        touched = set(self.backend.conclude(space, exposed))
         with self.state.lock:
-            evidence, use = group.evidence, group.use
-            if not touched or not group.alive or group.left:
+            evidence, use = space.evidence, space.use
+            if not touched or not space.alive or space.left:
                 return
             for extent in touched:
                 use.touch(extent)
@@ -326,140 +326,140 @@ class Judge:
             else:
                 evidence.pins_gap_ns = min(PINS_MAX_NS, max(PINS_NS, 2 * evidence.pins_gap_ns))
                 evidence.pins_due_ns = time.monotonic_ns() + evidence.pins_gap_ns
-            self._end_exposure(group, use.judge(untouched))
+            self._end_exposure(space, use.judge(untouched))
 
     # The guard
 
-    def _guard(self, group: Group) -> None:
+    def _guard(self, space: LoopSpace) -> None:
         """Compare the bytes read in a few passes with LRU's, and leave the space to the kernel or steer it again."""
-        evidence = group.evidence
-        has_experts = any(member.mixture is not None for member in group.members)
+        evidence = space.evidence
+        has_experts = any(member.moe is not None for member in space.members)
         evidence.passes += 1
         evidence.ended_ns = time.monotonic_ns()
-        evidence.seen_read_bytes = self.backend.read_bytes(group)
+        evidence.seen_read_bytes = self.backend.read_bytes(space)
         passes = evidence.passes
-        if passes < (EXPERT_PASSES if has_experts else WINDOW_PASSES) and group.use.passes > 1:
+        if passes < (EXPERT_PASSES if has_experts else WINDOW_PASSES) and space.use.passes > 1:
             return
         evidence.passes, evidence.window_passes = 0, passes
-        guard = self._guard_of(group)
+        guard = self._guard_of(space)
         now_read_bytes = evidence.seen_read_bytes
         read_bytes, lru_bytes = now_read_bytes - evidence.judged_read_bytes, evidence.lru_bytes - evidence.judged_lru_bytes
         evidence.judged_read_bytes, evidence.judged_lru_bytes = now_read_bytes, evidence.lru_bytes
         if not self.state.is_calm:  # reads under growing pressure are no evidence, and pins would return too early
             return
-        if group.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
+        if space.use.passes < 2:  # the first pass loads the model, and began before its touches were observed
             return
-        if group.left:
+        if space.left:
             missing_bytes = 0 if has_experts else max(0, read_bytes - lru_bytes)  # no touches of experts while left
             evidence.missing_bytes += (missing_bytes - evidence.missing_bytes) / 2
-            expected_bytes = evidence.tried_bytes if evidence.tried_bytes is not None else self._expected_bytes(group)
+            expected_bytes = evidence.tried_bytes if evidence.tried_bytes is not None else self._expected_bytes(space)
             steered_bytes, lru_bytes = passes * expected_bytes, read_bytes
         else:
             steered_bytes, lru_bytes = read_bytes, lru_bytes + int(evidence.missing_bytes)
-        if group.first or (has_experts and not self.backend.in_place):
+        if space.user_pinned or (has_experts and not self.backend.in_place):
             return  # the user pins it; over FUSE, experts cannot be left to the kernel
         is_left = not guard.judge(steered_bytes, lru_bytes)
-        if is_left is group.left:
-            if not has_experts and self._is_trial_due(group, read_bytes, passes):
-                self._try(group, read_bytes // passes)
+        if is_left is space.left:
+            if not has_experts and self._is_trial_due(space, read_bytes, passes):
+                self._try(space, read_bytes // passes)
             return
         evidence.tried_bytes = None
         steered, lru = (format_size(size // passes) for size in (steered_bytes, lru_bytes))
         decision = "left to the kernel" if is_left else "steered again"
-        log.info("inode %d is %s: steering reads %s a pass, the page cache (LRU) %s", group.inode, decision, steered, lru)
+        log.info("inode %d is %s: steering reads %s a pass, the page cache (LRU) %s", space.inode, decision, steered, lru)
         evidence.steered_bytes = steered_bytes // passes
-        self.turn(group, is_left)
+        self.turn(space, is_left)
 
-    def _is_trial_due(self, group: Group, read_bytes: int, passes: int) -> bool:
+    def _is_trial_due(self, space: LoopSpace, read_bytes: int, passes: int) -> bool:
         """Return True if leaving the space to the kernel is worth a trial: the estimated bytes in use nearly fit.
 
         The part in use of an extent next to an unused one is an estimate, and a small error decides whether LRU reads
         nothing in a pass or everything. A trial reads as much as the page cache alone would have read.
         """
-        evidence, unused = group.evidence, group.use.unused.count(1)
+        evidence, unused = space.evidence, space.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
-        is_estimated = unused > 0 or 1 in group.thin or SINGLE in group.status
+        is_estimated = unused > 0 or 1 in space.thin or SINGLE in space.status
         return (
             self.backend.in_place  # over FUSE, the mount evicts extents beyond its budget in LRU order even during a trial
-            and not group.left
+            and not space.left
             and is_stable
             and is_estimated
-            and group.use.passes >= evidence.trial_pass
-            and read_bytes > passes * group.loop_bytes // NOISE_SHARE
-            and self._in_use_bytes(group) * TRIAL_FIT < self.state.shadow.capacity_bytes
+            and space.use.passes >= evidence.trial_pass
+            and read_bytes > passes * space.loop_bytes // NOISE_SHARE
+            and self._in_use_bytes(space) * TRIAL_FIT < self.state.shadow.capacity_bytes
         )
 
-    def _in_use_bytes(self, group: Group) -> int:
+    def _in_use_bytes(self, space: LoopSpace) -> int:
         """Estimate the bytes of a loop that clients use."""
-        unused = group.use.unused
-        return sum(self.used_bytes(group, extent) for extent in range(group.count) if not unused[extent])
+        unused = space.use.unused
+        return sum(self.used_bytes(space, extent) for extent in range(space.count) if not unused[extent])
 
-    def _try(self, group: Group, steered_bytes: int) -> None:
+    def _try(self, space: LoopSpace, steered_bytes: int) -> None:
         """Leave a space to the kernel for at least a few passes. `steered_bytes`: bytes that steering reads in a pass."""
-        evidence = group.evidence
+        evidence = space.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
         evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)
-        evidence.trial_pass = group.use.passes + evidence.trial_gap
-        self._guard_of(group).leave()
+        evidence.trial_pass = space.use.passes + evidence.trial_gap
+        self._guard_of(space).leave()
         log.info(
             "inode %d is left to the kernel as a trial: steering reads %s a pass, and the kernel may read less",
-            group.inode,
+            space.inode,
             format_size(steered_bytes),
         )
-        self.turn(group, True)
+        self.turn(space, True)
 
-    def _guard_of(self, group: Group) -> Guard:
+    def _guard_of(self, space: LoopSpace) -> Guard:
         """Return the guard of a space; make it at first use. Its bound follows the memory of the shadow."""
-        evidence = group.evidence
+        evidence = space.evidence
         bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
         if evidence.guard is None:
-            noise_bytes = WINDOW_PASSES * group.loop_bytes // NOISE_SHARE
+            noise_bytes = WINDOW_PASSES * space.loop_bytes // NOISE_SHARE
             evidence.guard = Guard(bound_bytes, noise_bytes)
         evidence.guard.bound_bytes = bound_bytes
         return evidence.guard
 
-    def _expected_bytes(self, group: Group) -> int:
+    def _expected_bytes(self, space: LoopSpace) -> int:
         """Return the bytes that steering would read in a pass: the part that does not fit, and the window.
 
         For an MoE model, whose experts are not read in order, return what steering read before the space was left.
         """
-        guard = group.evidence.guard
-        if guard is not None and any(member.mixture is not None for member in group.members):
-            return int(group.evidence.steered_bytes)
-        others = sum(other.pinned_bytes for other in self.state.groups.values() if other is not group)
-        missing_bytes = group.loop_bytes - max(0, self.state.limit_bytes - others)
+        guard = space.evidence.guard
+        if guard is not None and any(member.moe is not None for member in space.members):
+            return int(space.evidence.steered_bytes)
+        others = sum(other.pinned_bytes for other in self.state.spaces.values() if other is not space)
+        missing_bytes = space.loop_bytes - max(0, self.state.limit_bytes - others)
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
-    def turn(self, group: Group, is_left: bool) -> None:
+    def turn(self, space: LoopSpace, is_left: bool) -> None:
         """Leave a space to the kernel, or steer it again; does nothing once the space has ended."""
-        if not group.alive:  # a reader that found it before may still end a pass
+        if not space.alive:  # a reader that found it before may still end a pass
             return
-        group.left = is_left
-        group.evidence.exposed.clear()
-        self.state.references.tell("leave" if is_left else "steer", group.key)
-        for member in group.members:
-            if member.mixture is not None:
-                self.state.mixtures.turn(member.mixture, is_left)
+        space.left = is_left
+        space.evidence.exposed.clear()
+        self.state.references.record_event("leave" if is_left else "steer", space.key)
+        for member in space.members:
+            if member.moe is not None:
+                self.state.expert_cache.turn(member.moe, is_left)
                 if not is_left:
-                    self._queue(self.backend.find_experts, member.mixture)
+                    self._queue(self.backend.find_experts, member.moe)
         if is_left and self.backend.in_place:
-            for extent in list(group.loading):
-                group.cancel(extent)
-            self.holder.release(group, self.holder.pinned(group))
-            for extent in range(group.count):
-                group.wanted[extent] = 0
-                if group.charge[extent] and group.state(extent) != SINGLE:
-                    self.state.resident_bytes -= group.forget(extent)
+            for extent in list(space.loading):
+                space.cancel(extent)
+            self.holder.release(space, self.holder.pinned(space))
+            for extent in range(space.count):
+                space.wanted[extent] = 0
+                if space.accounted_bytes[extent] and space.state(extent) != SINGLE:
+                    self.state.resident_bytes -= space.forget(extent)
         else:
-            for extent in range(group.count):
-                if group.state(extent) in (ABSENT, SPARSE):
-                    group.set_state(extent, SPARSE if group.use.unused[extent] else ABSENT)
+            for extent in range(space.count):
+                if space.state(extent) in (ABSENT, SPARSE):
+                    space.set_state(extent, SPARSE if space.use.unused[extent] else ABSENT)
         self._replan()
 
 
-def _weigh_member(group: Group, member: Member, used_bytes: array[int]) -> None:
+def _weigh_member(space: LoopSpace, member: SpaceFile, used_bytes: array[int]) -> None:
     """Add the bytes in use of one file to `used_bytes`, by extent."""
-    size, unused = group.extent_bytes, group.use.unused
+    size, unused = space.extent_bytes, space.use.unused
     unknown: list[tuple[int, int]] = []
     explained = set[int]()
 

@@ -6,7 +6,7 @@ experts share what remains. Uses are counted by misses and, for resident experts
 over FUSE of requests for a page that was dropped on purpose (a tripwire). An extent that contains a dense tensor belongs to
 the loop, with the slices in it.
 
-Every method of `MixtureCache` expects the engine's lock.
+Every method of `ExpertCache` expects the engine's lock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.hotset import HotSet
-from llmcache.fs.engine.group import ABSENT, LOADING, SINGLE, TOUCHED
+from llmcache.fs.engine.space import ABSENT, LOADING, SINGLE, TOUCHED
 from llmcache.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import BufferFetch
-    from llmcache.fs.engine.group import Group, Member
+    from llmcache.fs.engine.space import LoopSpace, SpaceFile
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.layout.tensors import Experts
 
@@ -54,8 +54,8 @@ class ExpertLoad:
     failed: bool = False
 
 
-class Mixture:
-    """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `MixtureCache`.
+class MoeFile:
+    """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `ExpertCache`.
 
     - `alone`: the experts are left to the kernel; all are ABSENT.
     - `fresh`: experts just loaded or requested; the next sample shows the same use again, and does not count.
@@ -66,8 +66,8 @@ class Mixture:
     - `read_on`: slices that kernel readahead has requested: (time, first byte, end).
     """
 
-    def __init__(self, group: Group, member: Member, layout: Experts, first: int) -> None:
-        self.group, self.member, self.layout, self.first = group, member, layout, first
+    def __init__(self, space: LoopSpace, member: SpaceFile, layout: Experts, first: int) -> None:
+        self.space, self.member, self.layout, self.first = space, member, layout, first
         self.states = bytearray(layout.count)
         self.probes, self.sizes = array("Q"), array("Q")  # by expert: offset of the sampled page, and bytes of `ranges`
         for ranges in map(self.ranges, range(layout.count)):
@@ -149,11 +149,11 @@ class Mixture:
         return size >= PAGE_BYTES and edge in (start, start + size) and self.states[self.layout.expert_of[number]] == ABSENT
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:
-        size, base = self.group.extent_bytes, self.member.base
+        size, base = self.space.extent_bytes, self.member.base
         start = start // PAGE_BYTES * PAGE_BYTES
-        if self.group.state(base + start // size) != SINGLE:
+        if self.space.state(base + start // size) != SINGLE:
             start = (start // size + 1) * size
-        if end % size and self.group.state(base + end // size) != SINGLE:
+        if end % size and self.space.state(base + end // size) != SINGLE:
             end = end // size * size
         return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
@@ -162,7 +162,7 @@ class Mixture:
         number = bisect_right(self.layout.starts, offset) - 1
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
-        return number if self.group.state(self.member.base + offset // self.group.extent_bytes) == SINGLE else None
+        return number if self.space.state(self.member.base + offset // self.space.extent_bytes) == SINGLE else None
 
     def reads_on(self, number: int, offset: int, size: int, now_ns: int) -> bool:
         """Return True if a request at the beginning of a slice is kernel readahead that has crossed the slice's border.
@@ -233,7 +233,7 @@ class Mixture:
         }
 
 
-class MixtureCache:
+class ExpertCache:
     """All MoE files of a mount, and the room that their experts share."""
 
     def __init__(self, state: CacheState) -> None:
@@ -242,113 +242,113 @@ class MixtureCache:
         self.room_bytes = LEAST_ROOM_BYTES
         self.used_bytes = 0
         self.left = 0  # experts evicted for others
-        self.mixtures: list[Mixture] = []  # in order of their keys
+        self.moe_files: list[MoeFile] = []  # in order of their keys
         self._next = 0
         # Faults on absent slices: when, in which slice, and how far the kernel reads around the fault.
-        self._strays: deque[tuple[int, Mixture, int, int]] = deque(maxlen=STRAYS_MAX)
+        self._strays: deque[tuple[int, MoeFile, int, int]] = deque(maxlen=STRAYS_MAX)
 
-    def begin(self, group: Group, member: Member, layout: Experts) -> None:
+    def begin(self, space: LoopSpace, member: SpaceFile, layout: Experts) -> None:
         """Begin to steer the experts of a file."""
-        member.mixture = Mixture(group, member, layout, self._next)
-        self.mixtures.append(member.mixture)
+        member.moe = MoeFile(space, member, layout, self._next)
+        self.moe_files.append(member.moe)
         self._next += layout.count
         self.hot.token_uses += layout.token_uses
         self.state.set_limit(self.state.pin_limit_bytes)
 
-    def end(self, group: Group) -> list[tuple[int, int, int, int]]:
-        """Forget the files of `group`; return (node, offset, bytes, charged) of experts that may be resident."""
+    def end(self, space: LoopSpace) -> list[tuple[int, int, int, int]]:
+        """Forget the files of `space`; return (node, offset, bytes, charged) of experts that may be resident."""
         debts: list[tuple[int, int, int, int]] = []
-        for mixture in [mixture for mixture in self.mixtures if mixture.group is group]:
-            self.mixtures.remove(mixture)
-            self.hot.token_uses -= mixture.layout.token_uses
-            mixture.member.mixture = None
-            for load in mixture.loads.values():
+        for moe in [moe for moe in self.moe_files if moe.space is space]:
+            self.moe_files.remove(moe)
+            self.hot.token_uses -= moe.layout.token_uses
+            moe.member.moe = None
+            for load in moe.loads.values():
                 load.waiting.clear()
                 for fetch in load.loading:
                     fetch.stale = True
-            node, kept = mixture.member.node or 0, mixture.kept
-            self.used_bytes -= sum(map(mixture.sizes.__getitem__, kept))
-            debts += [(node, offset, length, length) for expert in kept for offset, length in mixture.ranges(expert)]
-            debts += [(node, offset, length, 0) for expert in mixture.loads for offset, length in mixture.ranges(expert)]
-            self.hot.forget(range(mixture.first, mixture.first + mixture.layout.count))
+            node, kept = moe.member.node or 0, moe.kept
+            self.used_bytes -= sum(map(moe.sizes.__getitem__, kept))
+            debts += [(node, offset, length, length) for expert in kept for offset, length in moe.ranges(expert)]
+            debts += [(node, offset, length, 0) for expert in moe.loads for offset, length in moe.ranges(expert)]
+            self.hot.forget(range(moe.first, moe.first + moe.layout.count))
         self.state.set_limit(self.state.pin_limit_bytes)
         return debts
 
-    def used(self, mixture: Mixture, expert: int) -> None:
+    def used(self, moe: MoeFile, expert: int) -> None:
         """Count a use of a resident expert that a sample has shown."""
-        self._count(mixture, expert)
-        self._shadow(mixture, expert)
-        self.state.counters.hit_bytes += mixture.sizes[expert]
+        self._count(moe, expert)
+        self._shadow(moe, expert)
+        self.state.counters.hit_bytes += moe.sizes[expert]
 
-    def missed(self, mixture: Mixture, expert: int) -> list[int]:
+    def missed(self, moe: MoeFile, expert: int) -> list[int]:
         """Record a use of an expert that is absent, or resident only in part.
 
         Return the experts to load, now LOADING: this one, and during a prompt the next ones. For each, the caller calls
         `arrived` when it is loaded.
         """
-        sweeps = mixture.sweeps(expert)
-        self._shadow(mixture, expert)
+        sweeps = moe.sweeps(expert)
+        self._shadow(moe, expert)
         if not sweeps:  # a prompt says little about the experts that the tokens after it use
-            self._count(mixture, expert)
-        self.state.counters.miss_bytes += mixture.sizes[expert]
-        if not mixture.member.reachable:
+            self._count(moe, expert)
+        self.state.counters.miss_bytes += moe.sizes[expert]
+        if not moe.member.reachable:
             return []
-        if mixture.states[expert] == TOUCHED:
-            self.lost(mixture, expert)
+        if moe.states[expert] == TOUCHED:
+            self.lost(moe, expert)
         experts = [expert]
         if sweeps:
-            next_ones = (each for each in range(expert + 1, mixture.layer[1]) if mixture.states[each] == ABSENT)
+            next_ones = (each for each in range(expert + 1, moe.layer[1]) if moe.states[each] == ABSENT)
             experts += itertools.islice(next_ones, AHEAD)
         for each in experts:
-            mixture.states[each] = LOADING
+            moe.states[each] = LOADING
         return experts
 
-    def _shadow(self, mixture: Mixture, expert: int) -> None:
+    def _shadow(self, moe: MoeFile, expert: int) -> None:
         """Record a use in the shadow LRU cache."""
-        size = mixture.sizes[expert]
-        if not self.state.shadow.touch(mixture.first + expert, size):
-            mixture.group.evidence.lru_bytes += size
+        size = moe.sizes[expert]
+        if not self.state.shadow.touch(moe.first + expert, size):
+            moe.space.evidence.lru_bytes += size
 
-    def _count(self, mixture: Mixture, expert: int) -> None:
-        self.hot.use(mixture.first + expert)
-        mixture.seen += 1
+    def _count(self, moe: MoeFile, expert: int) -> None:
+        self.hot.use(moe.first + expert)
+        moe.seen += 1
 
-    def catch_up(self, mixture: Mixture) -> None:
+    def catch_up(self, moe: MoeFile) -> None:
         """Count unobserved uses as well, so that experts age with the number of tokens, not of misses."""
-        if rounds := mixture.rounds - mixture.caught_up:
-            self.hot.skip(max(0, rounds * mixture.layout.token_uses - mixture.seen))
-            mixture.seen, mixture.caught_up = 0, mixture.rounds
+        if rounds := moe.rounds - moe.caught_up:
+            self.hot.skip(max(0, rounds * moe.layout.token_uses - moe.seen))
+            moe.seen, moe.caught_up = 0, moe.rounds
 
-    def lost(self, mixture: Mixture, expert: int) -> None:
+    def lost(self, moe: MoeFile, expert: int) -> None:
         """Make an expert absent after the kernel has reclaimed pages of it."""
-        self._remove(mixture, expert)
-        self.state.resident_bytes -= mixture.sizes[expert]
+        self._remove(moe, expert)
+        self.state.resident_bytes -= moe.sizes[expert]
 
-    def arrived(self, mixture: Mixture, expert: int, done: bool) -> None:
+    def arrived(self, moe: MoeFile, expert: int, done: bool) -> None:
         """Make a LOADING expert resident; absent if it could not be read (not `done`)."""
-        if mixture.member.mixture is not mixture:
+        if moe.member.moe is not moe:
             return
-        done = done and not mixture.alone
-        mixture.states[expert] = TOUCHED if done else ABSENT
+        done = done and not moe.alone
+        moe.states[expert] = TOUCHED if done else ABSENT
         if done:
-            self.hot.keep(mixture.first + expert)
-            mixture.came_ns[expert] = time.monotonic_ns()
-            self.used_bytes += mixture.sizes[expert]
-            self.state.resident_bytes += mixture.sizes[expert]
+            self.hot.keep(moe.first + expert)
+            moe.came_ns[expert] = time.monotonic_ns()
+            self.used_bytes += moe.sizes[expert]
+            self.state.resident_bytes += moe.sizes[expert]
         if self.excess_bytes > 0:
             self.state.room.notify()
 
-    def turn(self, mixture: Mixture, alone: bool) -> None:
+    def turn(self, moe: MoeFile, alone: bool) -> None:
         """Leave experts to the kernel as they are, or steer them again."""
-        mixture.alone = alone
-        for expert in mixture.kept if alone else ():
-            self.lost(mixture, expert)
+        moe.alone = alone
+        for expert in moe.kept if alone else ():
+            self.lost(moe, expert)
 
-    def found(self, mixture: Mixture, experts: Iterable[int]) -> None:
+    def found(self, moe: MoeFile, experts: Iterable[int]) -> None:
         """Take over experts that were found in the page cache."""
         for expert in experts:
-            if mixture.states[expert] == ABSENT:
-                self.arrived(mixture, expert, done=True)
+            if moe.states[expert] == ABSENT:
+                self.arrived(moe, expert, done=True)
 
     @property
     def excess_bytes(self) -> int:
@@ -356,17 +356,17 @@ class MixtureCache:
         together = self.state.used_bytes + HEADROOM_BYTES - self.state.room_bytes
         return min(together, self.used_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
-    def faulted(self, mixture: Mixture, number: int, reach: int, now_ns: int) -> None:
+    def faulted(self, moe: MoeFile, number: int, reach: int, now_ns: int) -> None:
         """Record a client's fault on an absent slice: the kernel reads `reach` bytes around it on each side."""
-        self._strays.append((now_ns, mixture, number, reach))
+        self._strays.append((now_ns, moe, number, reach))
 
     def _read_around(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the ranges of absent experts that the kernel has read around faults."""
         now_ns = time.monotonic_ns()
         while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
-            _, mixture, number, reach = self._strays.popleft()
-            if (node := mixture.member.node) is not None and mixture.member.mixture is mixture and not mixture.alone:
-                yield from ((node, offset, length, 0) for offset, length in mixture.neighbours(number, reach))
+            _, moe, number, reach = self._strays.popleft()
+            if (node := moe.member.node) is not None and moe.member.moe is moe and not moe.alone:
+                yield from ((node, offset, length, 0) for offset, length in moe.neighbours(number, reach))
 
     def victims(self) -> list[tuple[int, int, int, int]]:
         """Evict experts, least used first, until there is room; return (node, offset, bytes, charged) to invalidate."""
@@ -374,14 +374,14 @@ class MixtureCache:
         debts = list(self._read_around()) if excess > 0 else []
         keys = self._eviction_order() if excess > 0 else iter(())
         while excess > 0 and (key := next(keys, None)) is not None:
-            mixture, expert = self.of(key)
-            size = mixture.sizes[expert]
-            self._remove(mixture, expert)
+            moe, expert = self.of(key)
+            size = moe.sizes[expert]
+            self._remove(moe, expert)
             self.left += 1
             excess -= size
             self.state.resident_bytes -= size
-            if (node := mixture.member.node) is not None:
-                own = mixture.own(expert)
+            if (node := moe.member.node) is not None:
+                own = moe.own(expert)
                 debts += [(node, offset, length, length) for offset, length in own]
                 self.state.resident_bytes += sum(length for _, length in own)  # until it is invalidated
         return debts
@@ -393,26 +393,26 @@ class MixtureCache:
         it has begun to read. Experts whose tripwire was not touched in their layer come first; others may have been used
         unobserved.
         """
-        untouched = (mixture.first + expert for mixture in self.mixtures for expert in mixture.unused())
+        untouched = (moe.first + expert for moe in self.moe_files for expert in moe.unused())
         yield from sorted(untouched, key=self.hot.value)
         while (key := self.hot.least(self._is_computed)) is not None:
             yield key
 
     def _is_computed(self, key: int) -> bool:
-        mixture, expert = self.of(key)
-        return mixture.computes(expert)
+        moe, expert = self.of(key)
+        return moe.computes(expert)
 
-    def of(self, key: int) -> tuple[Mixture, int]:
+    def of(self, key: int) -> tuple[MoeFile, int]:
         """Return the MoE file and the number of the expert with `key`."""
-        mixture = self.mixtures[bisect_right(self.mixtures, key, key=lambda each: each.first) - 1]
-        return mixture, key - mixture.first
+        moe = self.moe_files[bisect_right(self.moe_files, key, key=lambda each: each.first) - 1]
+        return moe, key - moe.first
 
-    def _remove(self, mixture: Mixture, expert: int) -> None:
-        self.hot.drop(mixture.first + expert)
-        mixture.states[expert] = ABSENT
-        mixture.trips.pop(expert, None)
-        mixture.pages.pop(expert, None)
-        mixture.fresh.discard(expert)
-        mixture.refaults.pop(expert, None)
-        mixture.came_ns.pop(expert, None)
-        self.used_bytes -= mixture.sizes[expert]
+    def _remove(self, moe: MoeFile, expert: int) -> None:
+        self.hot.drop(moe.first + expert)
+        moe.states[expert] = ABSENT
+        moe.trips.pop(expert, None)
+        moe.pages.pop(expert, None)
+        moe.fresh.discard(expert)
+        moe.refaults.pop(expert, None)
+        moe.came_ns.pop(expert, None)
+        self.used_bytes -= moe.sizes[expert]

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
-from llmcache.fs.engine.group import ABSENT, READY, Fetch, Group
 from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
+from llmcache.fs.engine.space import ABSENT, READY, Fetch, LoopSpace
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import Backend
@@ -74,9 +74,9 @@ class Loader:
         for fetch in [each for each in arguments if isinstance(each, Fetch)]:
             fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))
             with self.state.lock:
-                for group in [each for each in arguments if isinstance(each, Group)]:
-                    if group.loading.get(fetch.extent) is fetch:
-                        group.cancel(fetch.extent)
+                for space in [each for each in arguments if isinstance(each, LoopSpace)]:
+                    if space.loading.get(fetch.extent) is fetch:
+                        space.cancel(fetch.extent)
                         self.state.finish(fetch)
             fetch.done.set()
 
@@ -85,52 +85,52 @@ class Loader:
         soonest = self._soonest()
         if soonest is None:
             return None
-        group, extent = soonest
-        return self.backend.ahead(group, group.member_of(extent), extent, group.last_pid)
+        space, extent = soonest
+        return self.backend.ahead(space, space.member_of(extent), extent, space.last_pid)
 
-    def _soonest(self) -> tuple[Group, int] | None:
+    def _soonest(self) -> tuple[LoopSpace, int] | None:
         """Return the absent extent that a reader will reach first, or None if there is none or no room. Lock held."""
-        best: tuple[tuple[int, int], Group, int] | None = None
-        for group in self.state.groups.values():
+        best: tuple[tuple[int, int], LoopSpace, int] | None = None
+        for space in self.state.spaces.values():
             # Tested here, because most of thousands of files have no reader or no absent extent.
-            if not group.cursors.live or ABSENT not in group.status or not self.backend.follows(group):
+            if not space.cursors.live or ABSENT not in space.status or not self.backend.follows(space):
                 continue
-            for urgency, extent in self._candidates(group):
+            for urgency, extent in self._candidates(space):
                 if best is None or urgency < best[0]:
-                    best = (urgency, group, extent)
+                    best = (urgency, space, extent)
         if best is None:
             return None
-        _, group, extent = best
-        if self.state.used_bytes + group.extent_bytes > self.state.room_bytes:
+        _, space, extent = best
+        if self.state.used_bytes + space.extent_bytes > self.state.room_bytes:
             self.state.ask_room()
             return None
-        return group, extent
+        return space, extent
 
-    def _candidates(self, group: Group) -> Iterator[tuple[tuple[int, int], int]]:
-        """Yield (urgency, extent to fetch) for each reader of `group`; the smallest urgency comes first.
+    def _candidates(self, space: LoopSpace) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yield (urgency, extent to fetch) for each reader of `space`; the smallest urgency comes first.
 
         Urgency: the reader's place in the convoy, the last one first; then the bytes fetched ahead of it already.
         """
         # Only readers that move: the extents ahead of a reader that pauses would be evicted and fetched again and again.
         # If the whole loop fits, nothing is evicted.
-        since_ns = group.last_ns - CURSOR_LIFE_NS
-        if not group.kept_whole:
+        since_ns = space.last_ns - CURSOR_LIFE_NS
+        if not space.kept_whole:
             since_ns = max(since_ns, time.monotonic_ns() - ABANDONED_NS)
-        is_sequential = group.looping or group.sequential_ns > since_ns  # otherwise its extents may be read in any order
+        is_sequential = space.looping or space.sequential_ns > since_ns  # otherwise its extents may be read in any order
         readers = [
             cursor
-            for cursor in group.cursors.trailing_first()
-            if is_sequential and (cursor.steps > 0 or group.looping) and cursor.last_ns > since_ns
+            for cursor in space.cursors.trailing_first()
+            if is_sequential and (cursor.steps > 0 or space.looping) and cursor.last_ns > since_ns
         ]
         # If only one reader moves, it may use more of the window.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
-        ahead = int(share * (group.window_bytes or UNSEEN_WINDOW_BYTES))
-        span = int(group.count * SPAN_SHARE) if group.looping and not group.kept_whole else group.count
+        ahead = int(share * (space.window_bytes or UNSEEN_WINDOW_BYTES))
+        span = int(space.count * SPAN_SHARE) if space.looping and not space.kept_whole else space.count
         for place, cursor in enumerate(readers):
-            extent = group.next_absent(cursor.head, span)
-            if extent is None or not group.member_of(extent).reachable:
+            extent = space.next_absent(cursor.head, span)
+            if extent is None or not space.member_of(extent).reachable:
                 continue
-            waiting = group.waiting(cursor.head, group.order.rank_of[extent]) * group.extent_bytes
+            waiting = space.waiting(cursor.head, space.order.rank_of[extent]) * space.extent_bytes
             if waiting < ahead:
                 yield (place, waiting), extent
 
@@ -138,8 +138,8 @@ class Loader:
         state = self.state
         while state.running:
             with state.lock:
-                debts, state.debts = state.debts, []
-                debts = debts or state.mixtures.victims()
+                debts, state.pending_invalidations = state.pending_invalidations, []
+                debts = debts or state.expert_cache.victims()
                 if not debts:
                     debts = [self._forget_victim(*victim) for victim in choose_victims(state, time.monotonic_ns())]
                 if not debts:
@@ -150,14 +150,16 @@ class Loader:
     def _rest_s(self) -> float:
         """Return the seconds until the next turn: fewer if just touched extents must be evicted then. Lock held."""
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS
-        reading = any(group.touched and group.last_ns > recent_ns for group in self.state.groups.values())
+        reading = any(space.touched and space.last_ns > recent_ns for space in self.state.spaces.values())
         return LAG_NS / 1e9 if reading and excess_bytes(self.state) > 0 else IDLE_S
 
-    def _forget_victim(self, group: Group, node: int, offset: int, length: int, extent: int) -> tuple[int, int, int, int]:
-        """Make `extent` absent; return its range as a debt. Lock held."""
-        if group.state(extent) == READY:
+    def _forget_victim(
+        self, space: LoopSpace, node: int, offset: int, length: int, extent: int
+    ) -> tuple[int, int, int, int]:
+        """Make `extent` absent; return its range as a pending invalidation. Lock held."""
+        if space.state(extent) == READY:
             self.state.counters.prefetch_wasted_bytes += length
-        return node, offset, length, group.forget(extent)
+        return node, offset, length, space.forget(extent)
 
     def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
         """Invalidate ranges of the page cache, and subtract them from the accounted bytes afterwards."""

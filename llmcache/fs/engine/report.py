@@ -1,7 +1,7 @@
 """The state of a mount as JSON-ready data: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
 Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters. `heat_map` holds it
-only to copy one group at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
+only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
 so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers, each with a bounded
 text.
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Group, Member
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
 from llmcache.fs.layout.tensors import Part
 from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import ClientReads
-    from llmcache.fs.engine.experts import Mixture
+    from llmcache.fs.engine.experts import MoeFile
     from llmcache.fs.engine.state import CacheState, References
 
 
@@ -52,7 +52,9 @@ def snapshot(
             "pinned_bytes": state.pinned_bytes(),
             "window_bytes": state.window_bytes(),
             # Read by pages: headers, embedding rows, small and written files.
-            "pages_bytes": sum(group.charge[extent] for group in state.groups.values() for extent in group.strays),
+            "pages_bytes": sum(
+                space.accounted_bytes[extent] for space in state.spaces.values() for extent in space.partial_extents
+            ),
             "resident_bytes": state.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
             "hit_bytes": counters["hit_bytes"],
@@ -66,7 +68,7 @@ def snapshot(
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
-            "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.slack_bytes else 0,
+            "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.opportunistic_bytes else 0,
             "helper_pid": next(iter(helper_pids), 0),
             "arena": _arena(state.references),
             "services": state.services.facts(),
@@ -97,52 +99,52 @@ def _arena(references: References) -> dict[str, int] | None:
 def _files(state: CacheState, name_of: NameOf) -> list[dict[str, Any]]:
     owners = state.owners.items()
     in_use = {member for backing, (_, member) in owners if state.opens.get(backing)}
-    return [_file(group, member, member in in_use, name_of) for group in state.groups.values() for member in group.members]
+    return [_file(space, member, member in in_use, name_of) for space in state.spaces.values() for member in space.members]
 
 
-def _file(group: Group, member: Member, is_open: bool, name_of: NameOf) -> dict[str, Any]:
+def _file(space: LoopSpace, member: SpaceFile, is_open: bool, name_of: NameOf) -> dict[str, Any]:
     return {
         "path": member.path,
         "name": name_of(member.path),
         "size_bytes": member.size_bytes,
-        "class": _class(group),
+        "class": _class(space),
         "open": is_open,
-        "lacks_extents": group.lacks_extents,
-        "loops": [_loop(group)] if group.looping and member is group.members[0] else [],
-        "experts": None if member.mixture is None else member.mixture.facts(),
+        "lacks_extents": space.lacks_extents,
+        "loops": [_loop(space)] if space.looping and member is space.members[0] else [],
+        "experts": None if member.moe is None else member.moe.facts(),
     }
 
 
-def _class(group: Group) -> str:
-    if group.looping:
+def _class(space: LoopSpace) -> str:
+    if space.looping:
         return "loop"
-    if group.paged:
+    if space.paged:
         return "paged"
-    return "hot" if SINGLE in group.status and group.hot else "sequential"
+    return "hot" if SINGLE in space.status and space.hot else "sequential"
 
 
-def _loop(group: Group) -> dict[str, Any]:
-    learner = group.learner
+def _loop(space: LoopSpace) -> dict[str, Any]:
+    learner = space.learner
     return {
-        "bytes": group.loop_bytes,
+        "bytes": space.loop_bytes,
         "period_s": None if learner.period is None else learner.period / 1e9,
-        "pinned_bytes": group.pinned_bytes,
-        "window_bytes": group.window_bytes,
+        "pinned_bytes": space.pinned_bytes,
+        "window_bytes": space.window_bytes,
         "passes": learner.passes,
-        "readers": [cursor.head / group.count for cursor in group.cursors.live],
+        "readers": [cursor.head / space.count for cursor in space.cursors.live],
         "guessed": learner.guessed,
-        "unused_bytes": group.use.unused.count(1) * group.extent_bytes,
-        "copied": None if group.copied is None else group.copied.facts(),
-        **judgement(group),
+        "unused_bytes": space.use.unused.count(1) * space.extent_bytes,
+        "copied": None if space.copied is None else space.copied.facts(),
+        **judgement(space),
     }
 
 
-def judgement(group: Group) -> dict[str, Any]:
+def judgement(space: LoopSpace) -> dict[str, Any]:
     """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU; None: unknown."""
-    guard = group.evidence.guard
+    guard = space.evidence.guard
     figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
-    steered_bytes, lru_bytes = (None if each is None else int(each / group.evidence.window_passes) for each in figures)
-    return {"left": group.left, "steered_pass_bytes": steered_bytes, "lru_pass_bytes": lru_bytes}
+    steered_bytes, lru_bytes = (None if each is None else int(each / space.evidence.window_passes) for each in figures)
+    return {"left": space.left, "steered_pass_bytes": steered_bytes, "lru_pass_bytes": lru_bytes}
 
 
 def cpu_s(pid: str) -> float:
@@ -180,82 +182,82 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copy of one group: `status` by rank, the other arrays by extent.
+    """Copy of one space: `status` by rank, the other arrays by extent.
 
-    `held`: extents in the arena. `mixtures`: MoE files, each with its resident experts.
+    `held`: extents in the arena. `MoE files`: MoE files, each with its resident experts.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[SpaceFile, ...]
     extent_bytes: int
     status: bytes
     rank_of: array[int]
-    charge: array[int]
+    accounted_bytes: array[int]
     seen_ns: array[int]
     held: frozenset[int]
     now_ns: int
     since_ns: int
-    mixtures: tuple[tuple[Mixture, list[int]], ...]
+    moe_files: tuple[tuple[MoeFile, list[int]], ...]
 
 
 def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
-    """Return the layers of every model and looping file. Takes the lock, once for each group.
+    """Return the layers of every model and looping file. Takes the lock, once for each space.
 
     `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
-        groups = [group for group in state.groups.values() if group.looping or any(m.anatomy for m in group.members)]
+        spaces = [space for space in state.spaces.values() if space.looping or any(m.anatomy for m in space.members)]
     files: list[dict[str, Any]] = []
     rows_left = ROWS_MAX
-    for group in groups:
+    for space in spaces:
         with state.lock:
-            copy = _copy(state, group)
-        for mixture, kept in copy.mixtures:
-            _charge_experts(copy, mixture, kept)
+            copy = _copy(state, space)
+        for moe, kept in copy.moe_files:
+            _charge_experts(copy, moe, kept)
         for member in copy.members:
             if rows_left > 0 and member.size_bytes:
                 files.append({"name": name_of(member.path), **_heat_file(copy, member, rows_left)})
                 rows_left -= len(files[-1]["layers"])
-    total = sum(1 for group in groups for member in group.members if member.size_bytes)
+    total = sum(1 for space in spaces for member in space.members if member.size_bytes)
     return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - len(files)}
 
 
-def _copy(state: CacheState, group: Group) -> _Copy:
-    """Return a copy of the group. Lock held."""
+def _copy(state: CacheState, space: LoopSpace) -> _Copy:
+    """Return a copy of the space. Lock held."""
     core = state.references.core
-    space = None if core is None else core.spaces.get(group.key)
+    core_space = None if core is None else core.spaces.get(space.key)
     now_ns = time.monotonic_ns()
-    recent_ns = max(RECENT_NS, RECENT_PERIODS * (group.learner.period or 0))
+    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.learner.period or 0))
     return _Copy(
-        tuple(group.members),
-        group.extent_bytes,
-        bytes(group.status),
-        group.order.rank_of[:],
-        group.charge[:],
-        group.seen_ns[:],
-        frozenset(() if space is None else space.held),
+        tuple(space.members),
+        space.extent_bytes,
+        bytes(space.status),
+        space.order.rank_of[:],
+        space.accounted_bytes[:],
+        space.seen_ns[:],
+        frozenset(() if core_space is None else core_space.held),
         now_ns,
         max(1, now_ns - recent_ns),  # 0 means never
-        tuple((member.mixture, member.mixture.kept) for member in group.members if member.mixture is not None),
+        tuple((member.moe, member.moe.kept) for member in space.members if member.moe is not None),
     )
 
 
-def _charge_experts(copy: _Copy, mixture: Mixture, kept: list[int]) -> None:
+def _charge_experts(copy: _Copy, moe: MoeFile, kept: list[int]) -> None:
     """Account resident experts as pages of their extents."""
-    size, base = copy.extent_bytes, mixture.member.base
-    for offset, length in (part for expert in kept for part in mixture.ranges(expert)):
+    size, base = copy.extent_bytes, moe.member.base
+    for offset, length in (part for expert in kept for part in moe.ranges(expert)):
         for extent in range(offset // size, -(-(offset + length) // size)):
             part_bytes = min(offset + length, (extent + 1) * size) - max(offset, extent * size)
-            copy.charge[base + extent] = min(size, copy.charge[base + extent] + part_bytes)
+            copy.accounted_bytes[base + extent] = min(size, copy.accounted_bytes[base + extent] + part_bytes)
 
 
-def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
+def _heat_file(copy: _Copy, member: SpaceFile, rows: int) -> dict[str, Any]:
     whole = Part("", 0, ((0, member.size_bytes),))
     parts = list(member.anatomy.parts()) if member.anatomy is not None else [whole]
     experts = {}
-    for mixture, kept in copy.mixtures:
-        if mixture.member is member:
-            counts = Counter(mixture.layout.layer_of(expert)[0] for expert in kept)
-            experts = {name: {"kept": counts[name], "count": count} for name, _, count in mixture.layout.layers}
+    for moe, kept in copy.moe_files:
+        if moe.member is member:
+            counts = Counter(moe.layout.layer_of(expert)[0] for expert in kept)
+            experts = {name: {"kept": counts[name], "count": count} for name, _, count in moe.layout.layers}
     return {
         "path": member.path,
         "size_bytes": member.size_bytes,
@@ -265,7 +267,7 @@ def _heat_file(copy: _Copy, member: Member, rows: int) -> dict[str, Any]:
     }
 
 
-def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
+def _layer(copy: _Copy, member: SpaceFile, part: Part) -> dict[str, Any]:
     """Return one layer: bytes by kind, seconds since the last request for one of them, and the cells of its strip."""
     sums = dict.fromkeys((_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES), 0)
     strip = bytearray()
@@ -276,7 +278,7 @@ def _layer(copy: _Copy, member: Member, part: Part) -> dict[str, Any]:
         kinds = _kinds(copy, extents)
         for extent, kind, length in _lengths(copy, member, extents, kinds, first, end):
             if kind == _PAGES:  # only some of its pages are resident
-                resident = min(length, copy.charge[extent] * length // copy.extent_bytes)
+                resident = min(length, copy.accounted_bytes[extent] * length // copy.extent_bytes)
                 sums[_PAGES] += resident
                 sums[_STORAGE] += length - resident
             else:
@@ -304,14 +306,14 @@ def _kinds(copy: _Copy, extents: range) -> bytes:
     if copy.held:
         kinds = bytes(_PINNED if extent in copy.held else kind for extent, kind in zip(extents, kinds, strict=True))
     if _PAGES in kinds:
-        resident = (bool(charge) for charge in copy.charge[extents.start : extents.stop])
+        resident = (bool(accounted_bytes) for accounted_bytes in copy.accounted_bytes[extents.start : extents.stop])
         kinds = bytes(kind if kind != _PAGES or has else _STORAGE for kind, has in zip(kinds, resident, strict=True))
     seen = map(copy.since_ns.__le__, copy.seen_ns[extents.start : extents.stop])
     return bytes(map(operator.or_, kinds, seen)).translate(_PLAIN)
 
 
 def _lengths(
-    copy: _Copy, member: Member, extents: range, kinds: bytes, first: int, end: int
+    copy: _Copy, member: SpaceFile, extents: range, kinds: bytes, first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (extent, kind, its bytes between `first` and `end`); runs of whole extents of one kind as one item."""
     size = copy.extent_bytes

@@ -4,7 +4,7 @@ Locks: a thread that takes several of them takes them in this order.
 1. `Files.turn` (mode inplace): changes of the table of files.
 2. `Grouping._parsing`: parsing of one header at a time.
 3. `Files.lock` (mode inplace): the programs that map files, while the kernel is given advice on their memory.
-4. `CacheState.lock`: all fields in this file, and every method of `Group` and `MixtureCache`. Threads hold it only to
+4. `CacheState.lock`: all fields in this file, and every method of `LoopSpace` and `ExpertCache`. Threads hold it only to
    compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its conditions: `work` wakes
    loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
 
@@ -13,7 +13,7 @@ locked pages, and a READ may be queued behind as many other requests as the daem
 kernel a reply may wait only for the following:
 - READ: the fetch of its extent. A fetch depends on storage alone: a loader sets `Fetch.done` before it begins its STORE. The
   READ that loads a piece of an expert slice also waits for the STORE of that piece, at most `fuse.STORE_WAIT_S`.
-- RELEASE, the last one of a file: reads of the file (`Member.loads`), which end before their STOREs begin. At most
+- RELEASE, the last one of a file: reads of the file (`SpaceFile.loads`), which end before their STOREs begin. At most
   `LOADS_S`.
 - OPEN, and truncation by name: STOREs of the previous content of the path, which would overwrite new data with old. At most
   `engine.WAITERS` requests wait, so that other threads can answer the READs that those STOREs wait for. Each waits at most
@@ -42,8 +42,8 @@ from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.shadow import Shadow
 from llmcache.cache.steering import HIT, MISS, Steering
 from llmcache.fs.backends.base import BufferPool
-from llmcache.fs.engine.experts import MixtureCache
-from llmcache.fs.engine.group import Fetch, Group, Member
+from llmcache.fs.engine.experts import ExpertCache
+from llmcache.fs.engine.space import Fetch, LoopSpace, SpaceFile
 from llmcache.fs.services import Services
 from llmcache.units import BLOCK_BYTES
 
@@ -56,7 +56,7 @@ BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1,
 """Upper bounds of the histogram's classes, inclusive, from 0.1 ms to 3 s; one more class counts longer waits."""
 
 
-class Waits:
+class WaitHistogram:
     """Histogram of how long readers waited for one reason, since the mount began. Every method expects the engine's lock.
 
     Only waits are counted, not hits: counting takes a microsecond, a wait as long as a request to storage.
@@ -124,7 +124,7 @@ class References:
             if self.log is not None:
                 self.log.event(event)
 
-    def tell(self, *event: Any) -> None:
+    def record_event(self, *event: Any) -> None:
         """Pass an event to the log and the core."""
         if self._paused_events is not None:
             self._paused_events.append(event)
@@ -133,7 +133,7 @@ class References:
         if self.core is not None:
             self.core.apply(event)
 
-    def joined(self, group: Group, member: Member, backing: Backing) -> None:
+    def joined(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
         """Log the identity of a member's file, which was opened."""
         if self.log is None:
             return
@@ -143,38 +143,38 @@ class References:
             return
         member.file_id = number
         self.log.file(member.file_id, *identity, backing.size)
-        self.log.event(("file", member.file_id, group.key, group.members.index(member)))
+        self.log.event(("file", member.file_id, space.key, space.members.index(member)))
 
-    def guessed(self, group: Group, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
+    def guessed(self, space: LoopSpace, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
         """Report the first guess from a header: extents read by pages, the hot ones among them, and the loop's order."""
-        self.tell("guess", group.key, ranges(single), ranges(hot), ranges(order))
+        self.record_event("guess", space.key, ranges(single), ranges(hot), ranges(order))
 
-    def lost(self, group: Group, extent: int) -> None:
+    def lost(self, space: LoopSpace, extent: int) -> None:
         """Report that an extent could not be read, if the core counts it as held."""
-        if self.core is not None and self.core.holds(group.key, extent):
-            self.tell("lost", group.key, extent)
+        if self.core is not None and self.core.holds(space.key, extent):
+            self.record_event("lost", space.key, extent)
 
-    def claimed(self, group: Group, member: Member, extent: int, pid: int) -> int:
+    def claimed(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int) -> int:
         """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
-        verdict = MISS if self.core is None else self.core.reference(group.key, extent)
+        verdict = MISS if self.core is None else self.core.reference(space.key, extent)
         if self.log is not None:
-            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            offset, length = space.offset_of(member, extent), space.length_of(member, extent)
             count = -(-length // BLOCK_BYTES)
             self.log.row(member.file_id, offset // BLOCK_BYTES, count, READ, int(verdict != HIT), pid)
         return verdict
 
-    def slices(self, group: Group, member: Member, parts: Iterable[tuple[int, int]], pid: int) -> None:
+    def slices(self, space: LoopSpace, member: SpaceFile, parts: Iterable[tuple[int, int]], pid: int) -> None:
         """Report a miss of an expert. `parts`: (offset, bytes) of its slices, in whole pages."""
         for offset, length in parts:
-            self.pages(group, member, offset, length, READ, pid)
+            self.pages(space, member, offset, length, READ, pid)
 
-    def pages(self, group: Group, member: Member, offset: int, length: int, op: int, pid: int) -> None:
+    def pages(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, op: int, pid: int) -> None:
         """Report pages of single-page extents that were read from storage, or written to it."""
         if length <= 0:
             return
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
         if self.core is not None:
-            self.core.page(group.key, member.base + offset // group.extent_bytes, end - first)
+            self.core.page(space.key, member.base + offset // space.extent_bytes, end - first)
         if self.log is not None:
             self.log.row(member.file_id, first, end - first, op, 1, pid)
 
@@ -195,7 +195,7 @@ Job = Callable[[], None]
 
 @dataclass(eq=False)
 class CacheState:
-    """Budget, groups and counters of one mount."""
+    """Budget, spaces and counters of one mount."""
 
     budget_bytes: int
     pool: BufferPool
@@ -203,23 +203,29 @@ class CacheState:
     experts_allowance_bytes: int = 0  # added while MoE models are read
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
-    late_waits: Waits = field(default_factory=Waits)  # for extents that a loader was fetching ahead of the reader
-    demand_waits: Waits = field(default_factory=Waits)  # for extents that no loader had fetched ahead
+    late_waits: WaitHistogram = field(
+        default_factory=WaitHistogram
+    )  # for extents that a loader was fetching ahead of the reader
+    demand_waits: WaitHistogram = field(default_factory=WaitHistogram)  # for extents that no loader had fetched ahead
     began_ns: int = field(default_factory=time.monotonic_ns)
     references: References = field(default_factory=References)
     services: Services = field(default_factory=Services)
-    groups: dict[str, Group] = field(default_factory=dict)
-    places: dict[str, list[tuple[Group, Member]]] = field(default_factory=dict)  # by path; a shard may be in two groups
-    owners: dict[Backing, tuple[Group, Member]] = field(default_factory=dict)
+    spaces: dict[str, LoopSpace] = field(default_factory=dict)
+    places: dict[str, list[tuple[LoopSpace, SpaceFile]]] = field(
+        default_factory=dict
+    )  # by path; a shard may be in two spaces
+    owners: dict[Backing, tuple[LoopSpace, SpaceFile]] = field(default_factory=dict)
     opens: dict[Backing, int] = field(default_factory=dict)  # open handles of clients
-    debts: list[tuple[int, int, int, int]] = field(default_factory=list)  # (node, offset, length, charged) to invalidate
+    pending_invalidations: list[tuple[int, int, int, int]] = field(
+        default_factory=list
+    )  # (node, offset, length, charged) to invalidate
     jobs: deque[Job] = field(default_factory=deque)  # loaders run these before they claim extents
-    storing: list[tuple[Group, Member]] = field(default_factory=list)  # STOREs under way
+    storing: list[tuple[LoopSpace, SpaceFile]] = field(default_factory=list)  # STOREs under way
     resident_bytes: int = 0  # upper bound of this mount's bytes in the page cache
     asked_bytes: int = 0  # room that a warm-up waits for
     held_bytes: int = 0  # arena only: bytes in the daemon's own memory
     least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that does not fit
-    slack_bytes: int = 0  # in place only: opportunistic bytes beyond the limit, in memory that nothing else needs
+    opportunistic_bytes: int = 0  # in place only: opportunistic bytes beyond the limit, in memory that nothing else needs
     is_calm: bool = True  # available memory has not shrunk for a while
     crowded: bool = False  # a thread that waits on `work` needs room
     running: bool = True
@@ -227,7 +233,7 @@ class CacheState:
     def __post_init__(self) -> None:
         self.pin_limit_bytes = self.budget_bytes
         self.limit_bytes = self.budget_bytes + self.allowance_bytes
-        self.mixtures = MixtureCache(self)
+        self.expert_cache = ExpertCache(self)
         self.shadow = Shadow(self.limit_bytes)
         self.work = threading.Condition(self.lock)
         self.room = threading.Condition(self.lock)
@@ -236,17 +242,17 @@ class CacheState:
     def set_limit(self, limit_bytes: int) -> None:
         """Set the bytes that memory pressure leaves of the budget: the limit of pins. Windows may add the allowance."""
         if limit_bytes != self.pin_limit_bytes:
-            self.references.tell("limit", limit_bytes)
+            self.references.record_event("limit", limit_bytes)
         self.pin_limit_bytes = limit_bytes
-        experts_bytes = self.experts_allowance_bytes if self.mixtures.mixtures else 0
+        experts_bytes = self.experts_allowance_bytes if self.expert_cache.moe_files else 0
         self.limit_bytes = limit_bytes + self.allowance_bytes + experts_bytes
 
-    def set_slack(self, free_bytes: int) -> None:
+    def set_opportunistic(self, free_bytes: int) -> None:
         """Set the bytes that may be used beyond the limit. `free_bytes`: unneeded memory; negative: memory is short."""
-        slack_bytes = max(0, self.used_bytes + free_bytes - self.limit_bytes)
-        if slack_bytes < self.slack_bytes:
+        opportunistic_bytes = max(0, self.used_bytes + free_bytes - self.limit_bytes)
+        if opportunistic_bytes < self.opportunistic_bytes:
             self.room.notify()
-        self.slack_bytes = slack_bytes
+        self.opportunistic_bytes = opportunistic_bytes
 
     def ask_room(self) -> None:
         """Wake the evictor, which wakes threads that wait on `work` once there is room."""
@@ -256,7 +262,7 @@ class CacheState:
     @property
     def room_bytes(self) -> int:
         """Bytes that may be used before extents are evicted."""
-        return self.limit_bytes + self.slack_bytes
+        return self.limit_bytes + self.opportunistic_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -264,45 +270,45 @@ class CacheState:
         return self.resident_bytes + self.held_bytes
 
     def stores_old(self, path: str) -> bool:
-        """Return True while a STORE to `path` of a group that has ended is under way."""
-        return any(member.path == path and not group.alive for group, member in self.storing)
+        """Return True while a STORE to `path` of a space that has ended is under way."""
+        return any(member.path == path and not space.alive for space, member in self.storing)
 
-    def load_ended(self, member: Member) -> None:
+    def load_ended(self, member: SpaceFile) -> None:
         """Count the end of a fetch's read of the file."""
         member.loads -= 1
         self.ended.notify_all()
 
-    def store_ended(self, group: Group, member: Member) -> None:
+    def store_ended(self, space: LoopSpace, member: SpaceFile) -> None:
         """Remove a STORE that has ended from `storing`."""
-        self.storing.remove((group, member))
+        self.storing.remove((space, member))
         self.ended.notify_all()
 
-    def opens_of(self, group: Group) -> int:
-        """Return the number of client handles on all files of `group`, which is alive."""
-        return sum(self.opens.get(member.backing, 0) for member in group.members if member.backing is not None)
+    def opens_of(self, space: LoopSpace) -> int:
+        """Return the number of client handles on all files of `space`, which is alive."""
+        return sum(self.opens.get(member.backing, 0) for member in space.members if member.backing is not None)
 
-    def programs_of(self, group: Group) -> int:
-        """Return the largest number of client handles on one file of `group`."""
-        return max((self.opens.get(member.backing, 0) for member in group.members if member.backing is not None), default=0)
+    def programs_of(self, space: LoopSpace) -> int:
+        """Return the largest number of client handles on one file of `space`."""
+        return max((self.opens.get(member.backing, 0) for member in space.members if member.backing is not None), default=0)
 
-    def place(self, group: Group, member: Member) -> None:
+    def place(self, space: LoopSpace, member: SpaceFile) -> None:
         """Register a member at its path."""
-        self.places.setdefault(member.path, []).append((group, member))
+        self.places.setdefault(member.path, []).append((space, member))
 
-    def displace(self, group: Group, member: Member) -> None:
+    def displace(self, space: LoopSpace, member: SpaceFile) -> None:
         """Remove a member from its path."""
         members = self.places[member.path]
-        members.remove((group, member))
+        members.remove((space, member))
         if not members:
             del self.places[member.path]
 
-    def charge(self, group: Group, extent: int, length: int) -> None:
+    def account(self, space: LoopSpace, extent: int, length: int) -> None:
         """Account `length` more bytes of `extent`, in whole pages, to the page cache; at most the whole extent."""
-        if not group.alive or group.member_of(extent).node is None:
+        if not space.alive or space.member_of(extent).node is None:
             return  # until the node is known, nothing is accounted; then all pages are dropped
-        before = group.charge[extent]
-        after = min(group.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
-        group.charge[extent] = after
+        before = space.accounted_bytes[extent]
+        after = min(space.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
+        space.accounted_bytes[extent] = after
         self.resident_bytes += after - before
         if self.used_bytes > self.room_bytes:
             self.room.notify()
@@ -321,12 +327,12 @@ class CacheState:
             self.pool.give(fetch.buffer)
             self.work.notify()
 
-    def ranges(self, group: Group, extents: list[int]) -> list[tuple[Member, int, int]]:
+    def ranges(self, space: LoopSpace, extents: list[int]) -> list[tuple[SpaceFile, int, int]]:
         """Return (member, offset, length) of `extents`, consecutive ones merged."""
-        merged: list[tuple[Member, int, int]] = []
+        merged: list[tuple[SpaceFile, int, int]] = []
         for extent in sorted(extents):
-            member = group.member_of(extent)
-            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            member = space.member_of(extent)
+            offset, length = space.offset_of(member, extent), space.length_of(member, extent)
             if merged and merged[-1][0] is member and merged[-1][1] + merged[-1][2] == offset:
                 merged[-1] = (member, merged[-1][1], merged[-1][2] + length)
             else:
@@ -335,7 +341,7 @@ class CacheState:
 
     def pinned_bytes(self) -> int:
         """Return the bytes that are pinned in the page cache (steer, in place) or in the arena."""
-        return sum(group.pinned_bytes for group in self.groups.values())
+        return sum(space.pinned_bytes for space in self.spaces.values())
 
     def window_bytes(self) -> int:
         """Return the accounted bytes that are not pinned: windows, hot pages and pages that are not invalidated yet."""

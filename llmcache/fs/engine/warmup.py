@@ -1,8 +1,8 @@
 """Populates the cache before clients read: the extents that the plan pins, and hot pages.
 
-`Warmer.warm` opens the files as a client would, so that they are grouped, attached to the pin helper and planned. `Bringer`
-then fetches the absent extents that the plan wants, and nothing that would only stream through the window. Afterwards the
-files are closed.
+`Warmup.warm` opens the files as a client would, so that they are grouped, attached to the pin helper and planned.
+`WarmupWorker` then fetches the absent extents that the plan wants, and nothing that would only stream through the window.
+Afterwards the files are closed.
 
 Locking: the engine's lock, as described in `state.py`; no thread here owes a reply to a READ. In steer and in place, extents
 are fetched as by a loader. In arena, they are read into memory of their own and handed to the core, which keeps those that
@@ -23,15 +23,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcache.cache.arbitration import HOT_SHARE
-from llmcache.errors import EnvironmentProblem, MountProblem, UsageError
+from llmcache.errors import MissingRequirement, MountProblem, UsageError
 from llmcache.fs.backends.base import MemoryRegion
 from llmcache.fs.backends.fuse import read_whole
-from llmcache.fs.engine.group import ABSENT, LOADING, PINNED, SINGLE, SPARSE, Group, Member
+from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, SINGLE, SPARSE, LoopSpace, SpaceFile
 from llmcache.fs.engine.state import READ
 from llmcache.fs.vfs.source import Caller
 
 if TYPE_CHECKING:
-    from llmcache.fs.backends.base import Backend, Holder
+    from llmcache.fs.backends.base import Backend, PinStore
     from llmcache.fs.engine.engine import Engine
     from llmcache.fs.engine.state import CacheState
     from llmcache.fs.vfs.backing import Backing
@@ -55,7 +55,7 @@ class Opener(Protocol):
         """Close a handle."""
 
 
-class Warmer:
+class Warmup:
     """Warm-ups of one mount. Several may be requested at a time; they populate the cache one after another."""
 
     def __init__(self, engine: Engine, operations: Opener) -> None:
@@ -75,20 +75,20 @@ class Warmer:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS)  # half remains for clients
         if len(paths) > most:
             hint = "name fewer files by globs, or raise the limit of open files (ulimit -n) of the daemon"
-            raise EnvironmentProblem(f"GLOB: {len(paths)} files match, but at most {most} can be warmed at once", hint)
+            raise MissingRequirement(f"GLOB: {len(paths)} files match, but at most {most} can be warmed at once", hint)
         before = self.state.counters.backing_read_bytes
         with ExitStack() as stack:
             unreadable = [path for path in _with_heartbeat(paths, tell) if not self._open(path, stack)]
-            groups = self._groups(set(paths))
+            spaces = self._groups(set(paths))
             # All shards of a model are populated, even if only one was named.
             with self.state.lock:
-                closed = [member.path for group in groups for member in group.members if member.backing is None]
+                closed = [member.path for space in spaces for member in space.members if member.backing is None]
             for path in closed:
                 self._open(path, stack)
-            self._ready(groups, suppose=bool(globs))
+            self._ready(spaces, suppose=bool(globs))
             if fetch:
-                self._populate(groups, tell)
-            rows = self._rows(groups, warm=fetch)
+                self._populate(spaces, tell)
+            rows = self._rows(spaces, warm=fetch)
         read = self.state.counters.backing_read_bytes - before if fetch else 0
         return {
             "schema": SCHEMA,
@@ -101,7 +101,7 @@ class Warmer:
             "unreadable": unreadable,
         }
 
-    def _populate(self, groups: list[Group], tell: Tell) -> None:
+    def _populate(self, spaces: list[LoopSpace], tell: Tell) -> None:
         """Fetch absent extents, one warm-up at a time: two would read the same extents twice.
 
         Fetched hot pages take room from loops, and other clients may change the plan as well. So a new plan is made until no
@@ -114,8 +114,8 @@ class Warmer:
         try:
             for _ in range(_ROUNDS):
                 with self.state.lock:
-                    pieces = self._planned(groups)
-                bringer = Bringer(self.state, self.engine.backend, self.engine.holder, pieces)
+                    pieces = self._planned(spaces)
+                bringer = WarmupWorker(self.state, self.engine.backend, self.engine.holder, pieces)
                 bringer.run(tell)
                 if not bringer.done_bytes:
                     return
@@ -157,16 +157,16 @@ class Warmer:
         stack.callback(self.operations.release, number)
         return True
 
-    def _groups(self, paths: set[str]) -> list[Group]:
+    def _groups(self, paths: set[str]) -> list[LoopSpace]:
         with self.state.lock:
-            groups = list(self.state.groups.values())
-        return [group for group in groups if not group.written and any(m.path in paths for m in group.members)]
+            spaces = list(self.state.spaces.values())
+        return [space for space in spaces if not space.written and any(m.path in paths for m in space.members)]
 
-    def _ready(self, groups: list[Group], suppose: bool) -> None:
-        """Wait until the files' nodes are known and old pages are dropped, and make sure that the groups are steered."""
+    def _ready(self, spaces: list[LoopSpace], suppose: bool) -> None:
+        """Wait until the files' nodes are known and old pages are dropped, and make sure that the spaces are steered."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
-            members = [member for group in groups for member in group.members]
+            members = [member for space in spaces for member in space.members]
             # The pin helper is attaching them, or old pages are being dropped.
             while any(each.backing is not None and (each.attaching or each.backing.unsettled) for each in members):
                 if not state.running:
@@ -174,48 +174,48 @@ class Warmer:
                 if time.monotonic() > end:
                     break
                 state.work.wait(0.05)
-            for group in groups:
-                if group.left:  # the kernel would not keep what the warm-up fetches
-                    self.engine.judge.turn(group, is_left=False)
-                if suppose and group.alive and group.status.count(SINGLE) == 0:
-                    self.engine.grouping.suppose(group)
+            for space in spaces:
+                if space.left:  # the kernel would not keep what the warm-up fetches
+                    self.engine.judge.turn(space, is_left=False)
+                if suppose and space.alive and space.status.count(SINGLE) == 0:
+                    self.engine.grouping.suppose(space)
 
     # Planned extents
 
-    def _planned(self, groups: list[Group]) -> list[Piece]:
+    def _planned(self, spaces: list[LoopSpace]) -> list[Piece]:
         """Return the extents to populate by a new plan: hot pages up to their share, then pins in loop order. Lock held."""
-        self.state.references.tell("plan")
+        self.state.references.record_event("plan")
         self.engine.planner.plan()
         planned: list[Piece] = []
         share = self.state.limit_bytes // HOT_SHARE
-        for group in groups:
-            for extent in sorted(group.hot):
-                member = group.member_of(extent)
-                share -= group.length_of(member, extent)
-                if share >= 0 and group.length_of(member, extent) > 0:
-                    planned.append((group, member, extent))
-        for group in groups:
-            wanted = (extent for extent in group.order.extent_at if self._wants(group, extent))
-            planned += [(group, group.member_of(extent), extent) for extent in wanted]
+        for space in spaces:
+            for extent in sorted(space.hot):
+                member = space.member_of(extent)
+                share -= space.length_of(member, extent)
+                if share >= 0 and space.length_of(member, extent) > 0:
+                    planned.append((space, member, extent))
+        for space in spaces:
+            wanted = (extent for extent in space.order.extent_at if self._wants(space, extent))
+            planned += [(space, space.member_of(extent), extent) for extent in wanted]
         return planned
 
-    def _wants(self, group: Group, extent: int) -> bool:
+    def _wants(self, space: LoopSpace, extent: int) -> bool:
         core = self.state.references.core
-        if group.state(extent) == SINGLE or not group.alive:
+        if space.state(extent) == SINGLE or not space.alive:
             return False
-        return bool(group.wanted[extent]) if core is None else core.wants(group.key, extent)
+        return bool(space.wanted[extent]) if core is None else core.wants(space.key, extent)
 
-    def _rows(self, groups: list[Group], warm: bool) -> list[dict[str, Any]]:
+    def _rows(self, spaces: list[LoopSpace], warm: bool) -> list[dict[str, Any]]:
         """Return the wanted and the cached bytes of each file, by one plan. `warm`: keep them cached until first used."""
-        sums = {(group.key, member.path): [0, 0] for group in groups for member in group.members if member.backing}
+        sums = {(space.key, member.path): [0, 0] for space in spaces for member in space.members if member.backing}
         with self.state.lock:
-            for group in groups:
-                group.warm = group.warm or (warm and group.alive)
-            for piece in self._planned(groups):
-                group, member, extent = piece
-                sums_of_file = sums.get((group.key, member.path))
+            for space in spaces:
+                space.warm = space.warm or (warm and space.alive)
+            for piece in self._planned(spaces):
+                space, member, extent = piece
+                sums_of_file = sums.get((space.key, member.path))
                 if sums_of_file is not None:
-                    length = group.length_of(member, extent)
+                    length = space.length_of(member, extent)
                     sums_of_file[0] += length
                     sums_of_file[1] += length if has(self.state, piece) else 0
             return [
@@ -223,13 +223,13 @@ class Warmer:
                     "path": member.path,
                     "name": self.engine.tree.names.shown(member.path),
                     "size_bytes": member.size_bytes,
-                    "wanted_bytes": sums[group.key, member.path][0],
-                    "warm_bytes": sums[group.key, member.path][1],
-                    "pinned": group.first,
+                    "wanted_bytes": sums[space.key, member.path][0],
+                    "warm_bytes": sums[space.key, member.path][1],
+                    "pinned": space.user_pinned,
                 }
-                for group in groups
-                for member in group.members
-                if (group.key, member.path) in sums
+                for space in spaces
+                for member in space.members
+                if (space.key, member.path) in sums
             ]
 
 
@@ -248,16 +248,16 @@ TELL_S = 0.2
 STALLED_S = 10.0  # without a byte: no room, or storage hangs
 
 Tell = Callable[[dict[str, Any]], None]
-Piece = tuple[Group, Member, int]
+Piece = tuple[LoopSpace, SpaceFile, int]
 
 
 def has(state: CacheState, piece: Piece) -> bool:
     """Return True if the mount has the extent cached. Lock held."""
-    group, member, extent = piece
-    if group.state(extent) == SINGLE:
-        return bool(group.charge[extent] >= min(group.extent_bytes, group.length_of(member, extent)))
+    space, member, extent = piece
+    if space.state(extent) == SINGLE:
+        return bool(space.accounted_bytes[extent] >= min(space.extent_bytes, space.length_of(member, extent)))
     core = state.references.core
-    return group.state(extent) == PINNED if core is None else core.holds(group.key, extent)
+    return space.state(extent) == PINNED if core is None else core.holds(space.key, extent)
 
 
 def ended() -> MountProblem:
@@ -265,14 +265,14 @@ def ended() -> MountProblem:
     return MountProblem("the mount ended during the warm-up")
 
 
-class Bringer:
+class WarmupWorker:
     """The threads of one warm-up, and the extents that remain to be fetched."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: Holder, pieces: list[Piece]) -> None:
+    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, pieces: list[Piece]) -> None:
         self.state, self.backend, self.holder = state, backend, holder
         with state.lock:
             self.left = deque(piece for piece in pieces if not has(state, piece))
-            self.total_bytes = sum(group.length_of(member, extent) for group, member, extent in self.left)
+            self.total_bytes = sum(space.length_of(member, extent) for space, member, extent in self.left)
         self.done_bytes = 0
         self.last_ns = time.monotonic_ns()
         self.stop = False
@@ -306,76 +306,76 @@ class Bringer:
                 return
             self._populate(*piece)
 
-    def _populate(self, group: Group, member: Member, extent: int) -> None:
+    def _populate(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
         backing = member.backing
         if backing is None:
             return
-        if group.state(extent) == SINGLE:
-            self._fetch_hot(group, member, extent, backing)
+        if space.state(extent) == SINGLE:
+            self._fetch_hot(space, member, extent, backing)
         elif self.state.references.core is None:
-            self._fetch(group, member, extent)
+            self._fetch(space, member, extent)
         else:
-            self._fetch_to_arena(group, member, extent, backing)
+            self._fetch_to_arena(space, member, extent, backing)
         with self.state.lock:
-            if has(self.state, (group, member, extent)):
-                self.done_bytes += group.length_of(member, extent)
+            if has(self.state, (space, member, extent)):
+                self.done_bytes += space.length_of(member, extent)
                 self.last_ns = time.monotonic_ns()
 
-    def _fetch(self, group: Group, member: Member, extent: int) -> None:
+    def _fetch(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
         """Fetch an extent as a loader does, once there is a buffer and room (steer, in place)."""
         while not self.stop and self.state.running:
             with self.state.lock:
-                if not group.alive or not group.wanted[extent]:
+                if not space.alive or not space.wanted[extent]:
                     return  # the plan has changed
-                if group.state(extent) not in (ABSENT, SPARSE, LOADING):
+                if space.state(extent) not in (ABSENT, SPARSE, LOADING):
                     return  # it is cached
-                if group.state(extent) == LOADING:  # another thread fetches it
+                if space.state(extent) == LOADING:  # another thread fetches it
                     job = None
-                elif self.state.used_bytes + group.extent_bytes <= self.state.room_bytes and member.reachable:
-                    job = self.backend.ahead(group, member, extent)
+                elif self.state.used_bytes + space.extent_bytes <= self.state.room_bytes and member.reachable:
+                    job = self.backend.ahead(space, member, extent)
                 else:
                     job = None
                 if job is None:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
-                    self.state.asked_bytes = group.extent_bytes
+                    self.state.asked_bytes = space.extent_bytes
                     self.state.ask_room()
                     self.state.work.wait(0.05)
             if job is not None:
                 job()
                 return
 
-    def _fetch_to_arena(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+    def _fetch_to_arena(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
         """Read an extent into memory of the daemon, unless the core no longer wants it then (arena)."""
         try:
-            region = MemoryRegion(group.extent_bytes)
+            region = MemoryRegion(space.extent_bytes)
         except OSError:  # no memory
             return
         with self.state.lock:
-            if not group.alive or has(self.state, (group, member, extent)):
+            if not space.alive or has(self.state, (space, member, extent)):
                 return
-            offset, length = group.offset_of(member, extent), group.length_of(member, extent)
+            offset, length = space.offset_of(member, extent), space.length_of(member, extent)
             member.loads += 1
         complete = read_whole(self.state, backing, region, offset, length)
         with self.state.lock:
             self.state.load_ended(member)
             core = self.state.references.core
-            if complete and group.alive and core is not None and not core.holds(group.key, extent):
-                self.state.references.tell("hold", group.key, extent)
-                self.holder.keep(group, extent, region)
+            if complete and space.alive and core is not None and not core.holds(space.key, extent):
+                self.state.references.record_event("hold", space.key, extent)
+                self.holder.keep(space, extent, region)
 
-    def _fetch_hot(self, group: Group, member: Member, extent: int, backing: Backing) -> None:
+    def _fetch_hot(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
         """Populate a whole extent that is read by pages."""
         with self.state.lock:
-            if not group.alive or member.node is None:
+            if not space.alive or member.node is None:
                 return
-            offset, length, node = group.offset_of(member, extent), group.length_of(member, extent), member.node
-        if not self.backend.fill(group, member, extent, backing):
+            offset, length, node = space.offset_of(member, extent), space.length_of(member, extent), member.node
+        if not self.backend.fill(space, member, extent, backing):
             return
         with self.state.lock:
-            if group.key in self.state.groups:  # otherwise the group has ended since
-                self.state.charge(group, extent, length)
-                group.strays[extent] = time.monotonic_ns()
-                self.state.references.pages(group, member, offset, length, READ, os.getpid())
+            if space.key in self.state.spaces:  # otherwise the space has ended since
+                self.state.account(space, extent, length)
+                space.partial_extents[extent] = time.monotonic_ns()
+                self.state.references.pages(space, member, offset, length, READ, os.getpid())
             else:
-                self.state.debts.append((node, offset, length, 0))
+                self.state.pending_invalidations.append((node, offset, length, 0))

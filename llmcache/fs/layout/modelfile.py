@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmcache.cache.mixture import EXPERTS_USED
 from llmcache.cache.sizing import ModelBytes
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.fs.layout import read_layout
 from llmcache.fs.layout.names import INDEX_SUFFIX, MANIFEST_BYTES, ModelNames, manifest_layers, manifest_place
 from llmcache.fs.layout.safetensors import SUFFIX, index_shards
@@ -50,7 +50,7 @@ def model_bytes(path: str) -> ModelBytes:
 
     `loop_bytes` includes all experts. The number of experts that a token uses comes from the header of a GGUF, or from
     the config.json in the directory of the safetensors.
-    Raises UsageError (no such file), DataError (damaged file, not a model, missing shard) or EnvironmentProblem (the file
+    Raises UsageError (no such file), DataError (damaged file, not a model, missing shard) or MissingRequirement (the file
     cannot be read).
     """
     files = _files(path)
@@ -234,7 +234,7 @@ def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise UsageError(f"{OPTION}: {path}: {error.strerror}", hint) from error
     except OSError as error:
-        raise EnvironmentProblem(f"{OPTION}: cannot read {path}: {error.strerror}") from error
+        raise MissingRequirement(f"{OPTION}: cannot read {path}: {error.strerror}") from error
     except DataError as error:
         raise DataError(f"{OPTION}: {path}: {error.message}", error.hint) from error
 

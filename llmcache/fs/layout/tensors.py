@@ -7,7 +7,7 @@ A *slice* is the part of one tensor that belongs to one expert of an MoE model. 
 tensor (`*_exps`, last dimension). Safetensors do so too (fused), or have one tensor per expert. The slices of one expert
 (gate, up and down) are used together: a token uses a few experts of each layer, each whole.
 
-`Anatomy` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, in the
+`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, in the
 order of computation, and runs of tensors beyond RUNS_MAX share the name OTHERS.
 """
 
@@ -396,7 +396,7 @@ class Part:
         return sum(end - first for first, end in self.stretches)
 
 
-class Anatomy:
+class LayerMap:
     """The layers of one file, in the order in which a decoder computes them."""
 
     def __init__(self, layout: ModelLayout) -> None:

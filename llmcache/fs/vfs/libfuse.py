@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from llmcache.errors import EnvironmentProblem, MountProblem
+from llmcache.errors import MissingRequirement, MountProblem
 from llmcache.fs.vfs.callbacks import Callbacks, Pointer
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _UNWANTED = (
 
 @functools.cache
 def binding() -> ModuleType:
-    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). EnvironmentProblem: libfuse 3 is not installed."""
+    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). MissingRequirement: libfuse 3 is not installed."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
     failure = ""
@@ -61,15 +61,15 @@ def binding() -> ModuleType:
         import mfusepy  # loads the library named in FUSE_LIBRARY_PATH
 
         if mfusepy.fuse_version_major != 3:
-            raise EnvironmentProblem(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
+            raise MissingRequirement(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
         found: ModuleType = mfusepy
         return found
     if chosen:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"FUSE_LIBRARY_PATH={chosen} cannot be loaded: {failure}",
             f"unset FUSE_LIBRARY_PATH, or {APT_HINT}",
         )
-    raise EnvironmentProblem("libfuse 3 is not installed", APT_HINT)
+    raise MissingRequirement("libfuse 3 is not installed", APT_HINT)
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _new(lib: ctypes.CDLL) -> CFuncPtr:
 
 
 def version() -> str:
-    """Return the version of the libfuse that mounts use, such as "3.14.0". EnvironmentProblem: it is not installed."""
+    """Return the version of the libfuse that mounts use, such as "3.14.0". MissingRequirement: it is not installed."""
     lib = library()
     lib.fuse_pkgversion.restype = ctypes.c_char_p
     return str(lib.fuse_pkgversion().decode())

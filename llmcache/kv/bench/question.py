@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.bench import synthetic
 from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
 from llmcache.kv.bench.synthetic import Accelerator, Progress, Setup, variants_of
@@ -251,7 +251,7 @@ def model_of(name: str | None) -> Path:
         return Path(name)
     path = user_cache_path("llmcache") / "models" / TASK_MODELS[name]
     if not path.exists():
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"--model: {path} does not exist", "run tools/test, which downloads it, or name the path of a model"
         )
     unpacked = path.with_suffix("")  # tools/test unpacks it as well, because transformers takes 10 to 30 s to read the file

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from llmcache.arrays import Flags, Floats, Int64s
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.bench.results import DECODING, LOADING, QUERY, UPDATE, KvMemory, Speed
 from llmcache.kv.bench.synthetic import since
 from llmcache.kv.pipeline import Timeline
@@ -46,7 +46,7 @@ _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 def load_model(path: str | Path) -> Any:
     """Return the model in a directory, or in a GGUF file converted to float32, ready for a SpillCache.
 
-    DataError: there is no model. EnvironmentProblem: the packages that read GGUF files are missing.
+    DataError: there is no model. MissingRequirement: the packages that read GGUF files are missing.
     """
     logging.disable_progress_bar()
     try:
@@ -64,7 +64,7 @@ def _place(path: str | Path) -> dict[str, Any]:
     if not _is_gguf(path):
         return {"pretrained_model_name_or_path": path, "local_files_only": True}
     if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
-        raise EnvironmentProblem(f"{path}: not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        raise MissingRequirement(f"{path}: not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     parent, name = Path(path).parent, Path(path).name
     return {"pretrained_model_name_or_path": parent, "gguf_file": name, "local_files_only": True}
 
@@ -73,7 +73,7 @@ class Subject:
     """An enabled model from a directory or a GGUF file, on the GPU if torch has one, and its tokenizer.
 
     `tokenizer`: None for the recall model, which has its own language. UsageError: there is no such directory or file.
-    DataError: it contains no model, or no tokenizer. EnvironmentProblem: the packages that read GGUF files are missing.
+    DataError: it contains no model, or no tokenizer. MissingRequirement: the packages that read GGUF files are missing.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Floats
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
 from llmcache.kv.csd import PROFILES, CsdProfile, Report
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
@@ -389,17 +389,17 @@ def workplace(directory: Path) -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="llmcache-bench-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
         hint = "name a writable directory"
-        raise EnvironmentProblem(f"--path: {directory}: {error.strerror}", hint) from error
+        raise MissingRequirement(f"--path: {directory}: {error.strerror}", hint) from error
     with made as name:
         yield Path(name)
 
 
 def check_space(setup: Setup, files: int) -> None:
-    """Raise EnvironmentProblem if the spill files of `files` policies do not fit below the setup's directory."""
+    """Raise MissingRequirement if the spill files of `files` policies do not fit below the setup's directory."""
     shape, spec = setup.spec.shape, setup.spec
     needed = files * spec.batch * shape.layers * shape.pages_of(spec.context) * sum(shape.slot_sizes)
     free = shutil.disk_usage(setup.directory).free
     if needed > free:
         hint = "use a shorter context, fewer layers or fewer policies"
         lacks = f"spill files need {format_size(needed)}, but only {format_size(free)} is free"
-        raise EnvironmentProblem(f"--path: {setup.directory}: {lacks}", hint)
+        raise MissingRequirement(f"--path: {setup.directory}: {lacks}", hint)

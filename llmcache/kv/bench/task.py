@@ -147,7 +147,7 @@ def candidates(setup: TaskSetup) -> list[Candidate]:
 
 
 def run(setup: TaskSetup, progress: Progress = lambda _: None) -> TaskBench:
-    """Return a row for each cache at each context. EnvironmentProblem: torch or transformers are missing."""
+    """Return a row for each cache at each context. MissingRequirement: torch or transformers are missing."""
     from llmcache.kv.transformers import check_versions
 
     check_versions()

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement
 from llmcache.kv.csd.profile import PROFILES, CsdProfile, Report
 from llmcache.kv.csd.wire import (
     BLOCK_TOKENS,
@@ -121,7 +121,7 @@ class EmulatedCsd:
             self.end = None
 
     def close(self) -> None:
-        """Flush the file and end the process; EnvironmentProblem if that fails."""
+        """Flush the file and end the process; MissingRequirement if that fails."""
         if self.end is None:
             return
         try:
@@ -141,7 +141,7 @@ class EmulatedCsd:
         if kind is None:
             self.close()
         else:  # the original error is more useful than one that follows from it
-            with contextlib.suppress(EnvironmentProblem):
+            with contextlib.suppress(MissingRequirement):
                 self.close()
 
     # Commands
@@ -160,9 +160,9 @@ class EmulatedCsd:
 
     @property
     def _pipe(self) -> Connection:
-        """The pipe to the device; EnvironmentProblem if it is not running."""
+        """The pipe to the device; MissingRequirement if it is not running."""
         if self.end is None:
-            raise EnvironmentProblem(f"{self.path}: the emulated device is not running", "call restart()")
+            raise MissingRequirement(f"{self.path}: the emulated device is not running", "call restart()")
         return self.end
 
     def _send(self, command: str, **arguments: Any) -> None:
@@ -192,14 +192,14 @@ class EmulatedCsd:
             raise found
         return found
 
-    def _dead(self, silent: bool = False) -> EnvironmentProblem:
+    def _dead(self, silent: bool = False) -> MissingRequirement:
         if silent:
             how = f"says nothing for {ANSWER_S:.0f} s"
         else:
             code = self.process.wait()
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.kill()
-        return EnvironmentProblem(f"{self.path}: the emulated device {how}", "call restart(): acknowledged data is intact")
+        return MissingRequirement(f"{self.path}: the emulated device {how}", "call restart(): acknowledged data is intact")
 
     def _ended(self, found: Data | dict[str, Any]) -> dict[str, Any]:
         assert not isinstance(found, Data), "what ends a command has no data"

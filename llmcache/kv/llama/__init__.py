@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 
 if TYPE_CHECKING:
     from llmcache.kv.llama.cache import PrefixCache
@@ -17,11 +17,11 @@ __all__ = ["PrefixCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import PrefixCache on first use. EnvironmentProblem: llama-cpp-python is not installed."""
+    """Import PrefixCache on first use. MissingRequirement: llama-cpp-python is not installed."""
     if name != "PrefixCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         importlib.import_module("llama_cpp")
     except ImportError as error:
-        raise EnvironmentProblem(f"llmcache.kv.llama: {error}", "pip install 'llmcache-toolkit[llama]'") from error
+        raise MissingRequirement(f"llmcache.kv.llama: {error}", "pip install 'llmcache-toolkit[llama]'") from error
     return importlib.import_module("llmcache.kv.llama.cache").PrefixCache

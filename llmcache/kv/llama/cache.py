@@ -47,7 +47,7 @@ from llama_cpp.llama import LlamaState
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.kv.llama.attached import AttachedCache
 from llmcache.kv.prefix.identity import FileIdentity, model_files
 from llmcache.kv.prefix.metrics import openmetrics
@@ -166,7 +166,7 @@ class PrefixCache(BaseLlamaCache):
     shared: Address of a Redis-compatible server (redis://host:6379/0) that shares blocks between machines.
     deadline: Seconds for the requests of one prompt to that server.
 
-    `close`, and the normal end of the process, write the queued blocks. Raises UsageError and EnvironmentProblem like
+    `close`, and the normal end of the process, write the queued blocks. Raises UsageError and MissingRequirement like
     `BlockStore` and `SharedTier`.
     """
 
@@ -389,7 +389,7 @@ class PrefixCache(BaseLlamaCache):
         until = time.monotonic() + (WAIT_S if is_first else 0)
         try:
             digests = [file.digest(max(0.0, until - time.monotonic())) for file in model.files]
-        except EnvironmentProblem as error:
+        except MissingRequirement as error:
             model.refused = error.message
             log.warning("%s: nothing is restored or stored: %s", model.description["file"], model.refused)
             return model
@@ -698,7 +698,7 @@ class _Writer:
         if key.kind != WHOLE:
             before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])[-1:]
             if before and before[0] not in self._store:
-                raise EnvironmentProblem(f"{key.file}: the previous block was evicted: the prompt is larger than the limit")
+                raise MissingRequirement(f"{key.file}: the previous block was evicted: the prompt is larger than the limit")
             links = _links(before[0].name if before else task.model.root, block.tokens)
         written = self._store.write(key, block, links, used_ns)
         if self._shared is not None and task.pushed:

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.llama.cache import PrefixCache
 
 
 def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     """Run the server with the arguments of `python -m llama_cpp.server`; return its exit code.
 
-    SIGTERM or Ctrl-C ends it, after all queued blocks are written. EnvironmentProblem: the server's packages are not
+    SIGTERM or Ctrl-C ends it, after all queued blocks are written. MissingRequirement: the server's packages are not
     installed; UsageError: invalid arguments, or a model cannot be loaded.
     """
     if any(argument.partition("=")[0] in ("--cache", "--cache_type", "--cache_size") for argument in arguments):
@@ -69,4 +69,4 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise EnvironmentProblem(f"{name}: {error}", "pip install 'llama-cpp-python[server]'") from error
+        raise MissingRequirement(f"{name}: {error}", "pip install 'llama-cpp-python[server]'") from error

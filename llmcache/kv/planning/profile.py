@@ -29,7 +29,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from llmcache.arrays import Uint64s
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.files import replacing
 from llmcache.kv.csd import EmulatedCsd
 from llmcache.kv.kernels import score
@@ -260,7 +260,7 @@ def _rate(run: Callable[[], object], amount: float) -> float:
 def measure_storage(where: str | Path) -> StorageSpeeds:
     """Return the speeds of disk and emulated device with a file in the directory `where`, within about 15 s.
 
-    EnvironmentProblem: it is not writable, or has too little space.
+    MissingRequirement: it is not writable, or has too little space.
     """
     hint = f"name a writable directory with {format_size(2 * FILE_BYTES)} of free space"
     try:
@@ -269,9 +269,9 @@ def measure_storage(where: str | Path) -> StorageSpeeds:
         with tempfile.TemporaryDirectory(prefix=".llmcache-profile-", dir=where) as made:
             return _measure_file(Path(made) / "profile.kv")
     except OSError as error:
-        raise EnvironmentProblem(f"DIR: cannot measure in {where}: {error.strerror}", hint) from error
-    except EnvironmentProblem as error:
-        raise EnvironmentProblem(f"DIR: {error.message}", hint) from error
+        raise MissingRequirement(f"DIR: cannot measure in {where}: {error.strerror}", hint) from error
+    except MissingRequirement as error:
+        raise MissingRequirement(f"DIR: {error.message}", hint) from error
 
 
 def _measure_file(path: Path) -> StorageSpeeds:

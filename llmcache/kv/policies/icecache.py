@@ -66,7 +66,7 @@ class IceCache(IndexedPolicy):
     # Saving trees next to the spill file
 
     def saved(self) -> None:
-        """Replace the trees next to the spill file; EnvironmentProblem if that fails."""
+        """Replace the trees next to the spill file; MissingRequirement if that fails."""
         if self.store.config.path is None:
             return
         found: dict[tuple[int, int, int], Any] = {}

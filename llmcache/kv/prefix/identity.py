@@ -11,7 +11,7 @@ The digest is saved in the user's cache directory, in one file for each device a
 keeps its size, modification time and change time (ctime). Programs cannot set the change time, so every write to the file
 changes it. On file systems without change times, no digest is saved.
 
-If a file changes while it is read, or after its FileIdentity was created, `digest` raises EnvironmentProblem.
+If a file changes while it is read, or after its FileIdentity was created, `digest` raises MissingRequirement.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from platformdirs import user_cache_path
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 from llmcache.files import replacing
 from llmcache.procfs import fstype_at
 from llmcache.storage import cached_blocks
@@ -92,16 +92,16 @@ class FileIdentity:
     def digest(self, wait_s: float = 0.0) -> str | None:
         """Return the digest, 64 hexadecimal digits; None if it is not ready after `wait_s`.
 
-        EnvironmentProblem: the file was changed or replaced since this identity was created, or cannot be read.
+        MissingRequirement: the file was changed or replaced since this identity was created, or cannot be read.
         """
         job = _hasher.job(self.path, self.stamp)
         job.finished.wait(wait_s)
         with _explained():
             is_same = Stamp.of(self.path) == self.stamp
         if not is_same:
-            raise EnvironmentProblem("the file was changed or replaced after it was loaded", "load the model again")
+            raise MissingRequirement("the file was changed or replaced after it was loaded", "load the model again")
         if job.problem:
-            raise EnvironmentProblem(job.problem, "load the model again")
+            raise MissingRequirement(job.problem, "load the model again")
         return job.digest or None
 
     @property
@@ -168,7 +168,7 @@ class _Hasher:
                 job = self._waiting.popleft()
             try:
                 job.finish(_hash(job))
-            except EnvironmentProblem as error:
+            except MissingRequirement as error:
                 job.finish(problem=error.message)
             except Exception:  # a bug here must not break generation
                 log.exception("%s: cannot be identified", job.path)
@@ -180,11 +180,11 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(f"the file cannot be read: {error.strerror}") from None
+        raise MissingRequirement(f"the file cannot be read: {error.strerror}") from None
 
 
 def _hash(job: _Job) -> str:
-    """Return the digest of a file, and save it. EnvironmentProblem: the file changed meanwhile, or cannot be read."""
+    """Return the digest of a file, and save it. MissingRequirement: the file changed meanwhile, or cannot be read."""
     if abs(time.time_ns() - job.stamp.ctime_ns) < TICK_NS:
         time.sleep(TICK_NS / 1e9)
     digest, size, logged_s = hashlib.blake2b(digest_size=32), job.stamp.size_bytes, time.monotonic()
@@ -202,7 +202,7 @@ def _hash(job: _Job) -> str:
                 log.warning("%s: identified %s of %s", os.path.basename(job.path), done, whole)
         is_same = is_same and Stamp.of(reader.fd) == Stamp.of(job.path) == job.stamp and job.hashed_bytes == size
     if not is_same:
-        raise EnvironmentProblem("the file changed while it was identified")
+        raise MissingRequirement("the file changed while it was identified")
     _remember(job.path, job.stamp, digest.hexdigest())
     return digest.hexdigest()
 

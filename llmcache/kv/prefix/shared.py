@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.prefix.store import Block, BlockKey, key_of, pack, unpack
 from llmcache.kv.spill.layout import aligned
 
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 class SharedTier:
     """The blocks on the server at `address` (redis://, rediss://, unix://), with `deadline_s` for each request.
 
-    `ttl_ns`: expiry of a pushed block (0: none). UsageError: invalid `address`; EnvironmentProblem: redis-py is not
+    `ttl_ns`: expiry of a pushed block (0: none). UsageError: invalid `address`; MissingRequirement: redis-py is not
     installed; ValueError: `deadline_s` is not positive.
     """
 
@@ -44,7 +44,7 @@ class SharedTier:
         try:
             import redis
         except ImportError as error:
-            raise EnvironmentProblem(f"shared: {error}", "pip install 'llmcache-toolkit[redis]'") from error
+            raise MissingRequirement(f"shared: {error}", "pip install 'llmcache-toolkit[redis]'") from error
         if deadline_s <= 0:
             raise ValueError(f"deadline_s: must be more than 0, not {deadline_s}")
         self.deadline_s, self._expire_ms = deadline_s, ttl_ns // 10**6 or None

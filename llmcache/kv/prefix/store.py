@@ -45,7 +45,7 @@ import numpy as np
 
 from llmcache import files
 from llmcache.arrays import Bytes
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.prefix.state import StateLayout
 from llmcache.kv.spill.checksum import RunningChecksum, checksums
 from llmcache.kv.spill.layout import aligned, whole_blocks
@@ -159,7 +159,7 @@ class BlockStore:
     store is opened, written or restored from), and leaves `floor_bytes` of the file system free (None: FLOOR_BYTES or
     FLOOR_SHARE). With `limit_bytes` None, an existing store is opened for listing and pruning.
 
-    UsageError: not a directory, or without `limit_bytes` not a store; EnvironmentProblem: it is not writable.
+    UsageError: not a directory, or without `limit_bytes` not a store; MissingRequirement: it is not writable.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class BlockStore:
         except FileExistsError:
             raise UsageError(f"{self.directory}: not a directory", "name a directory for the blocks") from None
         except OSError as error:
-            raise EnvironmentProblem(f"{self.directory}: {error.strerror}", "name a writable directory") from None
+            raise MissingRequirement(f"{self.directory}: {error.strerror}", "name a writable directory") from None
 
     # Reading
 
@@ -236,7 +236,7 @@ class BlockStore:
         try:
             with self._opened(key.model) as directory:
                 raw = RawFile(path, _READING, directory=directory)
-        except (OSError, EnvironmentProblem):
+        except (OSError, MissingRequirement):
             return None
         try:
             status = os.fstat(raw.fd)
@@ -297,7 +297,7 @@ class BlockStore:
         """Store `block` as `key`, point `links` to it, and return the size of its file.
 
         `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too large
-        are not evicted for the last ones. None: a new time of use. EnvironmentProblem: no space, or writing failed.
+        are not evicted for the last ones. None: a new time of use. MissingRequirement: no space, or writing failed.
         """
         return self._publish(key, pack(key, block), links, block, used_ns)
 
@@ -324,7 +324,7 @@ class BlockStore:
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
-            raise EnvironmentProblem(
+            raise MissingRequirement(
                 f"{key.file}: {format_size(size)} is more than the limit of {format_size(self.limit_bytes)}"
             )
         directory = self.directory / key.model
@@ -342,7 +342,7 @@ class BlockStore:
                 account.used_bytes += size - replaced_bytes
                 account.used_bytes -= self._link(key, block, links)
         except OSError as error:
-            raise EnvironmentProblem(f"{directory}: cannot store a block: {error.strerror}") from None
+            raise MissingRequirement(f"{directory}: cannot store a block: {error.strerror}") from None
         return size
 
     @contextlib.contextmanager
@@ -474,13 +474,13 @@ class BlockStore:
         return bool(self.ttl_ns) and self._clock() - used_ns > self.ttl_ns
 
     def _make_room(self, size: int) -> None:
-        """Evict until `size` more bytes leave the floor free; EnvironmentProblem if eviction does not free enough."""
+        """Evict until `size` more bytes leave the floor free; MissingRequirement if eviction does not free enough."""
         if self.lacking(size) > 0:
             with self._account() as account:
                 self._evict(account, 0, self.lacking(size))
             if self.lacking(size) > 0:
                 left = format_size(self.floor_bytes)
-                raise EnvironmentProblem(f"{self.directory}: the file system would have less than {left} of free space")
+                raise MissingRequirement(f"{self.directory}: the file system would have less than {left} of free space")
 
     def lacking(self, size: int) -> int:
         """Return the bytes to free before `size` more can be written; 0 or less: none."""

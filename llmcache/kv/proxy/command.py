@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from llmcache.errors import EnvironmentProblem, UsageError, say
+from llmcache.errors import MissingRequirement, UsageError, say
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.kv.proxy.http import Address
 from llmcache.kv.proxy.prompts import Spool
@@ -38,12 +38,12 @@ class Limits:
     floor_bytes: int | None
 
     def store(self, directory: str) -> BlockStore:
-        """Open the store in a directory. UsageError; EnvironmentProblem."""
+        """Open the store in a directory. UsageError; MissingRequirement."""
         return BlockStore(directory, self.limit_bytes, self.ttl_ns, self.floor_bytes)
 
 
 def start(directory: str, limits: Limits, words: Sequence[str], listen: str | None) -> int:
-    """Start a llama-server behind the proxy, and return its exit code. UsageError; EnvironmentProblem; NotRunnable."""
+    """Start a llama-server behind the proxy, and return its exit code. UsageError; MissingRequirement; NotRunnable."""
     options = Options(words[1:], os.environ)
     addresses = [address_of(listen)] if listen else options.addresses
     if options.unsupported:
@@ -88,7 +88,7 @@ async def _ended(child: Child) -> None:
 
 
 def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str | None) -> int:
-    """Serve in front of a running llama-server until a signal arrives. UsageError; EnvironmentProblem."""
+    """Serve in front of a running llama-server until a signal arrives. UsageError; MissingRequirement."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     try:
         behind = Address(parts.hostname or "", parts.port or DEFAULT_PORT)
@@ -132,7 +132,7 @@ async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options)
             servers.append(await proxy.listen(address))
         except OSError as error:
             hint = "name another --port, or end what listens there"
-            raise EnvironmentProblem(f"cannot listen at {address}: {error.strerror}", hint) from None
+            raise MissingRequirement(f"cannot listen at {address}: {error.strerror}", hint) from None
         bound = servers[-1].sockets[0].getsockname()
         say(f"listening at http://{Address(bound[0], bound[1])} for the server at {proxy.address}")
     if own := options.own_cache:
@@ -203,4 +203,4 @@ def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EnvironmentProblem(f"{directory}: {error.strerror}", "name a writable directory") from None
+        raise MissingRequirement(f"{directory}: {error.strerror}", "name a writable directory") from None

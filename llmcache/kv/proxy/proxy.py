@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.errors import EnvironmentProblem, LlmcacheError
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.kv.prefix.metrics import openmetrics
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.kv.proxy import http
@@ -440,7 +440,7 @@ class Proxy:
                 status, answer = await self._slot(turn, "save", path)
                 if status != 200 or not path.is_file() or path.stat().st_size != answer.get("n_written"):
                     served.failed_saves += 1
-                    raise EnvironmentProblem(f"the server does not save a slot: {str(answer)[:200]}")
+                    raise MissingRequirement(f"the server does not save a slot: {str(answer)[:200]}")
                 served.failed_saves = 0
                 tokens = await asyncio.to_thread(tokens_of, path)
                 served.token_bytes = path.stat().st_size / len(tokens)
@@ -523,7 +523,7 @@ class Proxy:
         process = await asyncio.to_thread(process_at, self.address)
         status, props = await self.address.call("GET", f"{self.prefix}/props", None, self.headers)
         if status != 200 or not isinstance(props, dict):
-            raise EnvironmentProblem(f"the server answers {status} to /props", "its --api-key is needed")
+            raise MissingRequirement(f"the server answers {status} to /props", "its --api-key is needed")
         adapters = await self._adapters()
         context = int(props.get("default_generation_settings", {}).get("n_ctx", 0))
         identity = await asyncio.to_thread(identify, process, props, adapters, context, self._ended)

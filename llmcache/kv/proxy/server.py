@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.prefix.identity import FileIdentity, model_files
 from llmcache.kv.proxy.http import Address
 from llmcache.procfs import mappings
@@ -147,7 +147,7 @@ class Options:
 
 
 class Process:
-    """The process of a llama-server. EnvironmentProblem: it cannot be inspected, or is in another container."""
+    """The process of a llama-server. MissingRequirement: it cannot be inspected, or is in another container."""
 
     def __init__(self, pid: int) -> None:
         try:
@@ -156,9 +156,9 @@ class Process:
             self.directory, self.name = self._process.cwd(), self._process.name()
             is_near = os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
         except (psutil.Error, OSError) as error:
-            raise EnvironmentProblem(f"cannot look at the server's process {pid}: {error}", _NEAR) from None
+            raise MissingRequirement(f"cannot look at the server's process {pid}: {error}", _NEAR) from None
         if not is_near:  # its paths are not valid here
-            raise EnvironmentProblem(f"the server's process {pid} is in another container", _NEAR)
+            raise MissingRequirement(f"the server's process {pid} is in another container", _NEAR)
 
     @property
     def is_running(self) -> bool:
@@ -170,7 +170,7 @@ class Process:
         return os.path.join(self.directory, name)
 
     def libraries(self) -> list[str]:
-        """Return the loaded libraries of llama.cpp, or the program without any. EnvironmentProblem: one was replaced."""
+        """Return the loaded libraries of llama.cpp, or the program without any. MissingRequirement: one was replaced."""
         found = {mapped.path for mapped in mappings(self._process.pid) if _LIBRARY.fullmatch(os.path.basename(mapped.path))}
         found = {path for path in found if ".gguf" not in path and not path.endswith(".bin")}
         with contextlib.suppress(psutil.Error):
@@ -179,12 +179,12 @@ class Process:
         return sorted(found)
 
     def digest(self, path: str, ended: threading.Event) -> str:
-        """Return the digest of a file that the server has loaded. EnvironmentProblem: it has changed since."""
+        """Return the digest of a file that the server has loaded. MissingRequirement: it has changed since."""
         self._check_replaced({mapped.path for mapped in mappings(self._process.pid) if mapped.path.startswith(path)})
         with contextlib.suppress(OSError):
             if os.stat(path).st_mtime > self._process.create_time() + 1.0:
                 name = os.path.basename(path)
-                raise EnvironmentProblem(f"{name} was changed after the server has loaded it", "restart the server")
+                raise MissingRequirement(f"{name} was changed after the server has loaded it", "restart the server")
         return file_digest(path, ended)
 
     @staticmethod
@@ -192,18 +192,18 @@ class Process:
         for path in paths:
             if path.endswith(" (deleted)"):
                 name = os.path.basename(path.removesuffix(" (deleted)"))
-                raise EnvironmentProblem(f"{name} was replaced after the server has loaded it", "restart the server")
+                raise MissingRequirement(f"{name} was replaced after the server has loaded it", "restart the server")
 
 
 def process_at(address: Address) -> Process:
-    """Return the process that listens at `address`, an address of this machine. EnvironmentProblem."""
+    """Return the process that listens at `address`, an address of this machine. MissingRequirement."""
     with contextlib.suppress(psutil.Error):
         found = [(each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         named = [(where.ip, pid) for where, pid in found if where and where.port == address.port and pid]
         named.sort(key=lambda pair: pair[0] != address.host)  # prefer the exact address: several processes may use the port
         if named:
             return Process(named[0][1])
-    raise EnvironmentProblem(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
+    raise MissingRequirement(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,11 @@ def identify(
 ) -> Identity:
     """Return the identity of a server with these /props, /lora-adapters and tokens per slot. Waits until files are hashed.
 
-    EnvironmentProblem: the server cannot be identified, or `ended` was set meanwhile; OSError.
+    MissingRequirement: the server cannot be identified, or `ended` was set meanwhile; OSError.
     """
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":
-        raise EnvironmentProblem("the server has no model of its own: it loads several", "start the proxy for each model")
+        raise MissingRequirement("the server has no model of its own: it loads several", "start the proxy for each model")
     models = model_files(process.path(named))
 
     def with_digests(word: str) -> str:
@@ -250,12 +250,12 @@ def identify(
 
 
 def file_digest(path: str, ended: threading.Event) -> str:
-    """Return the digest of a file; waits until it is hashed, unless the digest is saved. EnvironmentProblem."""
+    """Return the digest of a file; waits until it is hashed, unless the digest is saved. MissingRequirement."""
     try:
         identity = FileIdentity(path)
         while (digest := identity.digest(0.2)) is None:
             if ended.is_set():
-                raise EnvironmentProblem(f"{path}: it is not identified yet")
+                raise MissingRequirement(f"{path}: it is not identified yet")
     except OSError as error:
-        raise EnvironmentProblem(f"{path}: {error.strerror}") from None
+        raise MissingRequirement(f"{path}: {error.strerror}") from None
     return digest

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes, Int64s
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.spill.checksum import checksums
 from llmcache.kv.spill.layout import (
     COMMITS_AT,
@@ -118,7 +118,7 @@ class SpillFile(SpillReader):
     def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
         """Append pages of keys and values [kv_heads, tokens, dim] to a layer; return the bytes written.
 
-        The last page may be partial; `truncate` must remove it before the next append. EnvironmentProblem: the disk is full
+        The last page may be partial; `truncate` must remove it before the next append. MissingRequirement: the disk is full
         or failed, and the file is unchanged.
         """
         check_rows(self.shape, keys, values)
@@ -281,7 +281,7 @@ class SpillFile(SpillReader):
     def flush(self) -> None:
         """Write everything to disk, so that it survives a crash of the machine.
 
-        EnvironmentProblem: the write-back failed; a later flush repeats it, or raises DataError for lost pages.
+        MissingRequirement: the write-back failed; a later flush repeats it, or raises DataError for lost pages.
         """
         with self._lock:
             self._finish_removals()
@@ -311,7 +311,7 @@ class SpillFile(SpillReader):
 
     def _write_again(self) -> None:
         """Write all unsynced pages and all tables again. Pages that cannot be read back are cut off."""
-        with contextlib.suppress(EnvironmentProblem):
+        with contextlib.suppress(MissingRequirement):
             self.raw.sync()  # the kernel drops only clean pages from its cache
         for chain in self._chains.values():
             first, slots = bisect_right(chain.epochs, self._synced), chain.plan.slots

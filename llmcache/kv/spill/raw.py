@@ -23,7 +23,7 @@ from numba.core import types
 
 from llmcache import files
 from llmcache.arrays import Bytes, Int64s
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError, UsageError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.spill.layout import aligned
 from llmcache.units import BLOCK_BYTES
 
@@ -50,9 +50,9 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
     """Return the exception for an OSError that occurred while `doing` something with `path`."""
     if error.errno in _FULL:
         hint = "free some space, or spill to another disk; all data spilled before is intact"
-        return EnvironmentProblem(f"{path}: no space left ({doing})", hint)
+        return MissingRequirement(f"{path}: no space left ({doing})", hint)
     advice = "if this is an llmcachefs, mount it with --spill '*.kv', or with --rw"
-    return EnvironmentProblem(f"{path}: {doing}: {error.strerror}", advice if error.errno == errno.EROFS else None)
+    return MissingRequirement(f"{path}: {doing}: {error.strerror}", advice if error.errno == errno.EROFS else None)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def there_already(path: Path) -> UsageError:
 
 
 class RawFile:
-    """An open file. `direct`: use O_DIRECT if possible (None), always (True, else EnvironmentProblem) or never (False).
+    """An open file. `direct`: use O_DIRECT if possible (None), always (True, else MissingRequirement) or never (False).
 
     `directory`: a descriptor of the file's directory; `path` is then used for messages, except its last component.
     """
@@ -94,13 +94,13 @@ class RawFile:
         return self._direct_fd if direct and self._direct_fd is not None else self.fd
 
     def lock(self) -> None:
-        """Lock the file for writing until the process ends; EnvironmentProblem if another process has locked it."""
+        """Lock the file for writing until the process ends; MissingRequirement if another process has locked it."""
         with explained(self.path, "locking"):
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 hint = "end that process, or name another file"
-                raise EnvironmentProblem(f"{self.path}: another process is writing this file", hint) from None
+                raise MissingRequirement(f"{self.path}: another process is writing this file", hint) from None
 
     def open_direct(self) -> None:
         """Open the file with O_DIRECT as well; needs a first block for a test read."""
@@ -120,7 +120,7 @@ class RawFile:
 
     def refresh(self) -> None:
         """Drop the file from the page cache: after a failed write-back, the cache may have pages that are not on disk."""
-        with contextlib.suppress(EnvironmentProblem):
+        with contextlib.suppress(MissingRequirement):
             self.sync()  # the kernel drops only clean pages
         self.forget(0, 0)
 
@@ -222,7 +222,7 @@ class RawFile:
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Close both descriptors, even if one fails; EnvironmentProblem in that case."""
+        """Close both descriptors, even if one fails; MissingRequirement in that case."""
         fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
         failed: OSError | None = None
         for fd in fds:

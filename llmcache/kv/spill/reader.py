@@ -222,7 +222,7 @@ class SpillReader:
         """Open a file. Pages that not all layers have are dropped unless `keep_unfinished`, to resume an interrupted step.
 
         `shape`: accept only a file of this model. `direct`: as `RawFile`. DataError: not a spill file, of another model, of
-        a newer version, or damaged. EnvironmentProblem: the file does not exist, or another process has it open for writing.
+        a newer version, or damaged. MissingRequirement: the file does not exist, or another process has it open for writing.
         """
         raw = RawFile(Path(path), cls._flags, direct)
         try:

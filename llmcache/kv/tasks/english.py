@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from llmcache.arrays import Int64s
-from llmcache.errors import EnvironmentProblem, UsageError
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.tasks.recall import BINS, DEPTHS, Probe
 
 Encode = Callable[[str], Sequence[int]]
@@ -179,7 +179,7 @@ def documents(
 ) -> Iterator[Document]:
     """Yield `cases` texts of `tokens` and FOLLOWING more, each from a random position in a file of another package.
 
-    `first`: the tokens that begin a text. EnvironmentProblem: there are too few files of that length.
+    `first`: the tokens that begin a text. MissingRequirement: there are too few files of that length.
     """
     found_all = (path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
     paths = sorted(found_all, key=lambda path: path.parts)  # the order of Path comparison, which is slow
@@ -203,7 +203,7 @@ def documents(
             yield Document(ids[:, :tokens], ids[:, tokens:], f"{path} from letter {at}")
     if found < cases:
         hint = "install documentation (apt-get install manpages), or reduce --cases or --context"
-        raise EnvironmentProblem(f"{root}: has only {found} of the {cases} texts of {whole} tokens that are needed", hint)
+        raise MissingRequirement(f"{root}: has only {found} of the {cases} texts of {whole} tokens that are needed", hint)
 
 
 def _written(path: Path) -> str:

@@ -77,7 +77,7 @@ class FileTier:
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
         """Append keys and values [kv_heads, tokens, dim].
 
-        EnvironmentProblem if the disk is full, and then nothing is appended.
+        MissingRequirement if the disk is full, and then nothing is appended.
         """
         self._traffic.add("cpu", "ssd", "spill", self.file.append(stream, layer, *arrays))
 

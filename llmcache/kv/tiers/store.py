@@ -195,7 +195,7 @@ class KvStore(Sequences):
     def append(self, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Append keys and values [batch, kv_heads, tokens, dim], in the shape's numpy type, to a layer.
 
-        The layers of a step come in any order; `commit` ends the step. EnvironmentProblem (disk full, device stopped): the
+        The layers of a step come in any order; `commit` ends the step. MissingRequirement (disk full, device stopped): the
         tokens are in memory, must not be appended again, and are written with the next page or by `spill`.
         """
         size = self.shape.page_tokens
@@ -272,7 +272,7 @@ class KvStore(Sequences):
                 self._spill.trim(layer, self.length)
 
     def spill(self) -> None:
-        """Write pages whose write failed before; EnvironmentProblem if it fails again."""
+        """Write pages whose write failed before; MissingRequirement if it fails again."""
         if self._spill is not None:
             self._spill.resume()
 
@@ -317,7 +317,7 @@ class KvStore(Sequences):
 
         `pages`: None for those of the middle that are not in the pool. A device computes scores itself and rounds them to
         fp16; consume all blocks before the next command to the device. Keys of a file are scored on the host. The iteration
-        raises DataError for a damaged page, and EnvironmentProblem if the device stops.
+        raises DataError for a damaged page, and MissingRequirement if the device stops.
         """
         pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)

@@ -9,7 +9,7 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from llmcache.errors import EnvironmentProblem
+from llmcache.errors import MissingRequirement
 
 if TYPE_CHECKING:
     from llmcache.kv.transformers.attention import disable, enable
@@ -33,25 +33,25 @@ def version_of(text: str) -> tuple[int, int]:
     """Return the first two numbers of a version: "5.24.0.dev0" gives (5, 24)."""
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
-        raise EnvironmentProblem(f"transformers: unknown version '{text}'", _HINT)
+        raise MissingRequirement(f"transformers: unknown version '{text}'", _HINT)
     return int(found[1]), int(found[2])
 
 
 def check_versions() -> None:
-    """Raise EnvironmentProblem if torch or transformers cannot be imported, or if the version is not supported."""
+    """Raise MissingRequirement if torch or transformers cannot be imported, or if the version is not supported."""
     try:
         import torch  # noqa: F401
         import transformers
     except ImportError as error:
-        raise EnvironmentProblem(f"llmcache.kv.transformers: {error}", _HINT) from error
+        raise MissingRequirement(f"llmcache.kv.transformers: {error}", _HINT) from error
     check_transformers(transformers.__version__)
 
 
 def check_transformers(version: str) -> None:
-    """Raise EnvironmentProblem if `version` of transformers is not supported."""
+    """Raise MissingRequirement if `version` of transformers is not supported."""
     if not OLDEST <= version_of(version) < FIRST_UNKNOWN:
         needed = f"must be {OLDEST[0]}.{OLDEST[1]} or later, and before {FIRST_UNKNOWN[0]}"
-        raise EnvironmentProblem(f"transformers: version {needed}, not {version}", _HINT)
+        raise MissingRequirement(f"transformers: version {needed}, not {version}", _HINT)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

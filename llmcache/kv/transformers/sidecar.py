@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmcache.errors import DataError, EnvironmentProblem, LlmcacheError
+from llmcache.errors import DataError, LlmcacheError, MissingRequirement
 from llmcache.files import remove, replacing
 from llmcache.kv.tiers import KvStore
 from llmcache.kv.tiers.table import Tables
@@ -34,7 +34,7 @@ def path_of(spill: Path, name: str) -> Path:
 def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
     """Write the states of sliding `layers` next to the spill file of `store`; return the sidecar's name, "" for no layers.
 
-    EnvironmentProblem: the file cannot be written.
+    MissingRequirement: the file cannot be written.
     """
     if not layers:
         return ""
@@ -50,7 +50,7 @@ def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
         with replacing(path) as stream:
             stream.write(saved.getbuffer())
     except OSError as error:
-        raise EnvironmentProblem(
+        raise MissingRequirement(
             f"cannot write {path}: {error.strerror}", "name a writable directory with free space"
         ) from error
     return name

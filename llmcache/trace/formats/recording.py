@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from llmcache.errors import DataError, EnvironmentProblem, UsageError
+from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import PRIVATE, writing
 from llmcache.trace.record import (
     COLUMNS,
@@ -42,7 +42,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a closed Arrow stream
 _FOREIGN = "the file is not a recording of llmcache trace, or it is damaged"
 
 
-class RecordingFull(EnvironmentProblem):
+class RecordingFull(MissingRequirement):
     """The recording cannot grow any more (full disk, quota); all earlier batches are complete."""
 
 
@@ -50,7 +50,7 @@ class RecordingWriter:
     """Appends batches to `path`, which stays readable after `close` or a kill of the process."""
 
     def __init__(self, path: Path, provenance: Provenance, force: bool) -> None:
-        """Create `path`. UsageError if it exists and `force` is not set; EnvironmentProblem if it cannot be written."""
+        """Create `path`. UsageError if it exists and `force` is not set; MissingRequirement if it cannot be written."""
         self.path = path
         with writing(path):
             if force:
@@ -69,7 +69,7 @@ class RecordingWriter:
                 self._stream = pa.ipc.new_stream(self._file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
                 # pyarrow writes the schema with the first batch: write an empty one, so that the file is readable now.
                 self._write(no_rows(), (), 0)
-        except EnvironmentProblem:
+        except MissingRequirement:
             self.discard()
             raise
 
@@ -78,7 +78,7 @@ class RecordingWriter:
         try:
             with writing(self.path):
                 self._write(rows, new_files, lost_events)
-        except EnvironmentProblem as error:
+        except MissingRequirement as error:
             os.ftruncate(self._file.fileno(), self.size_bytes)
             self._file.close()
             raise RecordingFull(error.message, kept_hint(self.path)) from error

@@ -67,7 +67,7 @@ def path_of(spill: Path) -> Path:
 
 
 def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
-    """Write `indexes`, by their places, to `path` atomically; EnvironmentProblem if that fails.
+    """Write `indexes`, by their places, to `path` atomically; MissingRequirement if that fails.
 
     `identity` is a dict for JSON that must be the same on a restore.
     """
@@ -92,7 +92,7 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
 def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
     """Return the indexes that `save_indexes` has written. DataError: damaged, of another version, or of another spill file.
 
-    EnvironmentProblem: the file does not exist, or cannot be read.
+    MissingRequirement: the file does not exist, or cannot be read.
     """
     with explained(path, "reading an index"):
         data = np.fromfile(path, np.uint8)

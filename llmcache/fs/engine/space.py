@@ -1,6 +1,6 @@
 """The state of each extent of a loop space: absent, loading, ready, touched, pinned, read by pages, or sparse.
 
-A `Group` is one loop space: a file, or the shards of one model in order. Its extents are numbered through all members.
+A `LoopSpace` is one loop space: a file, or the shards of one model in order. Its extents are numbered through all members.
 States are kept by *rank*, an extent's position in the order in which readers visit the extents, so that `bytearray.find`
 returns the next absent extent ahead of a reader. `charge` accounts an upper bound of each extent's bytes in the page cache:
 everything that was sent in a reply or stored, and not invalidated since, whether or not the kernel has reclaimed it.
@@ -25,8 +25,8 @@ from llmcache.cache.shadow import Guard
 if TYPE_CHECKING:
     from llmcache.fs.backends.base import MemoryRegion
     from llmcache.fs.copies import Copied
-    from llmcache.fs.engine.experts import Mixture
-    from llmcache.fs.layout.tensors import Anatomy
+    from llmcache.fs.engine.experts import MoeFile
+    from llmcache.fs.layout.tensors import LayerMap
     from llmcache.fs.vfs.backing import Backing, Identity
 
 ABSENT, LOADING, READY, TOUCHED, PINNED, SINGLE, SPARSE = range(7)
@@ -38,12 +38,12 @@ SETTLED_PASSES = 1  # passes until misses count as readers that fall behind; ear
 WRITTEN_EXTENTS_MAX = 1 << 14  # of a written file, whose extents only serve to find pages to invalidate
 RECENT_EXTENTS, RECENT_REQUESTS = 8, 16  # looked at to distinguish sequential readers from readers of single rows
 REACH_BYTES = 64 << 20  # readers nearer than this share one cursor
-READERS_MAX, _SEVERAL = 256, -1  # readers in `Group.only_extents`; the value of one that has touched several extents
+READERS_MAX, _SEVERAL = 256, -1  # readers in `LoopSpace.only_extents`; the value of one that has touched several extents
 
 
 @dataclass(eq=False)
-class Member:
-    """One file of a group: its extents are `base` .. `base + count - 1`."""
+class SpaceFile:
+    """One file of a space: its extents are `base` .. `base + count - 1`."""
 
     path: str
     size_bytes: int
@@ -55,9 +55,9 @@ class Member:
     attaching: bool = False  # the pin helper is opening the file, or old pages are being dropped
     loads: int = 0  # reads of the file by fetches under way
     file_id: int = -1  # in the access log
-    anatomy: Anatomy | None = None  # of a model
+    anatomy: LayerMap | None = None  # of a model
     repacked_bytes: int = 0  # of tensors that llama.cpp copies into memory of its own
-    mixture: Mixture | None = None  # the experts of an MoE model, while they are steered
+    moe: MoeFile | None = None  # the experts of an MoE model, while they are steered
     tensors: array[int] = field(default_factory=lambda: array("Q"))  # first byte and end of each, in file order
 
     @property
@@ -80,7 +80,7 @@ class Fetch:
     users: int = 1  # threads that use the buffer
     joined: bool = False  # a reader waits for it, or has read from it
     judged: bool = False  # a reader has used it, and was counted as in time or late
-    stale: bool = False  # the group has ended or the file has changed: the data is not used
+    stale: bool = False  # the space has ended or the file has changed: the data is not used
     held: bool = False  # the arena had the extent
     keep: bool = False  # the arena pins the extent
     buffer: MemoryRegion | None = None  # of the pool; the last user returns it
@@ -98,7 +98,7 @@ class Tripwire(NamedTuple):
 
 @dataclass
 class PassEvidence:
-    """What `evidence.Judge` records about a group from one pass to the next."""
+    """What `evidence.Judge` records about a space from one pass to the next."""
 
     guard: Guard | None = None
     used_bytes: array[int] | None = None  # by extent: estimate of the bytes that clients use, from the tensors in use
@@ -123,10 +123,10 @@ class PassEvidence:
     exposure_gap: int = 1  # least number of passes from one exposure to the next
 
 
-class Group:
+class LoopSpace:
     """State of one loop space."""
 
-    def __init__(self, key: str, members: list[Member], extent_bytes: int) -> None:
+    def __init__(self, key: str, members: list[SpaceFile], extent_bytes: int) -> None:
         self.key = key
         self.members = members
         self.extent_bytes = extent_bytes
@@ -140,7 +140,9 @@ class Group:
         self.read_bytes = 0  # bytes read from storage (FUSE)
         self.evidence = PassEvidence()
         self.status = bytearray(self.count)
-        self.charge = array("L", bytes(array("L").itemsize * self.count))  # by extent: accounted bytes in the page cache
+        self.accounted_bytes = array(
+            "L", bytes(array("L").itemsize * self.count)
+        )  # by extent: accounted bytes in the page cache
         self.seen_ns = array("Q", bytes(8 * self.count))  # by extent: time of the last touch or request; 0: none yet
         self.wanted = bytearray(self.count)  # by extent: 1 if the plan pins it
         self.unlockable: dict[int, int] = {}  # extents charged to a client's cgroup -> time until which they are not locked
@@ -148,12 +150,12 @@ class Group:
         self.trips: dict[int, Tripwire] = {}
         self.ready: dict[int, int] = {}  # extent -> time when it was stored ahead of its reader, oldest first
         self.touched: dict[int, int] = {}  # extent -> time of its last touch, oldest first
-        self.strays: dict[int, int] = {}  # extents in the page cache in part -> time of the last read, oldest first
+        self.partial_extents: dict[int, int] = {}  # extents in the page cache in part -> time of the last read, oldest first
         self.refaults: dict[int, int] = {}  # extent -> requests for pages of it that the kernel had reclaimed
         self.missed: dict[int, int] = {}  # extent -> times that it was fetched ahead and evicted untouched
         self.hot: set[int] = set()  # single-page extents with a reserved share of the budget (headers, small files)
         self.alive = True
-        self.first = False  # matches --pin: pinned before all other spaces, open or not
+        self.user_pinned = False  # matches --pin: pinned before all other spaces, open or not
         self.warm = False  # populated by a warm-up and not used since: stays cached although no client has it open
         self.written = False  # open for writing: only the kernel fills its pages
         self.paged = False  # too large, or no room for its extents: read by pages, and cached like rows of a table
@@ -161,7 +163,7 @@ class Group:
         self.window_bytes = 0
         self.pinned_bytes = 0
         self.recent: deque[int] = deque(maxlen=RECENT_EXTENTS)  # extents that were touched last
-        self.request_ends: deque[tuple[Member, int]] = deque(maxlen=RECENT_REQUESTS)  # where requests ended (FUSE)
+        self.request_ends: deque[tuple[SpaceFile, int]] = deque(maxlen=RECENT_REQUESTS)  # where requests ended (FUSE)
         self.last_ns = 0  # time of the last touch, open or close
         self.sequential_ns = 0  # when a request last continued where another had ended (FUSE)
         self.opened_ns = 0  # when a client last opened one of its files
@@ -206,17 +208,17 @@ class Group:
         """True if the plan pins everything that takes part in the loop."""
         return self.looping and self.wanted.count(1) * self.extent_bytes >= self.loop_bytes
 
-    def member_of(self, extent: int) -> Member:
+    def member_of(self, extent: int) -> SpaceFile:
         """Return the file that `extent` belongs to."""
         if extent >= self.count:
             raise ValueError(f"extent {extent} is outside the group")
         return self.members[bisect_right(self.members, extent, key=operator.attrgetter("base")) - 1]
 
-    def offset_of(self, member: Member, extent: int) -> int:
+    def offset_of(self, member: SpaceFile, extent: int) -> int:
         """Return the byte offset of `extent` in its file."""
         return (extent - member.base) * self.extent_bytes
 
-    def length_of(self, member: Member, extent: int) -> int:
+    def length_of(self, member: SpaceFile, extent: int) -> int:
         """Return the bytes of `extent`: fewer at the end of a file, and 0 beyond it after a truncation."""
         return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
 
@@ -228,21 +230,21 @@ class Group:
         """Set the state of `extent`."""
         self.status[self.order.rank_of[extent]] = state
 
-    def believe(self, guess: Iterable[int]) -> None:
-        """Mark the group as a loop that visits the extents in the order of `guess`, which a header suggests."""
-        self.learner.believe(guess)
+    def set_predicted_order(self, guess: Iterable[int]) -> None:
+        """Mark the space as a loop that visits the extents in the order of `guess`, which a header suggests."""
+        self.learner.set_predicted_order(guess)
         self.cursors.loops = True  # from now on they wrap round
 
-    def note(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
+    def record_access(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
         """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: its process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
         if pid and self._is_peek(extent, pid):
             return None
         if not self.use.unused[extent] or self.continues(extent):  # a row of a table is not a reader's position
-            self.cursors.note(self.order.rank_of[extent], now_ns, missed)
+            self.cursors.record_access(self.order.rank_of[extent], now_ns, missed)
         if not self.recent or self.recent[-1] != extent:
             self.recent.append(extent)
-        return self.learner.note(extent, now_ns)
+        return self.learner.record_access(extent, now_ns)
 
     def _is_peek(self, extent: int, pid: int) -> bool:
         """Return True while `extent` is the only one that `pid` has touched: it has read the header, which is not a pass."""
@@ -305,7 +307,7 @@ class Group:
             self.set_state(extent, ABSENT)
 
     def grow(self, size_bytes: int) -> None:
-        """Add extents for a written file that has grown. Such a group has one member."""
+        """Add extents for a written file that has grown. Such a space has one member."""
         member = self.members[0]
         member.size_bytes = self.size_bytes = size_bytes
         if size_bytes > self.extent_bytes * WRITTEN_EXTENTS_MAX:
@@ -314,7 +316,7 @@ class Group:
         if more > 0:
             self.status.extend(bytes([SINGLE]) * more)
             self.wanted.extend(bytes(more))
-            self.charge.extend([0] * more)
+            self.accounted_bytes.extend([0] * more)
             self.seen_ns.extend([0] * more)
             self.count = member.count = self.count + more
             self.order.extend(self.count)
@@ -327,15 +329,17 @@ class Group:
         self.extent_bytes *= factor
         self.count = self.members[0].count = self.cursors.count = -(-self.count // factor)
         self.status, self.wanted = bytearray([SINGLE]) * self.count, bytearray(self.count)
-        self.charge = array("L", (sum(self.charge[at * factor : (at + 1) * factor]) for at in range(self.count)))
+        self.accounted_bytes = array(
+            "L", (sum(self.accounted_bytes[at * factor : (at + 1) * factor]) for at in range(self.count))
+        )
         self.seen_ns = array("Q", (max(self.seen_ns[at * factor : (at + 1) * factor]) for at in range(self.count)))
         self.order = self.learner.order = LoopOrder(self.count)
         self.use.resize(self.count)
         self.thin = bytearray(self.count)
-        strays, self.strays = self.strays, {}
+        strays, self.partial_extents = self.partial_extents, {}
         for extent, since in strays.items():
-            self.strays.pop(extent // factor, None)
-            self.strays[extent // factor] = since
+            self.partial_extents.pop(extent // factor, None)
+            self.partial_extents[extent // factor] = since
 
     def forget(self, extent: int) -> int:
         """Make `extent` absent (SINGLE stays SINGLE); return the bytes that were accounted for it."""
@@ -346,12 +350,12 @@ class Group:
                 self.use.excuse((extent,))
             is_sparse = self.missed.get(extent, 0) >= MISSES_MAX or self.use.unused[extent]
             self.set_state(extent, SINGLE if self.thin[extent] else SPARSE if is_sparse else ABSENT)
-        for table in (self.trips, self.ready, self.touched, self.strays, self.refaults):
+        for table in (self.trips, self.ready, self.touched, self.partial_extents, self.refaults):
             table.pop(extent, None)
-        charged = self.charge[extent]
-        self.charge[extent] = 0
+        charged = self.accounted_bytes[extent]
+        self.accounted_bytes[extent] = 0
         return charged
 
     def charged_extents(self) -> Iterator[int]:
         """Yield the extents that may have pages in the page cache."""
-        return (extent for extent, charged in enumerate(self.charge) if charged)
+        return (extent for extent, charged in enumerate(self.accounted_bytes) if charged)
