@@ -50,11 +50,8 @@ def client(model: Path, *words: object) -> list[str]:
 
 
 def observed(command: Sequence[str], json_lines: Path, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the passes and the summary that the command reports of `command`.
-
-    It runs at a high priority: threads that wait long for a busy processor look idle, and an idle process ends a pass.
-    """
-    done = llmcache("tokens", "--json", "--force", "-o", json_lines, "--", "nice", "-n", "-19", *command)
+    """Return the passes and the summary that the command reports of `command`."""
+    done = llmcache("tokens", "--json", "--force", "-o", json_lines, "--", *command)
     assert done.returncode == code, done.stderr
     lines = [json.loads(line) for line in json_lines.read_text().splitlines()]
     return lines[:-1], lines[-1]
