@@ -38,7 +38,13 @@ struct {
 
 /* A thread: its state, since when it is blocked, its counters when they were last added, the page that it faulted on, and
  * its waits since its last report. */
-struct thread { u64 since_ns, major_faults, read_bytes; struct file_key file; u64 page, chunk, sent_ns, pending_ns; u32 state, has_page; };
+struct thread {
+	u64 since_ns, major_faults, read_bytes;
+	struct file_key file;
+	u64 page, chunk, sent_ns, pending_ns;
+	u64 hit_ns, hit_state;	/* of the last hit: its time, and a hash of the registers */
+	u32 state, has_page;
+};
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
@@ -263,6 +269,33 @@ int BPF_PROG(ended, struct task_struct *task)
 	return 0;
 }
 
+#define REGISTER_WORDS 21	/* struct pt_regs of x86-64; the first ones of arm64 */
+#define SAME_HIT_NS 200000
+
+/* A hash of the registers of the interrupted user code; 0 if they cannot be read. */
+static __always_inline u64 user_state(struct task_struct *task)
+{
+	u64 words[REGISTER_WORDS], hash = 14695981039346656037ULL;
+
+	if (bpf_probe_read_kernel(words, sizeof(words), (void *)bpf_task_pt_regs(task)))
+		return 0;
+	for (int at = 0; at < REGISTER_WORDS; at++)
+		hash = (hash ^ words[at]) * 1099511628211ULL;
+	return hash;
+}
+
+/* Whether this is a second report of the last hit. A thread that starts while breakpoints are set may have two: its own and an
+ * inherited one. Both fire in one exception; between two reads, the registers differ or the time of a pass goes by. */
+static __always_inline int is_repeated(struct thread *thread, struct task_struct *task, u32 role, u64 now)
+{
+	u64 state = user_state(task) + role;
+	int same = state == thread->hit_state && now - thread->hit_ns < SAME_HIT_NS;
+
+	thread->hit_state = state;
+	thread->hit_ns = now;
+	return same;
+}
+
 /* At a hardware breakpoint, right after the instruction that has read the watched bytes. */
 static __always_inline int read_by_thread(u32 role)
 {
@@ -272,7 +305,7 @@ static __always_inline int read_by_thread(u32 role)
 	struct thread *thread = bpf_map_lookup_elem(&threads, &tid);
 	u64 now = bpf_ktime_get_ns();
 
-	if (!account)
+	if (!account || (thread && is_repeated(thread, task, role, now)))
 		return 0;
 	advance(account, now);
 	if (thread) {

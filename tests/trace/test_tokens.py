@@ -251,6 +251,31 @@ def test_tokens_and_prompts_of_the_stock_server_are_counted_exactly(directory: P
 
 
 @pytest.mark.llama
+def test_a_thread_with_two_breakpoints_counts_each_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that start while breakpoints are set may inherit one and get another."""
+    own, others = observer.open_breakpoint, list[int]()
+
+    def open_twice(tid: int, address: int, program_fd: int) -> int:
+        others.append(own(tid, address, program_fd))
+        return own(tid, address, program_fd)
+
+    monkeypatch.setattr(observer, "open_breakpoint", open_twice)
+    code = (
+        "import sys, time, llama_cpp\n"
+        "m = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=2, verbose=False)\n"
+        "time.sleep(2)\n"
+        "m.eval(list(range(300, 337)))\n"
+        "for token in range(8): m.eval([400 + token])\n"
+    )
+    try:
+        found, _ = watched([sys.executable, "-c", code, str(model)])
+    finally:
+        for fd in others:
+            os.close(fd)
+    assert [one.rows for one in found] == [37, *[1] * 8]
+
+
+@pytest.mark.llama
 def test_tokens_and_prompts_of_llama_cpp_are_counted_exactly(model: Path, tmp_path: Path) -> None:
     code = (
         "import sys, time, llama_cpp\n"
