@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from llmcache.bpf import perf
 from llmcache.fs.layout import read_layout
 from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
@@ -253,7 +254,7 @@ def test_tokens_and_prompts_of_the_stock_server_are_counted_exactly(directory: P
 @pytest.mark.llama
 def test_a_thread_with_two_breakpoints_counts_each_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that start while breakpoints are set may inherit one and get another."""
-    own, others = observer.open_breakpoint, list[int]()
+    own, others = perf.open_breakpoint, list[int]()
 
     def open_twice(tid: int, address: int, program_fd: int) -> int:
         others.append(own(tid, address, program_fd))
