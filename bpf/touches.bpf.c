@@ -1,4 +1,4 @@
-/* Reports touches of extents to a mount in place (llmcache/fs/backends/touches.py).
+/* Reports touches of extents to a mount in place (llmcache/mount/backends/touches.py).
  *
  * User space lists the files and their extents. A touch of an extent is reported at once, and repeated after `quiet_ns` at
  * the earliest. A client at full speed causes a few thousand records a second, and hits of mapped pages cause none. */

@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llmcache.errors import UsageError, run_cli
+from llmcache.papers.traces import GROUPS, SHAPES
 from llmcache.trace.record import BlockSpace, Trace
-from llmcache.trace.shapes import GROUPS, SHAPES
 from llmcache.units import BLOCK_BYTES, format_duration, format_size
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"

@@ -21,10 +21,11 @@ from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
 from llmcache.cache.layers import Layer, Layers, json_of
 from llmcache.cache.loops import Period, is_about
-from llmcache.cache.models import UNKNOWN, Models, Named
 from llmcache.cache.routing import Mixtures, MixtureUses, Slice
 from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
+from llmcache.model.modelfile import UNKNOWN, Models
+from llmcache.model.tensors import Tensor
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import WRITE, Provenance, Trace, TraceFile, locked_bytes
 from llmcache.units import BLOCK_BYTES
@@ -202,7 +203,7 @@ def _at_once(loops: Iterable[Classification]) -> int:
     return most
 
 
-N = TypeVar("N", Named, Slice)
+N = TypeVar("N", Tensor, Slice)
 
 
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
@@ -298,7 +299,12 @@ def _fitting(classes: list[FileClass], file: TraceFile) -> list[FileClass]:
 
 
 def _row(
-    file: TraceFile, write: bool, found: FileClass, all_accesses: int, named: Sequence[Named], slices: Sequence[Slice] | None
+    file: TraceFile,
+    write: bool,
+    found: FileClass,
+    all_accesses: int,
+    named: Sequence[Tensor],
+    slices: Sequence[Slice] | None,
 ) -> Classification:
     pieces, period = _pieces(found), found.period
     return Classification(

@@ -13,7 +13,8 @@ import numpy as np
 
 from llmcache.arrays import Bytes, Int64s, Uint64s
 from llmcache.cache.loops import PassRecorder
-from llmcache.cache.models import Models, Named
+from llmcache.model.modelfile import Models
+from llmcache.model.tensors import Tensor
 from llmcache.trace.record import WRITE, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 
@@ -128,7 +129,7 @@ class Layers:
 class _LayerCounts:
     """Counts of one file. A stretch is a run of tensors of one layer; `edges` are the first blocks of the stretches."""
 
-    def __init__(self, file: TraceFile, named: Sequence[Named]) -> None:
+    def __init__(self, file: TraceFile, named: Sequence[Tensor]) -> None:
         self.file = file
         self._tensors = [(name, list(parts)) for name, parts in groupby(named, lambda each: each.layer)]
         numbers: dict[str, int] = {}

@@ -15,7 +15,8 @@ import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.layers import Turns, cut, json_of, layer_number, nearest_blocks
-from llmcache.cache.models import ExpertSlices, Models
+from llmcache.model.modelfile import Models
+from llmcache.model.tensors import Experts
 from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
 
 CACHE_PERCENTS = (5, 10, 12, 20, 30, 50, 80)  # of the bytes of all experts
@@ -158,7 +159,7 @@ class Mixtures:
 class _Map:
     """For each block of a file, the expert whose use an access proves: `codes[i]` from block `edges[i]` on."""
 
-    slices: ExpertSlices
+    slices: Experts
     edges: Int64s
     codes: Int64s
 
@@ -175,7 +176,7 @@ class _ModelUses:
         self._uses: list[Int64s] = []  # visit and code in one number
         self._mapped = False
 
-    def add(self, file: int, slices: ExpertSlices) -> None:
+    def add(self, file: int, slices: Experts) -> None:
         experts = []
         for name, _, count in slices.layers:
             layer = self._numbers.setdefault(name, len(self._numbers))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from llmcache.cache.mixture import MixtureBytes
+from llmcache.model.moe import ModelBytes, MoeBytes, Weights
 from llmcache.units import BLOCK_BYTES
 
 _MB = 10**6
@@ -110,9 +110,6 @@ class Need:
     cache_bytes: int
 
 
-Weights = int | MixtureBytes  # the bytes of a loop, or those of an MoE model
-
-
 def size_of(loop: Weights) -> int:
     """Return all bytes of `loop`."""
     return loop if isinstance(loop, int) else loop.total_bytes
@@ -120,7 +117,7 @@ def size_of(loop: Weights) -> int:
 
 def need(loop: Weights, setting: SizingParameters) -> Need:
     """Return the smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
-    if isinstance(loop, MixtureBytes):
+    if isinstance(loop, MoeBytes):
         kept = loop.kept_bytes(setting.staged_bytes)
         return Need(kept, -(-kept // BLOCK_BYTES), kept + setting.hot_bytes)
     staged_blocks = Fraction(setting.bandwidth * setting.period_ns, SECOND_NS * BLOCK_BYTES)
@@ -179,7 +176,7 @@ def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes
 
 def passes_keeping(kept: int, loop: Weights, setting: SizingParameters) -> Passes:
     """Return the cost of passes over `loop` if `kept` bytes of it stay in memory."""
-    if not isinstance(loop, MixtureBytes):
+    if not isinstance(loop, MoeBytes):
         return _passes_missing(kept, loop - kept, setting)
     hit_ratio, even_ratio = loop.expert_hit_ratio(kept), loop.even_hit_ratio(kept)
     even = replace(_passes_missing(kept, loop.even_missing_bytes(kept), setting), expert_hit_ratio=even_ratio)
@@ -238,35 +235,6 @@ class Storage:
     bandwidth: int
     source: str
     detail: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ModelBytes:
-    """Sizes of a model's files, in bytes, by how a decoder reads them.
-
-    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads only a part),
-    `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). A token
-    uses `used` of the `experts` of a layer; None without experts, or if the number is unknown. llama.cpp copies
-    `repacked_bytes` of the loop into its own memory, unless a flag disables that.
-    """
-
-    path: str
-    kind: str
-    files: int
-    loop_bytes: int
-    hot_bytes: int
-    row_bytes: int
-    sparse_bytes: int
-    experts: int | None = None
-    used: int | None = None
-    repacked_bytes: int = 0
-
-    @property
-    def loop(self) -> Weights:
-        """Bytes that tokens read; all of them, an upper bound, if the number of used experts of an MoE model is unknown."""
-        if self.experts is None or self.used is None:
-            return self.loop_bytes
-        return MixtureBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ STEP = above("time", lambda text: float(parse_duration(text)), "20ms")
 
 def names(table: str, several: bool = True) -> types.NameType:
     """Return a type for names of a table of `edram.systems`, or "all"; for one name if `several` is not set."""
-    return types.NameType("all", table=f"llmcache.edram.systems:{table}", several=several)
+    return types.NameType("all", table=f"llmcache.papers.edram.systems:{table}", several=several)
 
 
 def profile_option(
@@ -49,7 +49,10 @@ def profile_option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option `--profile`, for names of profiles separated by commas."""
     return click.option(
-        "--profile", type=types.NameType("all", table="llmcache.edram.constants:PROFILES"), default=default, help=about
+        "--profile",
+        type=types.NameType("all", table="llmcache.papers.edram.constants:PROFILES"),
+        default=default,
+        help=about,
     )
 
 

@@ -169,7 +169,7 @@ def bench_command(
         asked = edram_accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
         edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
-        from llmcache.edram.kelle import record_stream
+        from llmcache.papers.edram.kelle import record_stream
 
         check_target("--edram-run", edram_run, force)
         record_stream(BenchOptions(**options), tell).save(edram_run, force)

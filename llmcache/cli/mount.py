@@ -105,8 +105,8 @@ def command(
     The command returns when the mount serves; `llmcache umount MOUNT` ends the mount. Settings can also come from --config
     or from variables (LLMCACHE_SOURCE, LLMCACHE_CACHE, …); `llmcache config --show` prints the result.
     """
-    from llmcache.fs.client import mount
-    from llmcache.fs.client.settings import resolve
+    from llmcache.mount.client import mount
+    from llmcache.mount.client.settings import resolve
 
     request = replace(mount.request_of(resolve(flags, config)), lifetime_pids=lifetime_pids)
     mount.mount(request, foreground=foreground, as_json=as_json, unless_served=unless_served)
@@ -133,7 +133,7 @@ def config_command(show: bool, as_json: bool, config: str | None, **flags: Any) 
 
     Exit code 2 if a file has an unknown key, 5 if it is not TOML.
     """
-    from llmcache.fs.client import settings
+    from llmcache.mount.client import settings
 
     settings.show(settings.resolve(flags, config), as_json)
 

@@ -25,8 +25,8 @@ def umount_command(mount: str | None, force: bool, config: str | None, as_json: 
 
     Without --force, a mount that programs use is not ended; the error names the programs.
     """
-    from llmcache.fs.client.operation import end_mount
-    from llmcache.fs.client.settings import mount_point
+    from llmcache.mount.client.operation import end_mount
+    from llmcache.mount.client.settings import mount_point
 
     ended = end_mount(mount_point(mount, config), force=force)
     if as_json:
@@ -55,7 +55,7 @@ def stats_command(mount: str | None, interval: float | None, count: int | None, 
 
     A mount can also serve the metrics over HTTP: llmcachefs … --metrics 127.0.0.1:9464
     """
-    from llmcache.fs.client import operation
+    from llmcache.mount.client import operation
 
     if openmetrics:
         if interval is not None or as_json:
@@ -89,7 +89,7 @@ def top_command(mount: str, interval: float, count: int | None, once: bool, as_j
     The view changes every INTERVAL [default: 1s], COUNT times or until q or Ctrl-C. If stdout is not a terminal, one view
     (or COUNT) is printed as text.
     """
-    from llmcache.fs.client import top
+    from llmcache.mount.client import top
 
     with base.orderly_end():
         top.show(mount, pause_s=interval, count=count, once=once, as_json=as_json)
@@ -109,7 +109,7 @@ def resize_command(mount: str, size: int, as_json: bool) -> None:
     The command returns when the cache has shrunk to SIZE, or after 30 seconds. A larger budget fills as files are read.
     Exit code 3 if the machine cannot spare SIZE.
     """
-    from llmcache.fs.client import operation
+    from llmcache.mount.client import operation
 
     operation.resize(mount, size, as_json=as_json)
 
@@ -134,7 +134,7 @@ def warmup_command(mount: str, globs: tuple[str, ...], check: bool, as_json: boo
 
     Exit code 4 if data that should be cached is not.
     """
-    from llmcache.fs.client import operation
+    from llmcache.mount.client import operation
 
     operation.warmup(mount, globs, check=check, as_json=as_json)
 
@@ -155,6 +155,6 @@ def evict_command(mount: str, globs: tuple[str, ...], as_json: bool) -> None:
     Shards of one model are evicted together. Files of --pin stay. If programs still use a file, it is cached again. The
     mount also forgets the loops that it has observed.
     """
-    from llmcache.fs.client import operation
+    from llmcache.mount.client import operation
 
     operation.evict(mount, globs, as_json=as_json)

@@ -40,6 +40,6 @@ def command(name: str, output: str | None, quick: bool, as_json: bool, force: bo
     llmcache, and the page names their machine and date. The traces of io-caching are not public; synthetic ones replace
     them.
     """
-    from llmcache.report.reproduce import run
+    from llmcache.papers.reproduce import run
 
     return run(name, output if output is not None or as_json else ".", quick, as_json, force)

@@ -68,7 +68,7 @@ def command(
     """
     from llmcache.cache.plan import plan_of
     from llmcache.cache.policies.base import told_compiling
-    from llmcache.fs.layout.modelfile import ModelHeaders
+    from llmcache.model.modelfile import ModelHeaders
     from llmcache.report import simulate as tables
     from llmcache.report.output import check_target, progress
 

@@ -44,7 +44,7 @@ def command(as_json: bool, **options: Any) -> None:
       llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
     from llmcache.cache.question import ask
-    from llmcache.fs.client.advice import advise
+    from llmcache.mount.client.advice import advise
     from llmcache.report import size
 
     size.show(advise(ask(**options)), as_json)

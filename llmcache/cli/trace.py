@@ -51,7 +51,7 @@ def command(
     reads if strace is installed; it needs no root for your own processes. By default, llmcache uses the best tier that
     works and prints its limits.
     """
-    from llmcache.fs.client.mountpoint import locked_bytes
+    from llmcache.mount.client.mountpoint import locked_bytes
     from llmcache.trace import capture
     from llmcache.trace.processes import target_of
 
@@ -66,7 +66,7 @@ def command(
     captured = capture.record(target, settings, locked_bytes)
     captured.show(as_json)
     if report is not None and captured.rows:
-        from llmcache.fs.layout.modelfile import ModelHeaders
+        from llmcache.model.modelfile import ModelHeaders
         from llmcache.report.output import progress
         from llmcache.report.plot import plot
 

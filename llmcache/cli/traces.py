@@ -80,7 +80,7 @@ def classify_command(trace: str, as_json: bool, min_bytes: int, models: tuple[st
       llmcache classify run.parquet --json | jq .totals
     """
     from llmcache.cache.classify import classify_file
-    from llmcache.fs.layout.modelfile import ModelHeaders
+    from llmcache.model.modelfile import ModelHeaders
     from llmcache.report import classify
 
     found = classify_file(trace, lambda files: ModelHeaders(models, files))
@@ -122,7 +122,7 @@ def plot_command(
       llmcache plot run.parquet -o loops.png --files '*.gguf'
       llmcache plot run.parquet -o run.svg --model ~/models/llama-8b-q8_0.gguf
     """
-    from llmcache.fs.layout.modelfile import ModelHeaders
+    from llmcache.model.modelfile import ModelHeaders
     from llmcache.report.output import progress
     from llmcache.report.plot import plot
 

@@ -48,7 +48,7 @@ class _MountType(TextType):
 
         Shells insert them without quotes, so those that need quotes are left out.
         """
-        from llmcache.fs.client.mountpoint import ours
+        from llmcache.mount.client.mountpoint import ours
 
         points = [point for point in ours() if point.startswith(incomplete) and shlex.quote(point) == point]
         found = [CompletionItem(point) for point in points]

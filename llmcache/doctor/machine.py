@@ -10,8 +10,8 @@ from pathlib import Path
 
 from llmcache.doctor import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
-from llmcache.fs.client.bandwidth import measure
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, read_ahead_advice, read_ahead_file
+from llmcache.mount.client.bandwidth import measure
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, read_ahead_advice, read_ahead_file
 from llmcache.units import format_rate
 
 _ASK_TORCH = "import torch; print(torch.cuda.is_available())"

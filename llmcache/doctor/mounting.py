@@ -9,9 +9,9 @@ from pathlib import Path
 
 from llmcache.doctor import FAILED, LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import mountpoint
-from llmcache.fs.vfs import libfuse
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import mountpoint
+from llmcache.mount.vfs import libfuse
 
 
 def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# papers of `llmcache reproduce`, with the recomputed parts; module `paper_NAME` recomputes each
+# papers of `llmcache reproduce`, with the recomputed parts; module `llmcache.papers.NAME` recomputes each
 REPRODUCTIONS: dict[str, str] = {
     "io-caching": "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
     "hillinfer": "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",

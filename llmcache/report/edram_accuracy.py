@@ -9,7 +9,9 @@ import numpy as np
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accuracy import (
+from llmcache.errors import UsageError
+from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
+from llmcache.papers.edram.accuracy import (
     EXPERIMENTS,
     SINKS,
     WINDOW,
@@ -21,12 +23,10 @@ from llmcache.edram.accuracy import (
     record_run,
     run,
 )
-from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.decoder import Decoder
-from llmcache.edram.flips import CellSettings, Format
-from llmcache.edram.retention import parse_curve
-from llmcache.errors import UsageError
-from llmcache.kv.tasks import RECALL_MODEL, Questions, recall
+from llmcache.papers.edram.aerp import AerpSettings
+from llmcache.papers.edram.decoder import Decoder
+from llmcache.papers.edram.flips import CellSettings, Format
+from llmcache.papers.edram.retention import parse_curve
 from llmcache.report import output
 from llmcache.report.output import check_target, plain_table
 

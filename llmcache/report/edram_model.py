@@ -10,13 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram.accelerator import LATENCIES, Axes, Compared, compared, roofline_of
-from llmcache.edram.catalogue import Catalogue, listed, named, read_constants
-from llmcache.edram.chip import Area, EvictorCost, area_of, evictor_cost, lifetimes_of
-from llmcache.edram.energy import KINDS
-from llmcache.edram.latency import RESOURCES
-from llmcache.edram.systems import BASELINE, RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload
 from llmcache.errors import UsageError
+from llmcache.papers.edram.accelerator import LATENCIES, Axes, Compared, compared, roofline_of
+from llmcache.papers.edram.catalogue import Catalogue, listed, named, read_constants
+from llmcache.papers.edram.chip import Area, EvictorCost, area_of, evictor_cost, lifetimes_of
+from llmcache.papers.edram.energy import KINDS
+from llmcache.papers.edram.latency import RESOURCES
+from llmcache.papers.edram.systems import BASELINE, RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload
 from llmcache.report import output
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size

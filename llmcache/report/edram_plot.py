@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from llmcache.edram.energy import KINDS
 from llmcache.errors import DataError, UsageError
+from llmcache.papers.edram.energy import KINDS
 from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
 from llmcache.report.edram_model import SWEEP_SCHEMA, percent
 from llmcache.report.html import Section, html_page

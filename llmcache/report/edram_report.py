@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from llmcache import __version__
-from llmcache.edram import retention
-from llmcache.edram.catalogue import listed, read_constants
-from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
-from llmcache.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.errors import UsageError
+from llmcache.papers.edram import retention
+from llmcache.papers.edram.catalogue import listed, read_constants
+from llmcache.papers.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
+from llmcache.papers.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
 from llmcache.report import output
 from llmcache.report.edram_model import MODELLED, joules, watts
 from llmcache.report.output import titled_table

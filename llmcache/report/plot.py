@@ -25,10 +25,10 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from llmcache.cache.classify import Classification, classify
-from llmcache.cache.models import Models
 from llmcache.cache.plan import Progress
 from llmcache.cache.routing import MixtureUses
 from llmcache.errors import DataError, UsageError
+from llmcache.model.modelfile import Models
 from llmcache.report.classify import expert_blocks, names_line
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page, printable
 from llmcache.report.output import Written, form_of, write_target

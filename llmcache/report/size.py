@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from llmcache.cache.mixture import STAY, ZIPF, MixtureBytes
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
+from llmcache.model.moe import STAY, ZIPF, MoeBytes
 from llmcache.report import output
 from llmcache.report.output import titled_table, trimmed
 from llmcache.units import format_duration, format_rate, format_size
@@ -55,11 +55,11 @@ def lines(answer: Answer) -> Iterator[str]:
             yield f"  by default  {copies}, which does not fit: the kernel kills it (--no-repack avoids the copy)"
 
 
-def _mixture(answer: Answer) -> MixtureBytes | None:
-    return answer.loop if isinstance(answer.loop, MixtureBytes) else None
+def _mixture(answer: Answer) -> MoeBytes | None:
+    return answer.loop if isinstance(answer.loop, MoeBytes) else None
 
 
-def _ram(ram: Ram, mixture: MixtureBytes | None) -> Iterator[str]:
+def _ram(ram: Ram, mixture: MoeBytes | None) -> Iterator[str]:
     where = "" if ram.source == "given" else " on this machine"
     yield f"With {size_text(ram.ram_bytes)} of memory{where}, if nothing else uses it (modelled):"
     mode = "" if mixture is None else "--mode inplace "
@@ -80,7 +80,7 @@ def _speed(passes: Passes) -> str:
     return f"{passes.tokens_per_s:.3g} tokens/s, reading {read if passes.missing_bytes else 'nothing'}"
 
 
-def _kept(passes: Passes, mixture: MixtureBytes) -> str:
+def _kept(passes: Passes, mixture: MoeBytes) -> str:
     """Return the share of the model in memory, as text: dense tensors first, then experts."""
     room_bytes = passes.loop_cache_bytes - mixture.dense_bytes
     if room_bytes < 0:
@@ -147,7 +147,7 @@ def _file_text(file: str) -> str:
     return "temporary file" if file == "temporary" else f"existing file, {file}"
 
 
-def _capacity(item: Capacity, mixture: MixtureBytes | None) -> Iterator[str]:
+def _capacity(item: Capacity, mixture: MoeBytes | None) -> Iterator[str]:
     yield f"With a cache of {size_text(item.cache_bytes)} (modelled):"
     yield f"  largest loop without stalls  {size_text(item.largest_loop_bytes)}"
     if item.passes is not None and mixture is not None:
@@ -223,7 +223,7 @@ def document(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _mixture_values(mixture: MixtureBytes) -> dict[str, Any]:
+def _mixture_values(mixture: MoeBytes) -> dict[str, Any]:
     return vars(mixture) | {
         "used_bytes": mixture.used_bytes,
         "token_bytes": mixture.token_bytes,

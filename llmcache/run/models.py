@@ -14,14 +14,14 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmcache.cache.sizing import ModelBytes
 from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
-from llmcache.fs.copies import Copied, client_facts, find_copy
-from llmcache.fs.layout import is_gguf
-from llmcache.fs.layout.modelfile import model_bytes
-from llmcache.fs.layout.names import ModelNames
-from llmcache.fs.layout.safetensors import begins_safetensors
-from llmcache.fs.layout.tensors import shard_names
+from llmcache.model import is_gguf
+from llmcache.model.modelfile import model_bytes
+from llmcache.model.moe import ModelBytes
+from llmcache.model.names import ModelNames
+from llmcache.model.safetensors import begins_safetensors
+from llmcache.model.tensors import shard_names
+from llmcache.mount.copies import Copied, client_facts, find_copy
 from llmcache.procfs import descendants, mappings, mounts, status_of
 
 LEAST_BYTES = 16 << 20

@@ -23,10 +23,10 @@ from typing import Any
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import EXIT_OK, LlmcacheError, MissingRequirement, UsageError, droppable, say
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import control
-from llmcache.fs.client.mountpoint import check_machine, made_point
 from llmcache.memory import oom_kills, tightest
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import control
+from llmcache.mount.client.mountpoint import check_machine, made_point
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.run import models, steering
 from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmcache.fs.layout.tensors import Experts, ModelLayout
+from llmcache.model.tensors import Experts, ModelLayout
 from llmcache.tokens.clock import Key
 from llmcache.tokens.passes import Where
 from llmcache.units import PAGE_BYTES

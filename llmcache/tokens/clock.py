@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmcache.fs.layout.tensors import ModelLayout, Tensor, compute_key, is_embedding, is_expert
+from llmcache.model.tensors import ModelLayout, Tensor, compute_key, is_embedding, is_expert
 from llmcache.tokens.passes import Role
 
 Key = tuple[int, int]  # device and inode

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from llmcache.errors import EXIT_OK, UsageError, droppable, printable, say
 from llmcache.files import Output, writing
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.client import control, mountpoint
 from llmcache.run.child import Child, ending_by_interrupt, resolve, user_of
 from llmcache.run.models import check_process
 from llmcache.tokens.models import Find, ProcessTree

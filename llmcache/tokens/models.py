@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.tensors import ModelLayout, shard_name
 from llmcache.memory import stalled_us
+from llmcache.model import read_layout
+from llmcache.model.tensors import ModelLayout, shard_name
 from llmcache.procfs import FileMapping, descendants, mappings, read_bytes_of
 from llmcache.tokens.clock import Key, Place
 from llmcache.units import BLOCK_BYTES

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llmcache.errors import LlmcacheError, MissingRequirement, MountProblem
-from llmcache.fs.client import control, mountpoint
-from llmcache.fs.copies import client_facts, find_copy
+from llmcache.mount.client import control, mountpoint
+from llmcache.mount.copies import client_facts, find_copy
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
 from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure

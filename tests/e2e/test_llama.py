@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.model.modelfile import model_bytes
 from tests.mount.live import live
 from tools.bench.mount import answers, tokens
 from tools.make_model import main as make_model

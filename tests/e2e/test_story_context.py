@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.e2e.story_parts import mounted, run_json
 from tests.mount.live import MIB, OVERHEAD_BYTES, private_bytes
 from tools.bench.harness import ROOT

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from llmcache.cli import app
-from llmcache.edram.refresh import EdramRun, Flow
 from llmcache.errors import MissingRequirement
-from llmcache.fs.client import mountpoint
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.tasks import RECALL_MODEL
+from llmcache.mount.client import mountpoint
+from llmcache.papers.edram.refresh import EdramRun, Flow
 from tests.conftest import TIERS
 from tools.make_man import walk
 

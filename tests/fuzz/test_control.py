@@ -18,12 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import MountProblem
-from llmcache.fs.client import control
-from llmcache.fs.daemon.controlserver import ControlServer, Requests
-from llmcache.fs.engine import warmup
-from llmcache.fs.engine.warmup import Warmup
-from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.source import SourceTree, WritePolicy
+from llmcache.mount.client import control
+from llmcache.mount.daemon.controlserver import ControlServer, Requests
+from llmcache.mount.engine import warmup
+from llmcache.mount.engine.warmup import Warmup
+from llmcache.mount.vfs.operations import LlmcacheOperations
+from llmcache.mount.vfs.source import SourceTree, WritePolicy
 from tests.conftest import examples
 from tests.fuzz.mutations import ODD, documents, mutated, written
 from tests.fuzz.target import Target, bounded, refusal

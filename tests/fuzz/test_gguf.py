@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.gguf import HEADER_LIMIT
-from llmcache.fs.layout.tensors import LayerMap, ModelLayout, order_shards
+from llmcache.model import read_layout
+from llmcache.model.gguf import HEADER_LIMIT
+from llmcache.model.tensors import LayerMap, ModelLayout, order_shards
 from tests.conftest import examples
 from tests.fuzz.mutations import Pieces, Repeated, mutated
 from tests.fuzz.target import Target, bounded, is_printable, light, refusal

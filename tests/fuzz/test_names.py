@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import example, given, settings
 
-from llmcache.fs.layout.names import ModelNames, manifest_layers
+from llmcache.model.names import ModelNames, manifest_layers
 from tests.conftest import examples
 from tests.fuzz.mutations import documents, mutated, written
 from tests.fuzz.target import Target, bounded, refusal, scratch

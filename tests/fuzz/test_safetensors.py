@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError, LlmcacheError
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.modelfile import model_bytes
-from llmcache.fs.layout.safetensors import index_shards
+from llmcache.model import read_layout
+from llmcache.model.modelfile import model_bytes
+from llmcache.model.safetensors import index_shards
 from tests.conftest import examples
 from tests.fuzz.mutations import Pieces, documents, mutated, written
 from tests.fuzz.target import Target, bounded, is_printable, refusal, scratch

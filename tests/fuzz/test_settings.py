@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.errors import LlmcacheError
-from llmcache.fs.client.settings import KEYS, LIST, PREFIX, SWITCH, mount_options, resolve, split_options
+from llmcache.mount.client.settings import KEYS, LIST, PREFIX, SWITCH, mount_options, resolve, split_options
 from tests.conftest import examples
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target, bounded, refusal, scratch

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.cache.classify import TraceClasses, classify_file
-from llmcache.fs.layout.modelfile import ModelHeaders
+from llmcache.model.modelfile import ModelHeaders
 from llmcache.report import classify
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.recording import FILES as NEW_FILES

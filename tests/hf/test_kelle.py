@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmcache.edram.accuracy import CacheVariant, accuracy, evaluate
-from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.decoder import Decoder
-from llmcache.edram.flips import CellSettings
 from llmcache.kv.bench.subject import answer
 from llmcache.kv.tasks import RECALL_MODEL
 from llmcache.kv.transformers import SpillCache
+from llmcache.papers.edram.accuracy import CacheVariant, accuracy, evaluate
+from llmcache.papers.edram.aerp import AerpSettings
+from llmcache.papers.edram.decoder import Decoder
+from llmcache.papers.edram.flips import CellSettings
 from tests.hf.test_recall import model, questions, share
 
 

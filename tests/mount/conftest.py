@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import syscalls
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount import syscalls
+from llmcache.mount.client import control, mountpoint
 from tests.mount.live import llmcache
 
 PATIENCE_S = 60.0

@@ -29,7 +29,7 @@ import pytest
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.client import control, mountpoint
 from tests.mount.fault_client import READS, Client, locked
 from tests.mount.fault_model import Bytes, Model, overwritten, random_bytes, resized
 from tests.mount.faulty import Rule, write_rules

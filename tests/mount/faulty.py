@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcache.fs.vfs.libfuse import binding
+from llmcache.mount.vfs.libfuse import binding
 
 SHORT_BYTES = 40 * 512  # least size of a short reply; whole sectors, as on a disk
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from llmcache.fs.client import control, operation
+from llmcache.mount.client import control, operation
 from tools.bench.sides import environment, serving
 
 MIB = 1 << 20

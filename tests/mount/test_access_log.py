@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
-from llmcache.cache.models import UNKNOWN
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
-from llmcache.fs.client import control
-from llmcache.fs.daemon.accesslog import FRAME, ROW, ROWS
-from llmcache.fs.layout.tensors import Experts
+from llmcache.model.modelfile import UNKNOWN
+from llmcache.model.tensors import Experts
+from llmcache.mount.client import control
+from llmcache.mount.daemon.accesslog import FRAME, ROW, ROWS
 from llmcache.trace.record import GROUP_ROWS, HIT, READ, WRITE, BlockSpace, Trace
 from llmcache.units import BLOCK_BYTES
 from tests.mount.live import MIB, Live, is_busy, live, llmcache, random_file, wait_for
@@ -242,7 +242,7 @@ def test_a_dead_log_writer_loses_rows_but_no_reads(source: Path, tmp_path: Path)
     path = tmp_path / "log.parquet"
     with live(source, tmp_path / "mnt", str(CACHE), "--mode", "arena", "--access-log", str(path)) as mount:
         sweep(mount, "loop.bin", 1)
-        writers = [child for child in mount.helpers() if "llmcache.fs.daemon.logwriter" in child.cmdline()]
+        writers = [child for child in mount.helpers() if "llmcache.mount.daemon.logwriter" in child.cmdline()]
         assert len(writers) == 1
         writers[0].kill()
         wait_for(lambda: writers[0].status() == psutil.STATUS_ZOMBIE, "the writer is dead")
@@ -256,7 +256,7 @@ def test_a_dead_log_writer_loses_rows_but_no_reads(source: Path, tmp_path: Path)
 def test_a_log_on_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", tmp_path], check=True)
     try:
-        command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
+        command = [sys.executable, "-m", "llmcache.mount.daemon.logwriter", str(tmp_path / "log.parquet")]
         blocks = np.random.default_rng(0).integers(0, 1 << 40, 2 * GROUP_ROWS).tolist()
         rows = b"".join(ROW.pack(0, 0, block, 1, READ, HIT, 1) for block in blocks)
         frames = FRAME.pack(ROWS, len(rows)) + rows

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.client import control, mountpoint
 from tests.mount.conftest import Mounter
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import llmcache

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import operation
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import operation
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import MIB, llmcache, random_file, wait_for
 

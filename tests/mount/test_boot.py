@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import control, mountpoint
 from tests.mount.conftest import Mounter
 from tests.mount.live import llmcache, run_json, wait_for
 from tools.bench.sides import environment

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.cgroup import Cgroup
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.client import control, mountpoint
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import llmcache, run_json, wait_for
 from tests.unit.command_parts import keys

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.backends.touches import why_not
+from llmcache.mount.backends.touches import why_not
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import MIB, WAYS, by_read, live, llmcache, random_file, wait_for
 from tools.bench.runner import forget

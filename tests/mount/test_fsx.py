@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.fuzz.target import Machine
 from tests.mount.live import MIB, Live, live, wait_for
 

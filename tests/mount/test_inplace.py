@@ -23,17 +23,17 @@ import pytest
 from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.fs import syscalls
-from llmcache.fs.backends import files as backend_files
-from llmcache.fs.backends.files import MappedFile
-from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.backends.touches import FILES, why_not
-from llmcache.fs.client import control, mountpoint
-from llmcache.fs.engine.engine import Engine
-from llmcache.fs.engine.warmup import Warmup
-from llmcache.fs.readahead import read_ahead_file
-from llmcache.fs.vfs.source import Caller, SourceTree
 from llmcache.kv.spill import KvShape, SpillFile
+from llmcache.mount import syscalls
+from llmcache.mount.backends import files as backend_files
+from llmcache.mount.backends.files import MappedFile
+from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.backends.touches import FILES, why_not
+from llmcache.mount.client import control, mountpoint
+from llmcache.mount.engine.engine import Engine
+from llmcache.mount.engine.warmup import Warmup
+from llmcache.mount.readahead import read_ahead_file
+from llmcache.mount.vfs.source import Caller, SourceTree
 from llmcache.procfs import mounts
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
@@ -468,7 +468,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
 
 POPULATED = f"""
 import os, sys
-from llmcache.fs import syscalls
+from llmcache.mount import syscalls
 fd = os.open(sys.argv[1], os.O_RDONLY)
 size = os.fstat(fd).st_size // {HUGE_BYTES} * {HUGE_BYTES}
 address = syscalls.mmap(fd, size)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.client import control
-from llmcache.fs.engine.planner import BATCH_BYTES
+from llmcache.mount.client import control
+from llmcache.mount.engine.planner import BATCH_BYTES
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,

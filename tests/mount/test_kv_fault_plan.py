@@ -335,4 +335,4 @@ def one_plan(rig: Rig, ssd: str, seed: int, count: int) -> None:
     # On the faulty file system, a file deleted while open has another name until it is closed.
     wait_for(lambda: os.listdir(rig.files) == [], "nothing is left behind")
     children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in children if "llmcache.kv.csd.device" in child.cmdline()]
+    assert not [child for child in children if "llmcache.papers.csd.device" in child.cmdline()]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import MissingRequirement
-from llmcache.fs.backends.touches import why_not
 from llmcache.kv.prefix.store import PART, BlockStore
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.mount.backends.touches import why_not
 from tests.mount.conftest import Mounter
 from tests.unit.kv_parts import append, ids, loop_disk, restored
 from tests.unit.test_kv_prefix import FILE_BYTES, MODEL, block, key, numbers, same

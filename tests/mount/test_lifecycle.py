@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from llmcache.errors import MountProblem
-from llmcache.fs.client import control, mountpoint
-from llmcache.fs.client.mountpoint import ask
-from llmcache.fs.client.operation import end_mount
-from llmcache.fs.daemon.sentinel import is_dead
+from llmcache.mount.client import control, mountpoint
+from llmcache.mount.client.mountpoint import ask
+from llmcache.mount.client.operation import end_mount
+from llmcache.mount.daemon.sentinel import is_dead
 from llmcache.procfs import mounts
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import llmcache, run_json, wait_for
@@ -198,7 +198,7 @@ def test_a_foreground_mount_without_a_working_stdout_ends(mount: Mounter, mode: 
 def test_a_daemon_that_starts_too_slowly_ends(mount: Mounter) -> None:
     own = mount.place()
     words = ["mount", str(own.source), str(own.point), "--cache", "32Mi", "--mode", "arena"]
-    impatient = "from llmcache import cli; from llmcache.fs.daemon import daemon; daemon.START_S = 0.0; "
+    impatient = "from llmcache import cli; from llmcache.mount.daemon import daemon; daemon.START_S = 0.0; "
     command = [sys.executable, "-c", f"{impatient}cli.run(cli.app, 'llmcache', {words})"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 4 and "does not serve after 0 s" in done.stderr

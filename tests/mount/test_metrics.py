@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import MIB, by_read, llmcache, random_file, run_json, wait_for
 

@@ -16,9 +16,9 @@ import pytest
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
 from llmcache.cgroup import Cgroup
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.layout.tensors import Experts
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
+from llmcache.model.tensors import Experts
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from tests.mount.live import OVERHEAD_BYTES, live, wait_for
 from tools.bench import patterns, routing
 from tools.bench.runner import client, forget, run_client

@@ -18,10 +18,10 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.errors import MountProblem
-from llmcache.fs import syscalls
-from llmcache.fs.backends.inplace import BindMount
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount import syscalls
+from llmcache.mount.backends.inplace import BindMount
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import control, mountpoint
 from llmcache.procfs import mounts
 from tests.mount.live import MIB, live, random_file, wait_for
 from tools.bench.sides import environment
@@ -145,7 +145,7 @@ def test_readers_of_other_pid_namespaces_count_as_clients(tmp_path: Path, mode: 
 # children of the observer, whose own reads are not reported.
 REUSED = """
 import array, ctypes, os, signal, sys, time
-from llmcache.fs.backends.touches import QUIET_NS, Touches
+from llmcache.mount.backends.touches import QUIET_NS, Touches
 
 path, number = sys.argv[1], int(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)

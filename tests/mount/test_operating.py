@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import MIB, by_mmap, by_read, is_busy, llmcache, random_file, resident_bytes, run_json, wait_for
 from tools.bench.sides import environment

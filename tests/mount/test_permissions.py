@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.client import mountpoint
-from llmcache.fs.vfs.source import Caller
+from llmcache.mount.client import mountpoint
+from llmcache.mount.vfs.source import Caller
 from tests.mount.conftest import Mounted, Mounter, mounting
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import llmcache, wait_for

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.mount.conftest import Mounter
 from tests.mount.live import MIB, llmcache, random_file, wait_for
 
@@ -100,7 +100,7 @@ def test_a_log_names_no_model(mount: Mounter, mode: str, tmp_path: Path) -> None
 def test_exceptions_are_logged_without_their_messages(tmp_path: Path) -> None:
     code = f"""
 import ctypes, logging, os, threading
-from llmcache.fs.daemon import logs
+from llmcache.mount.daemon import logs
 logging.getLogger().addHandler(logs.LogFile({str(tmp_path / "log")!r}, 0, streams=True))
 logs.catch_all()
 def fail():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.readahead import read_ahead_file
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.readahead import read_ahead_file
 from tests.mount.live import MIB, Live, live, llmcache, wait_for
 from tests.unit.kv_parts import LoopDisk, loop_disk
 from tools.make_model import Shape, make_model

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.client import control, mountpoint
 from llmcache.memory import cgroup_version
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.client import control, mountpoint
 from llmcache.procfs import mounts
 from tests.mount.live import llmcache, wait_for
 from tests.mount.test_lifecycle import NOBODY, copy_packages, python_for_nobody

@@ -8,7 +8,7 @@ import pytest
 
 from llmcache.cache.sizing import SizingParameters, need, passes
 from llmcache.cgroup import Cgroup
-from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
+from llmcache.mount.client.advice import mount_cache_bytes, mount_keeps_bytes
 from tests.mount.live import MIB, random_file
 from tools.bench.runner import ClientRun, client, forget, run_client
 from tools.bench.sides import Mounted

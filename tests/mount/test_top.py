@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.client import control
+from llmcache.mount.client import control
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
 from tests.mount.test_operating import write_model

@@ -1,4 +1,4 @@
-"""Which accesses to files the kernel reports to an in-place mount; tests `llmcache.fs.backends.touches` without a mount."""
+"""Which accesses to files the kernel reports to an in-place mount; tests `mount.backends.touches` alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from llmcache.bpf.libbpf import has_tracepoint
 from llmcache.cache.steering import HUGE_BYTES
-from llmcache.fs.backends import touches as touches_module
-from llmcache.fs.backends.touches import QUIET_NS, Touches, why_not
+from llmcache.mount.backends import touches as touches_module
+from llmcache.mount.backends.touches import QUIET_NS, Touches, why_not
 from tests.mount.live import MIB, random_file
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]

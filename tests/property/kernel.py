@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcache.fs.backends.fuse import Reader
-from llmcache.fs.engine.budget import PressureGauge
-from llmcache.fs.engine.engine import Engine
-from llmcache.fs.vfs.backing import Backing
+from llmcache.mount.backends.fuse import Reader
+from llmcache.mount.engine.budget import PressureGauge
+from llmcache.mount.engine.engine import Engine
+from llmcache.mount.vfs.backing import Backing
 
 PAGE = 4096
 READ_AHEAD_PAGES = 32

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
-from llmcache.fs.backends.fuse import FuseBackend, Reader
-from llmcache.fs.engine.engine import Engine
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.mount.backends.fuse import FuseBackend, Reader
+from llmcache.mount.engine.engine import Engine
+from llmcache.mount.vfs.source import SourceTree
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20
@@ -117,10 +117,10 @@ class Rig:
 def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_bytes: int = BUDGET) -> Iterator[Rig]:
     """Yield a rig with a running engine; the pin helper, the gauge and the mount table are replaced."""
     kernels: list[Kernel] = []
-    monkeypatch.setattr("llmcache.fs.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
-    monkeypatch.setattr("llmcache.fs.engine.engine.PressureGauge", CalmGauge)
-    monkeypatch.setattr("llmcache.fs.backends.fuse.find", lambda _point: Mock(dev=0))
-    monkeypatch.setattr("llmcache.fs.backends.fuse.start_sentinel", lambda _entry: Mock())
+    monkeypatch.setattr("llmcache.mount.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
+    monkeypatch.setattr("llmcache.mount.engine.engine.PressureGauge", CalmGauge)
+    monkeypatch.setattr("llmcache.mount.backends.fuse.find", lambda _point: Mock(dev=0))
+    monkeypatch.setattr("llmcache.mount.backends.fuse.start_sentinel", lambda _entry: Mock())
     rig = Rig(directory, mode, budget_bytes)
     kernels.append(rig.kernel)
     rig.engine.start(rig.kernel, "/mount")

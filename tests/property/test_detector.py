@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from llmcache.cache.classify import Classification, classify, runs
 from llmcache.cache.detector import MAX_CELLS, MAX_REGIONS, MAX_STRIDES, Detector, Trail
 from llmcache.cache.streams import MAX_STREAMS
+from llmcache.papers.traces import SHAPES
 from llmcache.trace.record import Provenance, Trace, TraceFile
-from llmcache.trace.shapes import SHAPES
 
 LEAST_BYTES = 128 << 10  # a read-ahead window; smaller ranges may be reported or not
 Row = tuple[int, int, int, int, int]

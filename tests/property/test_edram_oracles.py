@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
-from llmcache.edram.constants import RefreshIntervals
-from llmcache.edram.flips import CellSettings
-from llmcache.edram.refresh import EdramRun, RunRecorder, account
+from llmcache.papers.edram.aerp import AerpLayer, AerpSettings, LayerShape, attend
+from llmcache.papers.edram.constants import RefreshIntervals
+from llmcache.papers.edram.flips import CellSettings
+from llmcache.papers.edram.refresh import EdramRun, RunRecorder, account
 from tests.conftest import examples
 from tests.unit.edram_parts import Stream, column_sums
 

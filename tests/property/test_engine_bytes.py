@@ -19,10 +19,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.warmup import Tell, Warmup
-from llmcache.fs.vfs.operations import LlmcacheOperations
-from llmcache.fs.vfs.source import SourceTree, WritePolicy
+from llmcache.mount.backends.fuse import FuseBackend
+from llmcache.mount.engine.warmup import Tell, Warmup
+from llmcache.mount.vfs.operations import LlmcacheOperations
+from llmcache.mount.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import PAGE, READ_AHEAD_PAGES, READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 
@@ -239,7 +239,7 @@ def test_a_warmup_reports_the_plan_at_its_end(rig: Rig, budget_bytes: int) -> No
 
 def test_a_warmup_evicts_an_earlier_loop_without_readers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of an earlier loop fill the memory, and without readers the evictor frees nothing in advance."""
-    monkeypatch.setattr("llmcache.fs.engine.planner.CURSOR_LIFE_NS", 0)
+    monkeypatch.setattr("llmcache.mount.engine.planner.CURSOR_LIFE_NS", 0)
     before = rig.file("before", LOOP)
     rig.until_pinned(before)
     rig.sweep(before)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs.daemon.daemon import THREADS
-from llmcache.fs.engine.engine import WAITERS
-from llmcache.fs.engine.warmup import WarmupWorker
+from llmcache.mount.daemon.daemon import THREADS
+from llmcache.mount.engine.engine import WAITERS
+from llmcache.mount.engine.warmup import WarmupWorker
 from tests.property.kernel import READER_PID, File, open_backing, wait_until
 from tests.property.rig import LOOP, MIB, Rig, content, in_threads, running
 
@@ -133,7 +133,7 @@ def test_opening_for_writing_waits_for_a_store_of_evicted_pages(rig: Rig) -> Non
 def test_opens_that_wait_for_a_store_leave_threads_for_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, float]
 ) -> None:
-    monkeypatch.setattr(f"llmcache.fs.engine.engine.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"llmcache.mount.engine.engine.{limit[0]}", limit[1])
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", LOOP)
         opens = [threading.Thread(target=rig.kernel.open, args=(file,), daemon=True) for _ in range(3)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.steering import HIT, Steering
-from llmcache.fs.backends.holders import ArenaPinStore
+from llmcache.mount.backends.holders import ArenaPinStore
 from tests.property.kernel import wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 from tests.property.test_engine_changes import change_behind

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmcache.arrays import Floats
-from llmcache.edram.aerp import AerpSettings, Slots
-from llmcache.edram.constants import KELLE_INTERVALS, PAPER
-from llmcache.edram.kelle import KelleRecorder
-from llmcache.edram.refresh import account, read_run
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.policies.kelle import Kelle, KelleSettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.papers.edram.aerp import AerpSettings, Slots
+from llmcache.papers.edram.constants import KELLE_INTERVALS, PAPER
+from llmcache.papers.edram.kelle import KelleRecorder
+from llmcache.papers.edram.refresh import account, read_run
 from tests.conftest import examples
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, Case, commit, running
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from llmcache.kv.planning.hardware import NUMBERS, PAPER_PC, Hardware
 from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, hillinfer, latency
-from llmcache.kv.planning.models import MixtureMlp, ModelShape
 from llmcache.kv.planning.placement import Placement, Workload, by_ssd_share
+from llmcache.model.shapes import MixtureMlp, ModelShape
 from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]

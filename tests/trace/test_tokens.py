@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmcache.bpf import perf
-from llmcache.fs.layout import read_layout
+from llmcache.model import read_layout
 from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
 from tests.mount.live import llmcache, wait_for

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.tensors import is_embedding
+from llmcache.model import read_layout
+from llmcache.model.tensors import is_embedding
 
 PAGE = 4096
 PIECE = 64 << 10

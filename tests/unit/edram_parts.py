@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.edram.accelerator import Outcome, evaluate
-from llmcache.edram.aerp import LayerShape, Projections, Rope, attend_prompt
-from llmcache.edram.constants import PAPER, Profile
-from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
+from llmcache.papers.edram.accelerator import Outcome, evaluate
+from llmcache.papers.edram.aerp import LayerShape, Projections, Rope, attend_prompt
+from llmcache.papers.edram.constants import PAPER, Profile
+from llmcache.papers.edram.systems import MODELS, SYSTEMS, WORKLOADS, AcceleratorSystem, Configuration
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from llmcache.kv.csd import device
-from llmcache.kv.csd import host as hosts
+from llmcache.papers.csd import device
+from llmcache.papers.csd import host as hosts
 
 
 class Fork:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import cast
 from unittest.mock import Mock
 
-from llmcache.fs.backends.base import BufferPool
-from llmcache.fs.engine.experts import MoeFile
-from llmcache.fs.engine.space import LOADING, READY, SINGLE, TOUCHED, LoopSpace, SpaceFile
-from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
-from llmcache.fs.vfs.backing import Backing
+from llmcache.model.tensors import Experts, ModelLayout, Tensor
+from llmcache.mount.backends.base import BufferPool
+from llmcache.mount.engine.experts import MoeFile
+from llmcache.mount.engine.space import LOADING, READY, SINGLE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.engine.state import CacheState
+from llmcache.mount.vfs.backing import Backing
 
 MIB = 1 << 20
 

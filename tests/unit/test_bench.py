@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import DataError
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate, Told
+from llmcache.model.tensors import ModelLayout, Tensor
 from tools.bench import all as suite
 from tools.bench import harness, kvmodels, kvstore, mount, patterns, results, testtime, zoo
 from tools.bench.__main__ import main

@@ -8,9 +8,9 @@ import pytest
 
 from llmcache.cache.classify import READ_OP, WRITE_OP, Classification, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
+from llmcache.model.tensors import Experts, ModelLayout, Tensor
+from llmcache.papers.traces import SHAPES
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
-from llmcache.trace.shapes import SHAPES
 from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels
 

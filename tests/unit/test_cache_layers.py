@@ -9,7 +9,7 @@ import pytest
 
 from llmcache.cache.classify import classify
 from llmcache.cache.layers import Layer, Layers
-from llmcache.fs.layout.tensors import Tensor
+from llmcache.model.tensors import Tensor
 from llmcache.report.classify import layer_tables
 from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Int64s
 from llmcache.cache.policies import POLICIES, policy_class
-from llmcache.cache.policies.algorithm1 import Algorithm1
 from llmcache.cache.policies.base import kernel, told_compiling
 from llmcache.cache.policies.belady import GAPS, why_not_exact
 from llmcache.cache.policies.lfu import LeCaR
 from llmcache.errors import MissingRequirement
+from llmcache.papers.algorithm1 import Algorithm1
 from llmcache.trace.record import Provenance
 from tests.conftest import examples
 from tests.property.yardstick import below, hits

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.mixture import MixtureBytes, expert_curve
 from llmcache.cache.question import ask
 from llmcache.cache.sizing import (
     DEVICES,
@@ -18,6 +17,7 @@ from llmcache.cache.sizing import (
     need,
     passes,
 )
+from llmcache.model.moe import MoeBytes, expert_curve
 from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import Habits, misses, ranked
 
@@ -54,7 +54,7 @@ settings = st.builds(
 )
 loops = st.integers(1, 10**12)
 mixtures = st.builds(
-    lambda dense, expert, experts, used: MixtureBytes(dense, expert, experts, min(used, experts)),
+    lambda dense, expert, experts, used: MoeBytes(dense, expert, experts, min(used, experts)),
     st.integers(0, 10**12),
     st.integers(1, 10**12),
     st.integers(1, 256),
@@ -96,12 +96,12 @@ def test_estimated_expert_misses_match_a_replay_with_lru(experts: int, used: int
     layers, size = 4, MB
     room = int(share * experts * layers)
     missed = misses(*ranked(500, layers, experts, used), Habits(), room, warmup=200)["lru"]
-    mixture = MixtureBytes(0, layers * experts * size, experts, used)
+    mixture = MoeBytes(0, layers * experts * size, experts, used)
     assert mixture.missed_expert_bytes(room * size) == pytest.approx(missed * size, rel=0.1)
 
 
 def test_dense_tensors_are_cached_before_experts() -> None:
-    mixture = MixtureBytes(300 * MB, 1600 * MB, 64, 4)
+    mixture = MoeBytes(300 * MB, 1600 * MB, 64, 4)
     assert (mixture.used_bytes, mixture.token_bytes) == (100 * MB, 400 * MB)
     assert mixture.missing_bytes(0) == 400 * MB
     assert mixture.missing_bytes(200 * MB) == 200 * MB
@@ -116,7 +116,7 @@ def test_dense_tensors_are_cached_before_experts() -> None:
 
 @given(mixtures, settings)
 def test_the_computed_cache_of_an_moe_model_is_the_smallest_without_stalls(
-    mixture: MixtureBytes, setting: SizingParameters
+    mixture: MoeBytes, setting: SizingParameters
 ) -> None:
     kept = need(mixture, setting).loop_cache_bytes
     assert passes(mixture, kept + setting.hot_bytes, setting).stall_free

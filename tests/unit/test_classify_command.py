@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmcache.cache.classify import Classification
-from llmcache.fs.layout.tensors import Experts
+from llmcache.model.tensors import Experts
 from llmcache.report.classify import table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.command_parts import called

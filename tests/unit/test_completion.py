@@ -116,7 +116,7 @@ def test_matching_words_are_offered() -> None:
 
 
 def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: ["/mnt/models", "/srv/other"])
+    monkeypatch.setattr("llmcache.mount.client.mountpoint.ours", lambda: ["/mnt/models", "/srv/other"])
     for command in ("stats", "top", "resize", "warmup", "evict", "umount"):
         assert words([command], "/mnt") == {"/mnt/models": "plain"}, command
     assert words(["stats"], "") == {"/mnt/models": "plain", "/srv/other": "plain"}
@@ -125,7 +125,7 @@ def test_mount_points_of_running_mounts_are_offered(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["a b", "$(reboot)", "`id`", "a\nplain,b", "'", "*"])
 def test_mount_points_with_shell_metacharacters_are_not_offered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.fs.client.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
+    monkeypatch.setattr("llmcache.mount.client.mountpoint.ours", lambda: [f"/tmp/{name}", "/tmp/mnt"])
     assert words(["umount"], "/tmp/") == {"/tmp/mnt": "plain"}
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from llmcache.cache.policies import POLICIES
 from llmcache.cli import app
 from llmcache.cli.types import NameType
-from llmcache.fs.client.settings import NAMES
+from llmcache.mount.client.settings import NAMES
 from tests.property.contract import clauses, long_case
 from tests.unit.command_parts import parsed
 from tools.bench import readme

@@ -28,7 +28,7 @@ from llmcache.doctor import (
     tracing,
 )
 from llmcache.errors import DataError, MissingRequirement, UsageError
-from llmcache.fs.client import bandwidth
+from llmcache.mount.client import bandwidth
 from llmcache.trace.kernel import SOURCES
 from tests.unit.command_parts import called
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.edram.accuracy import (
+from llmcache.errors import DataError
+from llmcache.kv.tasks import RECALL_MODEL, recall
+from llmcache.papers.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
     AccuracySetup,
@@ -21,14 +23,12 @@ from llmcache.edram.accuracy import (
     harm,
     run,
 )
-from llmcache.edram.aerp import AerpSettings
-from llmcache.edram.constants import KELLE_INTERVALS
-from llmcache.edram.decoder import Config, Decoder, parse_tensors
-from llmcache.edram.flips import CellSettings, FlipRates, iso_failure
-from llmcache.edram.refresh import read_run
-from llmcache.edram.retention import paper_curve
-from llmcache.errors import DataError
-from llmcache.kv.tasks import RECALL_MODEL, recall
+from llmcache.papers.edram.aerp import AerpSettings
+from llmcache.papers.edram.constants import KELLE_INTERVALS
+from llmcache.papers.edram.decoder import Config, Decoder, parse_tensors
+from llmcache.papers.edram.flips import CellSettings, FlipRates, iso_failure
+from llmcache.papers.edram.refresh import read_run
+from llmcache.papers.edram.retention import paper_curve
 from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from llmcache.arrays import Floats
-from llmcache.edram.aerp import AerpLayer, AerpSettings, LayerShape
-from llmcache.edram.constants import KELLE_INTERVALS, RefreshIntervals
-from llmcache.edram.flips import (
+from llmcache.errors import UsageError
+from llmcache.papers.edram.aerp import AerpLayer, AerpSettings, LayerShape
+from llmcache.papers.edram.constants import KELLE_INTERVALS, RefreshIntervals
+from llmcache.papers.edram.flips import (
     LARGEST_HALF,
     NO_FLIPS,
     Bits,
@@ -25,8 +26,7 @@ from llmcache.edram.flips import (
     name_rows,
     parse_flips,
 )
-from llmcache.edram.retention import paper_curve, parse_curve, parse_intervals
-from llmcache.errors import UsageError
+from llmcache.papers.edram.retention import paper_curve, parse_curve, parse_intervals
 from tests.unit.edram_parts import Stream, column_sums
 
 UNKNOWN: Any = "unknown"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from llmcache.edram.accelerator import LATENCIES
-from llmcache.edram.catalogue import named, read_constants
-from llmcache.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
-from llmcache.edram.energy import COMPONENTS
-from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.tasks import RECALL_MODEL
+from llmcache.papers.edram.accelerator import LATENCIES
+from llmcache.papers.edram.catalogue import named, read_constants
+from llmcache.papers.edram.constants import GROUPS, KELLE_INTERVALS, PAPER, PROFILES
+from llmcache.papers.edram.energy import COMPONENTS
+from llmcache.papers.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from tests.unit.command_parts import called
 from tests.unit.edram_parts import outcome
 from tests.unit.report_parts import unlaid as unlaid

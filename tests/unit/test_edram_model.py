@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from llmcache.arrays import Doubles
-from llmcache.edram.accelerator import evaluate
-from llmcache.edram.chip import evictor_cost
-from llmcache.edram.constants import PAPER
-from llmcache.edram.latency import (
+from llmcache.papers.edram.accelerator import evaluate
+from llmcache.papers.edram.chip import evictor_cost
+from llmcache.papers.edram.constants import PAPER
+from llmcache.papers.edram.latency import (
     RESOURCES,
     ConfigurationColumns,
     linear_s,
@@ -23,7 +23,15 @@ from llmcache.edram.latency import (
     tiles_of,
     waits,
 )
-from llmcache.edram.systems import MODELS, RECOMPUTE_MODES, SYSTEMS, WORKLOADS, Configuration, GenerationWorkload, LlmShape
+from llmcache.papers.edram.systems import (
+    MODELS,
+    RECOMPUTE_MODES,
+    SYSTEMS,
+    WORKLOADS,
+    Configuration,
+    GenerationWorkload,
+    LlmShape,
+)
 from tests.unit.edram_parts import configuration, outcome, with_hardware
 
 LLAMA = MODELS["llama2-7b"]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.edram.constants import EDRAM_4MB, KELLE_INTERVALS, MIB, PAPER, RefreshIntervals
-from llmcache.edram.refresh import RULES, EdramRun, RunRecorder, account, parse_run, read_run
 from llmcache.errors import DataError, UsageError
+from llmcache.papers.edram.constants import EDRAM_4MB, KELLE_INTERVALS, MIB, PAPER, RefreshIntervals
+from llmcache.papers.edram.refresh import RULES, EdramRun, RunRecorder, account, parse_run, read_run
 
 DIM = 64
 HALF = 2 * DIM  # bytes of one half of a key and a value

@@ -16,11 +16,11 @@ from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate_all
 from llmcache.errors import MissingRequirement
 from llmcache.files import create
-from llmcache.fs.client import control
-from llmcache.fs.layout.modelfile import ModelHeaders
 from llmcache.kv.index import dci
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.tiers.table import Tables
+from llmcache.model.modelfile import ModelHeaders
+from llmcache.mount.client import control
 from llmcache.report.plot import plot
 from llmcache.report.simulate_page import write_report
 from llmcache.trace.formats import convert

@@ -16,9 +16,9 @@ import pytest
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.fs.client import bandwidth
-from llmcache.fs.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
-from llmcache.fs.client.mountpoint import FSTYPE
+from llmcache.mount.client import bandwidth
+from llmcache.mount.client.bandwidth import LEAST_BYTES, REQUEST_BYTES, measure, measured_storage
+from llmcache.mount.client.mountpoint import FSTYPE
 from tools.bench.sides import environment
 
 MB = 10**6
@@ -134,7 +134,7 @@ def test_the_rate_of_a_throttled_disk_is_the_throttle(on_disk: Path) -> None:
     """The measurement runs in its own process, because the throttle applies to tasks of a cgroup."""
     limit = 40 * MB
     with Cgroup("measure", directory=on_disk, read_bps=limit) as group:
-        command = [sys.executable, "-c", "import sys; from llmcache.fs.client import bandwidth; bandwidth.READ_S = 1; "
+        command = [sys.executable, "-c", "import sys; from llmcache.mount.client import bandwidth; bandwidth.READ_S = 1; "
                    "print(bandwidth.measure(sys.argv[1]).bandwidth)", str(on_disk)]  # fmt: skip
 
         def attempt() -> None:

@@ -13,15 +13,6 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MissingRequirement
-from llmcache.fs.engine import budget
-from llmcache.fs.engine.budget import (
-    DAEMON_BYTES,
-    LEAST_LIMIT_BYTES,
-    MIN_BUDGET_BYTES,
-    PressureGauge,
-    settle_budget,
-    settle_mode,
-)
 from llmcache.memory import (
     CAP_IPC_LOCK,
     GROUP_MARGIN_BYTES,
@@ -31,6 +22,15 @@ from llmcache.memory import (
     limits_of_process_apart,
     machine_memory,
     tightest,
+)
+from llmcache.mount.engine import budget
+from llmcache.mount.engine.budget import (
+    DAEMON_BYTES,
+    LEAST_LIMIT_BYTES,
+    MIN_BUDGET_BYTES,
+    PressureGauge,
+    settle_budget,
+    settle_mode,
 )
 from llmcache.units import parse_size
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.client import mountpoint, operation
+from llmcache.mount.client import mountpoint, operation
 from llmcache.procfs import Mount
 from tests.unit.top_parts import file, loop, stats
 

@@ -23,8 +23,8 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.errors import MissingRequirement, MountProblem, UsageError
-from llmcache.fs.client import control, mountpoint
-from llmcache.fs.daemon import controlserver
+from llmcache.mount.client import control, mountpoint
+from llmcache.mount.daemon import controlserver
 from llmcache.procfs import mounts
 from tests.mount.live import wait_for
 from tools.bench.sides import environment
@@ -178,9 +178,9 @@ def test_taking_the_lock_discards_the_info_of_a_dead_daemon(point: str) -> None:
 # Runs in its own pid namespace, where the next pid can be chosen: the daemon ends late and its pid is reused.
 REUSED = """
 import subprocess, sys
-from llmcache.fs.client import control
-from llmcache.fs.client import operation
-from llmcache.fs.daemon import controlserver
+from llmcache.mount.client import control
+from llmcache.mount.client import operation
+from llmcache.mount.daemon import controlserver
 control.directory = lambda _uid: sys.argv[1]
 found, later = control.files("/nowhere"), []
 lock = controlserver.take_lock(found, "/nowhere")

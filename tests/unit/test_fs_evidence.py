@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.steering import Steering
-from llmcache.fs.backends.base import ClientReads
-from llmcache.fs.backends.holders import LockedPinStore
-from llmcache.fs.backends.inplace import InPlaceBackend
-from llmcache.fs.engine import evidence
-from llmcache.fs.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
-from llmcache.fs.engine.experts import MoeFile
-from llmcache.fs.engine.planner import Planner
-from llmcache.fs.engine.report import judgement
-from llmcache.fs.engine.space import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, LoopSpace
+from llmcache.mount.backends.base import ClientReads
+from llmcache.mount.backends.holders import LockedPinStore
+from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.engine import evidence
+from llmcache.mount.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
+from llmcache.mount.engine.experts import MoeFile
+from llmcache.mount.engine.planner import Planner
+from llmcache.mount.engine.report import judgement
+from llmcache.mount.engine.space import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, LoopSpace
 from tests.unit.fs_parts import MIB, mixture_of, new_group, new_state, open_it
 
 TOUCH_NS = 1_000_000

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.cache.loops import RECENT, Cursor, Pass
-from llmcache.fs.backends.base import PinStore
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.loader import Loader
-from llmcache.fs.engine.planner import Planner
-from llmcache.fs.engine.space import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, LoopSpace, SpaceFile
-from llmcache.fs.engine.state import CacheState
+from llmcache.mount.backends.base import PinStore
+from llmcache.mount.backends.fuse import FuseBackend
+from llmcache.mount.engine.loader import Loader
+from llmcache.mount.engine.planner import Planner
+from llmcache.mount.engine.space import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.engine.state import CacheState
 from tests.mount.live import wait_for
 from tests.unit.fs_parts import MIB, NoHolder, bring, new_group, new_state, open_it
 

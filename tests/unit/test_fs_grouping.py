@@ -12,12 +12,12 @@ from typing import cast
 import pytest
 
 from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT
-from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, PinStore
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
-from llmcache.fs.engine.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
-from llmcache.fs.vfs.backing import Backing
-from llmcache.fs.vfs.source import SourceTree
+from llmcache.mount.backends.base import BUFFER_BYTES, BufferPool, PinStore
+from llmcache.mount.backends.fuse import FuseBackend
+from llmcache.mount.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
+from llmcache.mount.engine.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
+from llmcache.mount.vfs.backing import Backing
+from llmcache.mount.vfs.source import SourceTree
 from tests.fuzz.target import light
 from tests.unit.fs_parts import MIB, new_state
 from tests.unit.gguf_bytes import Gguf

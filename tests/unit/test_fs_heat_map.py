@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.engine.report import CELLS, ROWS_MAX, heat_map
-from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
-from llmcache.fs.engine.state import CacheState
-from llmcache.fs.layout.tensors import Experts, LayerMap, ModelLayout, Tensor
+from llmcache.model.tensors import Experts, LayerMap, ModelLayout, Tensor
+from llmcache.mount.engine.report import CELLS, ROWS_MAX, heat_map
+from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
+from llmcache.mount.engine.state import CacheState
 from tests.property.rig import LOOP, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 

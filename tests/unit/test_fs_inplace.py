@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.cache.steering import HUGE_BYTES
-from llmcache.fs import syscalls
-from llmcache.fs.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
-from llmcache.fs.readahead import read_ahead_file
-from llmcache.fs.vfs.backing import Backing
+from llmcache.mount import syscalls
+from llmcache.mount.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
+from llmcache.mount.readahead import read_ahead_file
+from llmcache.mount.vfs.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345
 

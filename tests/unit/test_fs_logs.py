@@ -18,9 +18,9 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.errors import MissingRequirement, UsageError
-from llmcache.fs.daemon import accesslog, daemon, logs
-from llmcache.fs.daemon.accesslog import AccessLog, check_path
-from llmcache.fs.daemon.daemon import notify
+from llmcache.mount.daemon import accesslog, daemon, logs
+from llmcache.mount.daemon.accesslog import AccessLog, check_path
+from llmcache.mount.daemon.daemon import notify
 from llmcache.trace.record import Trace
 from tests.property.kernel import wait_until
 
@@ -56,7 +56,7 @@ def test_a_log_is_rotated_or_reopened_after_a_move(tmp_path: Path) -> None:
 def test_streams_follow_a_rotation(tmp_path: Path) -> None:
     code = f"""
 import os
-from llmcache.fs.daemon.logs import LogFile
+from llmcache.mount.daemon.logs import LogFile
 handler = LogFile({str(tmp_path / "log")!r}, 0, streams=True)
 os.write(2, b"before\\n")
 handler.renew()
@@ -221,7 +221,7 @@ def test_a_directory_that_cannot_be_written_is_named() -> None:
 def test_a_writer_whose_daemon_is_gone_leaves_no_file(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "llmcache.fs.daemon.logwriter", str(tmp_path / "log.parquet")]
+    command = [sys.executable, "-m", "llmcache.mount.daemon.logwriter", str(tmp_path / "log.parquet")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.PIPE, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, b"", [])

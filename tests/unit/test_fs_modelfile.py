@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cache.mixture import MixtureBytes
 from llmcache.errors import DataError, UsageError
-from llmcache.fs.layout.modelfile import ModelHeaders, model_bytes
+from llmcache.model.modelfile import ModelHeaders, model_bytes
+from llmcache.model.moe import MoeBytes
 from llmcache.trace.record import TraceFile
 from tests.unit.gguf_bytes import U16, U32, Gguf
 from tests.unit.names_parts import blob_of, hub_snapshot, ollama_model, safetensors_bytes
@@ -76,7 +76,7 @@ def test_any_shard_stands_for_all(tmp_path: Path, given: int) -> None:
     ]
     found = model_bytes(str(paths[given]))
     assert (found.files, found.row_bytes) == (2, 128)
-    assert found.loop == MixtureBytes(256 + 64, 512, experts=8, used=2)
+    assert found.loop == MoeBytes(256 + 64, 512, experts=8, used=2)
 
 
 @pytest.mark.parametrize(

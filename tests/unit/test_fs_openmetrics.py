@@ -18,8 +18,8 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from llmcache.errors import MountProblem, UsageError
-from llmcache.fs.daemon import openmetrics
-from llmcache.fs.daemon.openmetrics import (
+from llmcache.mount.daemon import openmetrics
+from llmcache.mount.daemon.openmetrics import (
     CONNECTIONS,
     REQUEST_BYTES,
     MetricsEndpoint,

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from llmcache.fs.backends import holders, pinhelper
-from llmcache.fs.backends.holders import PinService
-from llmcache.fs.backends.pinhelper import Helper, HighLimits
 from llmcache.memory import UNLIMITED, lockable_bytes
+from llmcache.mount.backends import holders, pinhelper
+from llmcache.mount.backends.holders import PinService
+from llmcache.mount.backends.pinhelper import Helper, HighLimits
 from tests.property.kernel import wait_until
 from tests.unit.fs_parts import MIB
 
@@ -174,7 +174,7 @@ def test_unlocked_ranges_are_not_locked_again(helper: Helper) -> None:
 
 FIRST_PROCESS = """
 import os, sys
-from llmcache.fs.backends.holders import PinService
+from llmcache.mount.backends.holders import PinService
 assert os.getpid() == 1
 service = PinService(lambda _path, _node: None, print, print)
 service.start(sys.argv[1])

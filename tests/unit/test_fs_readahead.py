@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import MissingRequirement
-from llmcache.fs.client import control
-from llmcache.fs.readahead import ReadAhead, read_ahead_file, restore_left
+from llmcache.mount.client import control
+from llmcache.mount.readahead import ReadAhead, read_ahead_file, restore_left
 
 
 @pytest.fixture

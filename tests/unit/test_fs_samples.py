@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.bpf.pagetables import Unreadable
-from llmcache.fs.backends import samples
-from llmcache.fs.backends.fuse import FuseBackend
-from llmcache.fs.backends.holders import LockedPinStore
-from llmcache.fs.backends.samples import PROBES, FilePrograms, Samples
+from llmcache.mount.backends import samples
+from llmcache.mount.backends.fuse import FuseBackend
+from llmcache.mount.backends.holders import LockedPinStore
+from llmcache.mount.backends.samples import PROBES, FilePrograms, Samples
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
 

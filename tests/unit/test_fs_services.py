@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.fs import services
-from llmcache.fs.services import FAILURES_MAX, Services
+from llmcache.mount import services
+from llmcache.mount.services import FAILURES_MAX, Services
 from llmcache.procfs import MountWatch, mounts
 
 
@@ -56,7 +56,7 @@ def test_a_service_that_keeps_failing_is_stopped(quick: Services) -> None:
 
 REFUSING = """
 import ctypes, struct, sys
-from llmcache.fs import syscalls
+from llmcache.mount import syscalls
 libc = ctypes.CDLL(None, use_errno=True)
 # load the number of the call; refuse the given one with EPERM, allow all others
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]

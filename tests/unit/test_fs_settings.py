@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llmcache.errors import DataError, UsageError
-from llmcache.fs.client import mount
-from llmcache.fs.client.settings import (
+from llmcache.mount.client import mount
+from llmcache.mount.client.settings import (
     DEFAULT,
     ENVIRONMENT,
     FILE,

@@ -8,14 +8,14 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.fs.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
-from llmcache.fs.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
-from llmcache.fs.backends.holders import LockedPinStore
-from llmcache.fs.engine import experts
-from llmcache.fs.engine.experts import COMING_NS, WINDOW_BYTES
-from llmcache.fs.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
-from llmcache.fs.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
-from llmcache.fs.engine.state import CacheState
+from llmcache.mount.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
+from llmcache.mount.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
+from llmcache.mount.backends.holders import LockedPinStore
+from llmcache.mount.engine import experts
+from llmcache.mount.engine.experts import COMING_NS, WINDOW_BYTES
+from llmcache.mount.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
+from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
+from llmcache.mount.engine.state import CacheState
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, bring, mixture_of, new_group, new_state, open_it, stray
 

@@ -19,11 +19,11 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError, MissingRequirement, UsageError
-from llmcache.kv.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
-from llmcache.kv.csd.profile import ModelledClock
-from llmcache.kv.csd.wire import decode, encode, receive
 from llmcache.kv.kernels import RunningTop, score, top
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
+from llmcache.papers.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
+from llmcache.papers.csd.profile import ModelledClock
+from llmcache.papers.csd.wire import decode, encode, receive
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import ids

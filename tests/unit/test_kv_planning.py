@@ -10,8 +10,8 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.planning.hardware import MACHINES, NUMBERS, ORIGINS, PAPER_PC
 from llmcache.kv.planning.latency import SYSTEMS, hillinfer, latency, place
-from llmcache.kv.planning.models import MODELS, ModelShape, shape_of
 from llmcache.kv.planning.placement import Workload, by_ssd_share, largest_context, memory_use, room, rule_share
+from llmcache.model.shapes import MODELS, ModelShape, shape_of
 
 QWEN = MODELS["Qwen-7B"]
 GIB = 1 << 30

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
-from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
+from llmcache.papers.csd import CsdProfile
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import flip, small_disk

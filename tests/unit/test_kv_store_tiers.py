@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llmcache.errors import UsageError
-from llmcache.kv.csd import CsdProfile
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.papers.csd import CsdProfile
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import counted_reads

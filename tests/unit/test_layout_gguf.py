@@ -6,9 +6,9 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.gguf import GGML_TYPES
-from llmcache.fs.layout.tensors import ModelLayout
+from llmcache.model import read_layout
+from llmcache.model.gguf import GGML_TYPES
+from llmcache.model.tensors import ModelLayout
 from tests.unit.gguf_bytes import ARRAY, BOOL, F64, I32, STRING, U8, U16, U32, U64, Gguf, Reads, reading
 
 F32_TYPE, Q8_0_TYPE = 0, 8

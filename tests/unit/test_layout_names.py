@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import names as module
-from llmcache.fs.layout.names import INDEX_BYTES, ModelNames, manifest_layers, manifest_place
+from llmcache.model import names as module
+from llmcache.model.names import INDEX_BYTES, ModelNames, manifest_layers, manifest_place
 from tests.unit.names_parts import COMMIT, blob_of, hub_snapshot, ollama_model
 
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]

@@ -6,9 +6,9 @@ import struct
 import pytest
 
 from llmcache.errors import DataError
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.safetensors import index_shards
-from llmcache.fs.layout.tensors import ModelLayout
+from llmcache.model import read_layout
+from llmcache.model.safetensors import index_shards
+from llmcache.model.tensors import ModelLayout
 from tests.unit.gguf_bytes import reading
 
 GOOD = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.fs.layout.tensors import (
+from llmcache.model.tensors import (
     HEADER,
     LAYERS_MAX,
     OTHERS,

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.cache.models import UNKNOWN, Models
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
 from llmcache.cache.steering import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.errors import DataError
-from llmcache.fs.layout.tensors import Experts, ModelLayout, Tensor
+from llmcache.model.modelfile import UNKNOWN, Models
+from llmcache.model.tensors import Experts, ModelLayout, Tensor
 from llmcache.trace.record import HIT, BlockSpace, Provenance, Trace, TraceFile
 from llmcache.units import BLOCK_BYTES
 from tests.unit.trace_parts import KnownModels

@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, MissingRequirement
 from llmcache.kv.bench.results import STOCK, Bench, Marks, Row, TaskBench
-from llmcache.report import REPRODUCTIONS, reproduce, theme
-from llmcache.report import paper_hillinfer as hill
-from llmcache.report import paper_icecache as ice
-from llmcache.report import paper_io_caching as io
-from llmcache.report.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, read_paper, told
-from llmcache.report.reproduce import Reproduction, Tell
+from llmcache.papers import hillinfer as hill
+from llmcache.papers import icecache as ice
+from llmcache.papers import io_caching as io
+from llmcache.papers import reproduce
+from llmcache.papers.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, read_paper, told
+from llmcache.papers.reproduce import Reproduction, Tell
+from llmcache.report import REPRODUCTIONS, theme
 from tests.unit.command_parts import called
 from tests.unit.report_parts import Page, check_alone
 from tests.unit.report_parts import unlaid as unlaid

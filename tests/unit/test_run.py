@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import LlmcacheError, UsageError
-from llmcache.fs.copies import ClientFacts, find_copy
+from llmcache.mount.copies import ClientFacts, find_copy
 from llmcache.run import models, session
 from llmcache.run.child import NOT_EXECUTABLE, NOT_FOUND, Child, NotRunnable, resolve, user_of
 from tools.make_model import TYPES, choose_shape, make_model

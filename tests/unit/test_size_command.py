@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.mixture import MixtureBytes
 from llmcache.cache.question import ask
-from llmcache.cache.sizing import SECOND_NS, ModelBytes, SizingParameters, need, passes
-from llmcache.fs.client import advice
-from llmcache.fs.client.advice import mount_cache_bytes, mount_keeps_bytes
+from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
 from llmcache.memory import total_bytes
+from llmcache.model.moe import ModelBytes, MoeBytes
+from llmcache.mount.client import advice
+from llmcache.mount.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.report.size import lines
 from tests.unit.command_parts import called
 from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
@@ -127,7 +127,7 @@ def test_an_moe_model_reads_only_the_experts_in_use(tmp_path: Path, model_format
 def test_memory_for_an_moe_model_without_stalls() -> None:
     """4 GB dense, 32 GB of experts, storage of 3 GB/s: without a cache, a token reads 6 GB in 2 s."""
     setting = SizingParameters(3 * GB, SECOND_NS // 10, 0)
-    mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
+    mixture = MoeBytes(4 * GB, 32 * GB, 64, 4)
     assert passes(mixture, 0, setting).tokens_per_s == pytest.approx(0.5)
     cache = mount_cache_bytes(mixture, need(mixture, setting).loop_cache_bytes, 0)
     assert passes(mixture, mount_keeps_bytes(mixture, cache, 0), setting).stall_free
@@ -155,7 +155,7 @@ def test_weights_that_llama_cpp_copies_count_as_memory(tmp_path: Path) -> None:
 
 def test_even_routing_bounds_the_misses_of_an_moe_model() -> None:
     setting = SizingParameters(GB, SECOND_NS // 10, 0)
-    mixture = MixtureBytes(4 * GB, 32 * GB, 64, 4)
+    mixture = MoeBytes(4 * GB, 32 * GB, 64, 4)
     for kept in (3 * GB, 5 * GB, 12 * GB, 20 * GB, 35 * GB, 36 * GB):
         went = passes(mixture, kept, setting)
         assert went.even is not None and went.even.missing_bytes >= went.missing_bytes, kept

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmcache.fs.layout.tensors import ModelLayout, Tensor
+from llmcache.model.tensors import ModelLayout, Tensor
 from llmcache.tokens import Interval, Token, TokenWatch
 from llmcache.tokens import watch as watch_module
 from llmcache.tokens.causes import Attribution, short_layer

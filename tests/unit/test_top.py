@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.errors import MountProblem
-from llmcache.fs.client.top import (
+from llmcache.mount.client.top import (
     HEAT_SHARE,
     HeatFile,
     HeatLayer,

@@ -17,7 +17,7 @@ import pytest
 
 from llmcache.cache.classify import LockedLoop, TraceClasses, classify
 from llmcache.errors import DataError, MissingRequirement, MountProblem, UsageError
-from llmcache.fs.client import control, mountpoint
+from llmcache.mount.client import control, mountpoint
 from llmcache.procfs import FileMapping, Mount, mappings
 from llmcache.report.classify import summary
 from llmcache.trace import files

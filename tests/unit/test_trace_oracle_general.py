@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError
+from llmcache.papers.traces import SHAPES
 from llmcache.trace.formats import convert, open_trace
 from llmcache.trace.formats.oracle_general import RECORD
 from llmcache.trace.record import GAP, Trace, TraceFile
-from llmcache.trace.shapes import SHAPES
 from tests.unit.simulation_parts import plain_belady
 from tests.unit.trace_parts import trace
 

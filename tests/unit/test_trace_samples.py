@@ -12,8 +12,8 @@ import pytest
 from llmcache.cache.classify import READ_OP, TraceClasses, classify
 from llmcache.cache.detector import LOOP, SEQ
 from llmcache.errors import UsageError
+from llmcache.papers.traces import GROUPS, REQUEST_BLOCKS, SHAPES
 from llmcache.trace.record import HIT, MAP, MISS, UNKNOWN, WRITE, Trace
-from llmcache.trace.shapes import GROUPS, REQUEST_BLOCKS, SHAPES
 from llmcache.units import BLOCK_BYTES
 from tools import make_traces
 from tools.record_traces import SUBJECTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.fs.client.top import HeatLayer
-from llmcache.fs.engine.state import WaitHistogram
+from llmcache.mount.client.top import HeatLayer
+from llmcache.mount.engine.state import WaitHistogram
 
 MB = 1_000_000
 

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from llmcache.cache.models import ExpertSlices, ModelHeader, Named
+from llmcache.model.modelfile import Models
+from llmcache.model.tensors import Experts, ModelLayout, Tensor
 from llmcache.trace.record import KEY, SCHEMA, Provenance, Trace, TraceFile, encode
 
 FILES = (TraceFile(0, "/models/a.gguf", 1, 11, 0, 400 * 4096), TraceFile(1, '/models/b,"c\n.bin', 1, 12, 3, 0))
@@ -75,19 +76,19 @@ def write_parquet(path: Path, columns: dict[str, Any], metadata: bytes | None = 
 
 
 @dataclass(frozen=True)
-class KnownModels:
-    """A `llmcache.cache.models.Models` that gives the same answer for every file, or for the files in `only`."""
+class KnownModels(Models):
+    """Models that give the same answer for every file, or for the files in `only`."""
 
-    tensors: Sequence[Named] = ()
-    mixture: ExpertSlices | None = None
-    layout: ModelHeader | None = None
+    tensors: Sequence[Tensor] = ()
+    mixture: Experts | None = None
+    layout: ModelLayout | None = None
     only: frozenset[int] | None = None
 
-    def __call__(self, file: TraceFile) -> Sequence[Named]:
-        return self.tensors if self.only is None or file.id in self.only else ()
+    def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
+        return tuple(self.tensors) if self.only is None or file.id in self.only else ()
 
-    def header(self, file: TraceFile) -> ModelHeader | None:
+    def header(self, file: TraceFile) -> ModelLayout | None:
         return self.layout
 
-    def experts(self, file: TraceFile) -> tuple[str, ExpertSlices] | None:
+    def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
         return None if self.mixture is None else (file.path, self.mixture)

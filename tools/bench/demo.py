@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError
-from llmcache.fs.backends.touches import why_not
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
+from llmcache.mount.backends.touches import why_not
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from llmcache.units import format_rate, format_size, parse_rate, parse_size
 from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape
 from tools.make_model import make_model as generate

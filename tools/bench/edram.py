@@ -12,10 +12,10 @@ from functools import partial
 
 from rich.console import Console
 
-from llmcache.edram.accelerator import Axes, evaluate
-from llmcache.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.papers.edram.accelerator import Axes, evaluate
+from llmcache.papers.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.papers.reproduce import reproduce
 from llmcache.report.edram_model import swept
-from llmcache.report.reproduce import reproduce
 
 from .harness import ROOT, in_turns
 from .results import Document, Target, markdown

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.cgroup import Cgroup, Usage
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 
 from .runner import MIB, ClientRun, forget, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from llmcache.arrays import Int64s
-from llmcache.kv.csd import PROFILES, EmulatedCsd
 from llmcache.kv.kernels import score, top
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import aligned
+from llmcache.papers.csd import PROFILES, EmulatedCsd
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from llmcache.kv.bench.results import Bench, Row
 from llmcache.kv.bench.synthetic import Setup, compare, fixed, marks_of, sweep
-from llmcache.kv.csd import CsdProfile
 from llmcache.kv.planning.latency import Variant
 from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
+from llmcache.papers.csd import CsdProfile
 
 from .harness import workplace
 from .results import Document, Target, figure, targets_table

@@ -22,8 +22,8 @@ import numpy as np
 from rich.console import Console
 
 from llmcache.cgroup import Cgroup
-from llmcache.fs.layout.tensors import Experts
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB
+from llmcache.model.tensors import Experts
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from llmcache.storage import disk_of
 from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
 

@@ -32,14 +32,14 @@ from llmcache.kv.bench import synthetic, task
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.synthetic import Setup, fixed, variants_of
 from llmcache.kv.bench.task import Candidate, TaskSetup
-from llmcache.kv.planning.models import MODELS
 from llmcache.kv.spill import KvShape, SpillFile
 from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tasks import RECALL_MODEL, recall
 from llmcache.kv.workload import StreamSpec
-from llmcache.report.judge import PAPERS
+from llmcache.model.shapes import MODELS
+from llmcache.papers.judge import PAPERS
+from llmcache.papers.traces import SHAPES
 from llmcache.trace.record import BlockSpace, Trace
-from llmcache.trace.shapes import SHAPES
 
 from . import machine
 from .harness import ROOT

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
-from llmcache.fs.layout.tensors import Experts, ModelLayout
+from llmcache.model.tensors import Experts, ModelLayout
 
 from . import routing
 

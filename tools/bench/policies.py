@@ -3,7 +3,7 @@
 Also count the experts that a token of an MoE model misses, for generated routings: with the policy of llmcache, LRU, Belady,
 and policies that learn or know the popularity of each expert.
 
-Nothing is timed: the figures are the same on every machine. The traces are synthetic (`llmcache.trace.shapes`).
+Nothing is timed: the figures are the same on every machine. The traces are synthetic (`llmcache.papers.traces`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 from llmcache.cache.plan import AUTO, CacheSize
 from llmcache.cache.policies import POLICIES
 from llmcache.cache.simulate import simulate
-from llmcache.trace.shapes import GROUPS, SHAPES
+from llmcache.papers.traces import GROUPS, SHAPES
 
 from . import routing
 from .mount import MIXTURES, mixture_shape

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from llmcache.cache.hotset import HotSet
 from llmcache.cache.policies.belady import Belady
 from llmcache.cache.policies.lru import LRU
-from llmcache.fs.layout import read_layout
-from llmcache.fs.layout.tensors import Experts, ModelLayout
-from llmcache.fs.readahead import LARGE_SLICE_BYTES, MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
+from llmcache.model import read_layout
+from llmcache.model.tensors import Experts, ModelLayout
+from llmcache.mount.readahead import LARGE_SLICE_BYTES, MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
 
 Routing = NDArray[np.int64]
 """[token, layer, used]: numbers of experts, sorted."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from llmcache.cache.loops import RECENT
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.fs.layout.modelfile import model_bytes
+from llmcache.model.modelfile import model_bytes
 
 from .clients.loop_reader import crcs
 from .sides import environment

@@ -18,8 +18,8 @@ from typing import Any
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.fs.client.operation import fetch
-from llmcache.fs.readahead import SMALL_READ_AHEAD_KB, ReadAhead
+from llmcache.mount.client.operation import fetch
+from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead
 from llmcache.procfs import mounts
 from llmcache.storage import disk_of
 

@@ -30,7 +30,7 @@ from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.fs.client.advice import mount_cache_bytes
+from llmcache.mount.client.advice import mount_cache_bytes
 from llmcache.units import BLOCK_BYTES
 
 from .harness import workplace

@@ -18,8 +18,8 @@ import numpy as np
 from numba.core.event import Event, Listener, install_listener
 
 from llmcache.arrays import Flags, Int64s
-from llmcache.cache.models import Models
 from llmcache.errors import MissingRequirement
+from llmcache.model.modelfile import Models
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 
 F = TypeVar("F", bound=Callable[..., Any])

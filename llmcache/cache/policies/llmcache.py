@@ -18,15 +18,19 @@ import numpy as np
 
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.hotset import HotSet
-from llmcache.cache.models import UNKNOWN, ExpertSlices, ModelHeader, Models
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.reuse import Reuse
 from llmcache.cache.steering import HIT, Steering
 from llmcache.errors import DataError
+from llmcache.model.modelfile import UNKNOWN, Models
+from llmcache.model.tensors import Experts, ModelLayout
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 from llmcache.units import BLOCK_BYTES
 
-SCHEME, SCHEME_1_0 = "llmcache.mount/2", "llmcache.mount/1"  # extra["mount"] of logs written by llmcache.fs.daemon.logwriter
+SCHEME, SCHEME_1_0 = (
+    "llmcache.mount/2",
+    "llmcache.mount/1",
+)  # extra["mount"] of logs of mounts (mount.daemon.logwriter)
 _MOST_EXTENTS = 1 << 22  # of all spaces of a log at a time: eight times the maximum of a mount
 # exceptions caused by events of invalid types
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -168,7 +172,7 @@ class _FileExperts:
     """The experts of one file; expert n has the key `first` + n."""
 
     file: int
-    experts: ExpertSlices
+    experts: Experts
     first: int
     uses: dict[int, _Use] = field(default_factory=dict)
 
@@ -195,7 +199,7 @@ class Cut:
             if (found := models.experts(file)) is not None:
                 self._add(file, found[1], models.header(file))
 
-    def _add(self, file: TraceFile, experts: ExpertSlices, header: ModelHeader | None) -> None:
+    def _add(self, file: TraceFile, experts: Experts, header: ModelLayout | None) -> None:
         first = sum(mixture.experts.count for mixture in self._mixtures.values())
         self._mixtures[file.id] = _FileExperts(file.id, experts, first)
         self._hot.token_uses += experts.token_uses
@@ -282,7 +286,7 @@ class Cut:
         return _sorted(held)
 
 
-def _slice_at(experts: ExpertSlices, block: int, end: int) -> tuple[int | None, int]:
+def _slice_at(experts: Experts, block: int, end: int) -> tuple[int | None, int]:
     """Return the number of the slice that contains `block`, None for none, and the end of that part, at most `end`."""
     offset = block * BLOCK_BYTES
     number = bisect_right(experts.starts, offset) - 1

@@ -16,14 +16,14 @@ from llmcache.kv.bench import synthetic
 from llmcache.kv.bench.results import MODELLED, Bench, Marks, Row
 from llmcache.kv.bench.synthetic import Accelerator, Progress, Setup, variants_of
 from llmcache.kv.bench.task import TaskSetup
-from llmcache.kv.csd import PROFILES
 from llmcache.kv.planning.hardware import MACHINES, PAPER_PC
 from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, Variant, hillinfer, latency
-from llmcache.kv.planning.models import MODELS, ModelShape, read_config
 from llmcache.kv.planning.placement import Placement, Workload, by_beta, room
 from llmcache.kv.policies import POLICIES
 from llmcache.kv.tasks.recall import RECALL_MODEL
 from llmcache.kv.workload import StreamSpec
+from llmcache.model.shapes import MODELS, ModelShape, read_config
+from llmcache.papers.csd import PROFILES
 from llmcache.units import parse_duration
 
 GQA_8B = ModelShape("an 8B model with 8 KV heads", 32, 4096, 32, 8, 128, 14336, 128256)

@@ -25,16 +25,16 @@ import numpy as np
 from llmcache.arrays import Floats
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.bench.results import MEASURED, Bench, Marks, Observed, Row
-from llmcache.kv.csd import PROFILES, CsdProfile, Report
 from llmcache.kv.pipeline import KvEngine, Timeline, attention
 from llmcache.kv.pipeline.timeline import ATTEND, COMPUTE, DEVICE, STAGES
 from llmcache.kv.planning.hardware import Hardware
 from llmcache.kv.planning.latency import DESIGNS, Variant
-from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.policies import policy_class
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig, Traffic, repeated
 from llmcache.kv.workload import StreamSpec, SyntheticStream
 from llmcache.memory import machine_memory
+from llmcache.model.shapes import ModelShape
+from llmcache.papers.csd import PROFILES, CsdProfile, Report
 from llmcache.units import format_duration, format_size
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)

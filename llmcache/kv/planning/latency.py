@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmcache.kv.planning.hardware import Hardware
-from llmcache.kv.planning.models import ModelShape
 from llmcache.kv.planning.placement import KEYS, Placement, Room, Workload, room, rule_share
+from llmcache.model.shapes import ModelShape
 
 _NS = 1e9
 SCORE_BYTES = 4

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmcache.kv.planning.hardware import RUNTIME_BYTES, Hardware
-from llmcache.kv.planning.models import ModelShape
+from llmcache.model.shapes import ModelShape
 
 KEYS, KEYS_AND_VALUES = "keys", "keys and values"
 ACTIVATION_BYTES = 2

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from llmcache.errors import UsageError
 from llmcache.kv.planning.hardware import MACHINES, MEASURED, RUNTIME_BYTES, Hardware
 from llmcache.kv.planning.latency import SYSTEMS, Latency, latency, place
-from llmcache.kv.planning.models import KV_BYTES, ModelShape, read_config
 from llmcache.kv.planning.placement import (
     MemoryUse,
     Placement,
@@ -26,6 +25,7 @@ from llmcache.kv.planning.placement import (
     rule_share,
 )
 from llmcache.kv.planning.profile import KnownProfile, hardware_of, profile_of
+from llmcache.model.shapes import KV_BYTES, ModelShape, read_config
 from llmcache.units import format_size
 
 BATCHES = (1, 2, 4, 8)

@@ -31,12 +31,12 @@ from platformdirs import user_cache_path
 from llmcache.arrays import Uint64s
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.files import replacing
-from llmcache.kv.csd import EmulatedCsd
 from llmcache.kv.kernels import score
 from llmcache.kv.kernels.threads import processors, run_all
 from llmcache.kv.planning.hardware import ASSUMED, MEASURED, TYPICAL_PC, Hardware
 from llmcache.kv.spill import KvShape
 from llmcache.memory import machine_memory
+from llmcache.papers.csd import EmulatedCsd
 from llmcache.procfs import IN_MEMORY, fstype_at
 from llmcache.storage import timed_reads
 from llmcache.units import format_size

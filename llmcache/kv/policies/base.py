@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.csd.wire import MOST_TOKENS
 from llmcache.kv.kernels.scores import COMBINE
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Timeline
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.papers.csd.wire import MOST_TOKENS
 
 PAPER_ALPHA = 0.2
 """hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""

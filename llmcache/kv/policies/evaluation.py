@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.csd.wire import decode, encode
 from llmcache.kv.kernels import RunningTop
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK
 from llmcache.kv.policies.base import KvPolicy
+from llmcache.papers.csd.wire import decode, encode
 
 Candidates = Sequence[Int64s] | None
 HOST_TOKENS = 8192

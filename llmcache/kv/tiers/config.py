@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.spill import KvShape
+from llmcache.papers.csd import PROFILES, CsdProfile
 
 Arrays = list[NDArray[Any]]
 """Keys and values."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError
-from llmcache.kv.csd import ScoreBlock
 from llmcache.kv.tiers.config import PING_PONG_STEPS, Arrays
 from llmcache.kv.tiers.pool import NOT_HERE, Pool
 from llmcache.kv.tiers.ssd import SsdTier
 from llmcache.kv.tiers.table import NOWHERE, Sequences, Tables
+from llmcache.papers.csd import ScoreBlock
 
 Fresh = tuple[int, list[Arrays]]
 """The first new page of a layer, and for each sequence the rows of all new full pages."""

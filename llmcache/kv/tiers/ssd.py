@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes, Floats, Int64s
-from llmcache.kv.csd import EmulatedCsd, ScoreBlock
 from llmcache.kv.kernels import score_pages
 from llmcache.kv.spill import SpillFile
 from llmcache.kv.spill.layout import KEYS, aligned, view_slots
 from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
+from llmcache.papers.csd import EmulatedCsd, ScoreBlock
 
 Memory = tuple[Bytes, Bytes]
 """Memory for keys and for values."""

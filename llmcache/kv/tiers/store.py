@@ -34,8 +34,6 @@ from numpy.typing import NDArray
 from llmcache import files
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import LlmcacheError, UsageError
-from llmcache.kv.csd import Report, ScoreBlock
-from llmcache.kv.csd.wire import BLOCK_TOKENS
 from llmcache.kv.spill.layout import check_rows
 from llmcache.kv.tiers.config import Arrays, Gathered, Selection, StoreConfig, repeated
 from llmcache.kv.tiers.pool import (
@@ -55,6 +53,8 @@ from llmcache.kv.tiers.pool import (
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import Buffers, CsdTier, FileTier, Memory, SsdTier, open_tier
 from llmcache.kv.tiers.table import Sequences, Snapshot, Tables, look
+from llmcache.papers.csd import Report, ScoreBlock
+from llmcache.papers.csd.wire import BLOCK_TOKENS
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
 RECENT_SHARE = 8

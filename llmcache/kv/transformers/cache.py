@@ -19,13 +19,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
-from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.tiers import KvStore, Traffic
 from llmcache.kv.transformers import sidecar, version_of
 from llmcache.kv.transformers.conversation import Conversation, SpillSettings, broken_off, policy_settings
 from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.tensors import dtype_name
+from llmcache.papers.csd import PROFILES, CsdProfile
 
 TAG = "_llmcache_layer"
 """Attribute of keys that a cache passes to attention: the SpillLayer that they belong to."""

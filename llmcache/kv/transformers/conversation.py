@@ -29,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError, UsageError
-from llmcache.kv.csd import PROFILES, CsdProfile
 from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
 from llmcache.kv.policies import policy_class
 from llmcache.kv.policies.base import KvPolicy, PolicySettings
@@ -41,6 +40,7 @@ from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, DenseLayers, crossing
 from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 from llmcache.memory import tightest
+from llmcache.papers.csd import PROFILES, CsdProfile
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1

@@ -20,7 +20,7 @@ from pathlib import Path
 # Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from llmcache.fs.layout.tensors import compute_key, is_embedding
+from llmcache.model.tensors import compute_key, is_embedding
 from tools.bench.clients import StepFields, steps
 
 PAGE = 4096

@@ -1,0 +1,40 @@
+"""Layout of model files (GGUF and safetensors, whole or in shards), read from their headers.
+
+    layout = read_layout(read, size_bytes, "model.gguf")     # None: not a model file; DataError: damaged header
+    for region in layout.regions():                          # in the order a decoder computes
+        ...
+
+Only the header is read. The package imports only the standard library, which keeps the daemon small.
+"""
+
+from __future__ import annotations
+
+from llmcache.errors import DataError
+from llmcache.model.gguf import MAGIC, ReadAt, read_gguf
+from llmcache.model.safetensors import SUFFIX, begins_safetensors, read_safetensors
+from llmcache.model.tensors import ModelLayout
+
+
+def is_gguf(read: ReadAt, size: int) -> bool:
+    """Return True if a file of `size` bytes begins with the GGUF magic."""
+    return size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC
+
+
+def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
+    """Return the layout of the file `name`, or None if it is not a model file.
+
+    `read(offset, size)` returns bytes of the file; its errors pass through. A model file with a damaged header raises
+    DataError. Both formats are recognized by their content, whatever the name. A file that begins like a safetensors
+    file but cannot be parsed as one raises DataError only if its name ends in `.safetensors`; otherwise it is not a model.
+    """
+    if is_gguf(read, size):
+        return read_gguf(read, size)
+    if name.endswith(SUFFIX):
+        return read_safetensors(read, size, name)
+    if not begins_safetensors(read, size):
+        return None
+    try:
+        layout = read_safetensors(read, size, name)
+    except DataError:
+        return None
+    return layout if layout.tensors else None

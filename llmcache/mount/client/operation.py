@@ -1,0 +1,407 @@
+"""`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: requests to mounts, and the display of the results.
+
+Progress is written to stderr, results to stdout. `umount` uses the daemon if there is one, else it unmounts directly. With
+force, it unmounts in any state of the mount.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from llmcache.errors import MountProblem, UsageError, printable, say
+from llmcache.mount.client import control, mountpoint
+from llmcache.mount.client.control import reply_errors
+from llmcache.mount.client.mountpoint import ask
+from llmcache.mount.copies import Copied
+from llmcache.mount.readahead import restore_left
+from llmcache.procfs import Mount
+from llmcache.units import format_duration, format_percent, format_size
+
+MOUNTS_SCHEMA = "llmcache.mounts/1"
+UMOUNT_SCHEMA = "llmcache.umount/1"
+_MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
+_WIDTH = 79
+# Columns of the list of mounts, and their checks: an invalid reply of one mount must not hide the others.
+_OF_MOUNT: dict[str, Callable[[object], object]] = {"mode": control.text, "uptime_s": control.real}
+_OF_MOUNT |= dict.fromkeys(("budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"), control.whole)
+_NS = 1e9
+_STOP_TIMEOUT_S = 60.0
+_KILL_AFTER_S = 10.0
+_END_S = 60.0  # without force: the daemon completes its access log
+
+
+def fetch(mount: str) -> dict[str, Any]:
+    """Return the stats of the mount on a path. MountProblem: no mount, or no living daemon."""
+    return ask(mount, {"op": "stats"})
+
+
+def show_openmetrics(mount: str) -> None:
+    """Print the counters once as OpenMetrics text, with file names, because the reader is the mount's own user."""
+    from llmcache.mount.daemon.openmetrics import exposition
+
+    stats = fetch(mount)
+    with reply_errors(mount):
+        text = exposition(stats, mountpoint.resolve(mount), paths=True)
+    sys.stdout.write(text)
+
+
+def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
+    """Print the counters once, or every `pause_s` seconds, `count` times or until Ctrl-C (which ends normally).
+
+    UsageError: `pause_s` is not positive. MountProblem: no mount, or an invalid reply.
+    """
+    if pause_s is not None and pause_s <= 0:
+        raise UsageError("INTERVAL: must be more than 0", "for example 250ms, 1s or 1m")
+    before: dict[str, Any] | None = None
+    shown = 0
+    try:
+        while True:
+            now = fetch(mount)
+            with reply_errors(mount):
+                if as_json:
+                    print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
+                elif pause_s is None:
+                    _print_table(mount, now)
+                else:
+                    _print_line(now, before, header=shown % 20 == 0)
+            before = now
+            shown += 1
+            if pause_s is None or shown == count:
+                return
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return
+
+
+def show_mounts(as_json: bool) -> None:
+    """Print a row for each mount of this user (root: of all users), even if its daemon does not reply."""
+    rows = [_mount_row(mount) for mount in mountpoint.of_user()]
+    if as_json:
+        print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
+        return
+    if not rows:
+        print("no llmcachefs is mounted")
+        return
+    print(_MOUNTS_LINE.format("mode", "budget", "pinned", "resident", "to readers", "hits", "mount"))
+    for row in rows:
+        sizes = [row[f"{key}_bytes"] for key in ("budget", "pinned", "resident", "read")]
+        texts = ["-" if size is None else format_size(size) for size in sizes]
+        mode = "no answer" if row["problem"] else row["mode"]
+        print(printable(_MOUNTS_LINE.format(mode, *texts, format_percent(row["hit_ratio"]), row["mount"])))
+    for problem in filter(None, (row["problem"] for row in rows)):
+        say(problem)
+
+
+def _mount_row(mount: Mount) -> dict[str, Any]:
+    info = control.files(mount.point, mount.owner).describe()
+    row = {"mount": mount.point, "source": info.get("source"), "pid": info.get("pid"), "uid": mount.owner}
+    try:
+        stats = fetch(mount.point)
+        with reply_errors(mount.point):
+            values = {key: check(stats[key]) for key, check in _OF_MOUNT.items()}
+            return {**row, "problem": None, **values, "hit_ratio": hit_ratio(stats)}
+    except MountProblem as problem:
+        return {**row, "problem": problem.message, **dict.fromkeys(_OF_MOUNT), "hit_ratio": None}
+
+
+def hit_ratio(stats: dict[str, Any]) -> float | None:
+    """Return the byte hit ratio (0..1): the share of the bytes read by clients that came from memory; None if unknown.
+
+    In modes steer and inplace, hits send no request; the resident part of a loop counts once for each observed pass. If no
+    hit was observed, the ratio is unknown, not zero.
+    """
+    is_unseen = stats["mode"] != "arena" and not stats["hit_bytes"]
+    return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] and not is_unseen else None
+
+
+def _in_time(stats: dict[str, Any]) -> str:
+    """Return the share of prefetched bytes that clients read in time, as text."""
+    useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
+    return format_percent(useful / (useful + late + wasted) if useful + late + wasted else None)
+
+
+def _table(**columns: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, settings in columns.items():
+        table.add_column(name.replace("_", " "), no_wrap=True, **settings)
+    return table
+
+
+_SERVICES = {
+    "failures": "service failures",
+    "ended": "ended services",
+    "lost_touches": "lost touches",
+    "refused_advice": "refused advice",
+}
+_NAME: dict[str, Any] = {"overflow": "ellipsis"}
+_NUMBER: dict[str, Any] = {"justify": "right"}
+
+
+def _print_table(mount: str, stats: dict[str, Any]) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
+    budget = f"budget {format_size(stats['budget_bytes'])}"
+    if stats["limit_bytes"] < stats["budget_bytes"]:
+        budget += f", limited to {format_size(stats['limit_bytes'])} by memory pressure"
+    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, {budget}"))
+    if stats["metrics"]:
+        console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    for column in ("", "right", "", "right"):
+        facts.add_column(justify="right" if column else "left")
+    size = {key: format_size(amount) for key, amount in stats.items() if key.endswith("_bytes")}
+    facts.add_row("pinned", size["pinned_bytes"], "   read by clients", size["read_bytes"])
+    facts.add_row("window", size["window_bytes"], "   read from storage", size["backing_read_bytes"])
+    facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
+    facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", format_percent(hit_ratio(stats)))
+    facts.add_row("CPU", f"{stats['cpu_s']:.1f} s", "   prefetch in time", _in_time(stats))
+    for text, amount in _special(stats):
+        facts.add_row("", "", f"   {text}", printable(amount))
+    if stats.get("beyond_bytes"):
+        facts.add_row("beyond budget", size["beyond_bytes"], "", "")
+    console.print(facts)
+    if stats["files"]:
+        console.print(_file_table(stats["files"]))
+    for file in stats["files"]:
+        for loop in file["loops"]:
+            for sentence in filter(None, (judgement(loop), copied(loop))):
+                console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
+        if lacking := file.get("lacks_extents"):
+            note = f"not steered: no room for its {lacking:,} extents next to those of files in use"
+            console.print(Text(f"{printable(shown_name(file))}: {note}"))
+        if experts := file.get("experts"):
+            console.print(Text(f"{printable(shown_name(file))}: {_experts(experts)}"))
+
+
+def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (text, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
+    for name, text in _SERVICES.items():
+        if found := stats.get("services", {}).get(name):
+            yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+    if log := stats.get("access_log"):
+        yield "logged references", f"{log['rows']}, {log['lost_rows']} lost"
+
+
+def shown_name(file: dict[str, Any]) -> str:
+    """Return the name of a file in a reply; its path if the daemon has version 1.0, which does not send names."""
+    return control.text(file.get("name", file["path"])).lstrip("/")
+
+
+def judgement(loop: dict[str, Any]) -> str:
+    """Return why a loop is not fully steered, with the figures of that decision; empty if it is.
+
+    `loop` is from the stats document; daemons of version 1.0 do not send all keys.
+    """
+    steered, lru = loop.get("steered_pass_bytes"), loop.get("lru_pass_bytes")
+    if loop.get("left") and steered is not None and lru is not None:
+        return f"left to the kernel: steering reads {format_size(steered)} a pass, the page cache {format_size(lru)}"
+    if loop.get("left"):
+        return "left to the kernel"
+    return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
+
+
+def copied(loop: dict[str, Any]) -> str:
+    """Return the sentence about weights that a client has copied, with the flag to change; empty if none."""
+    facts = loop.get("copied")
+    if not isinstance(facts, dict):
+        return ""
+    return str(Copied(*(facts[key] for key in ("pid", "process", "cause", "copied_bytes"))))
+
+
+def _experts(experts: dict[str, Any]) -> str:
+    """Return the sentence about cached experts."""
+    if experts.get("alone"):
+        return "experts are left to the kernel"
+    kept = f"{experts['kept']} of {experts['count']} experts cached, "
+    return f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
+
+
+def _file_table(files: list[dict[str, Any]]) -> Table:
+    table = _table(
+        file=_NAME | {"max_width": 30}, size=_NUMBER, **{"class": {}}, loop=_NUMBER, period=_NUMBER, pinned=_NUMBER
+    )
+    for file in files:
+        name = (Text(printable(shown_name(file))), format_size(file["size_bytes"]), printable(file["class"]))
+        for loop in file["loops"]:
+            period = f"{loop['period_s']:.2f} s" if loop["period_s"] else "-"
+            table.add_row(*name, format_size(loop["bytes"]), period, format_size(loop["pinned_bytes"]))
+            name = (Text(), "", "")
+        if not file["loops"]:
+            table.add_row(*name, "-", "-", "-")
+    return table
+
+
+def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: bool) -> None:
+    """Print one sample: levels as they are, counters as rates since the last sample."""
+    columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
+    if header:
+        print("".join(f"{name:>11}" for name in columns), flush=True)
+
+    def rate(key: str) -> str:
+        passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # the daemon's clock: it may reply late
+        if before is None or passed_s <= 0:  # <= 0: another mount on the same path
+            return "-"
+        return format_size((now[key] - before[key]) / passed_s)
+
+    cells = [format_size(now[f"{key}_bytes"]) for key in ("pinned", "window", "daemon")]
+    cells += [rate("read_bytes"), rate("backing_read_bytes"), rate("backing_write_bytes"), _in_time(now)]
+    print("".join(f"{cell:>11}" for cell in cells), flush=True)
+
+
+def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
+    """Set the budget of a mount; return when its cache has shrunk to it."""
+    with _progress("shrinking") as show:
+        reply = ask(mount, {"op": "resize", "cache_bytes": size_bytes, "wait": True}, show)
+    if as_json:
+        print(json.dumps(reply))
+        return
+    with reply_errors(mount):
+        before, now, used = (format_size(reply[key]) for key in ("before_bytes", "budget_bytes", "resident_bytes"))
+    print(f"{printable(mount)}: budget {before} -> {now}, {used} resident")
+
+
+def warmup(mount: str, globs: tuple[str, ...], *, check: bool, as_json: bool) -> None:
+    """Prefetch files, or (`check`) report how much of them is cached.
+
+    MountProblem, after the output: the daemon cannot read a file, or not all bytes that fit are cached.
+    """
+    with _progress("checking" if check else "warming") as show:
+        reply = ask(mount, {"op": "warmup", "globs": list(globs), "check": check}, show)
+    with reply_errors(mount):
+        if as_json:
+            print(json.dumps(reply))
+        else:
+            _print_warm(mount, reply, check)
+        if reply["unreadable"]:
+            names = ", ".join(map(printable, reply["unreadable"]))
+            raise MountProblem(f"the daemon cannot read {names}", "check the permissions in SOURCE, and the storage")
+        missing = reply["wanted_bytes"] - reply["warm_bytes"]
+    if missing > 0:
+        why = "memory pressure, resize or evict may have evicted it, or locking has failed: see the log of the mount"
+        hint = f"llmcache warmup {mount}" if check else why
+        raise MountProblem(f"{format_size(missing)} of {format_size(reply['wanted_bytes'])} is not cached", hint)
+
+
+def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
+    console = Console(width=_WIDTH, file=sys.stdout, highlight=False)
+    table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_cache=_NUMBER, cached=_NUMBER)
+    for row in reply["files"]:
+        sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
+        table.add_row(Text(printable(shown_name(row)) + (" (pinned)" if row["pinned"] else "")), *sizes)
+    console.print(table)
+    kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
+    spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"
+    console.print(Text(f"{printable(mount)}: {kept} of {wanted} cached{spent}"), soft_wrap=True)
+
+
+def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
+    """Evict cached files from a mount, except those of --pin."""
+    with _progress("evicting") as show:
+        reply = ask(mount, {"op": "evict", "globs": list(globs)}, show)
+    if as_json:
+        print(json.dumps(reply))
+        return
+    with reply_errors(mount):
+        count = sum(len(group["paths"]) for group in reply["groups"])
+        files = f"{count} {'file' if count == 1 else 'files'}"
+        print(f"{printable(mount)}: {format_size(reply['evicted_bytes'])} of {files} evicted")
+        for name in reply.get("pinned_names", reply["pinned"]):  # a daemon of version 1.0 does not send names
+            say(f"{name} is pinned by --pin and stays cached")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Context manager: a progress bar (in bytes) on stderr if it is a terminal; `what` is its label."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda sizes: progress.update(task, completed=sizes.get("done_bytes", 0), total=sizes.get("total_bytes"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Result of an unmount. `pid`: the daemon, None if there was none; `killed`: it was ended with SIGKILL."""
+
+    mount: str
+    mounted: bool
+    pid: int | None
+    killed: bool
+
+    def document(self) -> dict[str, Any]:
+        """Return the document of `llmcache umount --json`."""
+        return {"schema": UMOUNT_SCHEMA, **asdict(self)}
+
+
+def end_mount(path: str, *, force: bool) -> Ended:
+    """Unmount and wait for the end of the daemon. MountProblem: there is no mount, or it is busy or dead.
+
+    `force` also restores read_ahead_kb if a killed daemon has left it changed.
+    """
+    try:
+        return _end_mount(path, force=force)
+    finally:
+        if force:
+            restore_left()
+
+
+def _end_mount(path: str, *, force: bool) -> Ended:
+    point = mountpoint.resolve(path)
+    mount = mountpoint.find(point)
+    if mount is None:
+        if force and (ended := leftover(point)):
+            return ended
+        raise mountpoint.not_mounted(path, "llmcache stats lists your mounts")
+    found = control.files(point, mount.owner)
+    with control.daemon(point, mount.owner) as process:
+        try:
+            # The socket of a daemon that hangs still accepts connections: with force, the timeout is short.
+            timeout_s = _KILL_AFTER_S if force else _STOP_TIMEOUT_S
+            control.request(point, {"op": "stop", "force": force}, uid=mount.owner, timeout_s=timeout_s)
+        except MountProblem as problem:
+            if not force and not isinstance(problem, control.NoDaemon):
+                raise
+            if not force and mountpoint.answers(point) == errno.ENOTCONN:
+                raise mountpoint.stale(point) from None
+            mountpoint.detach(point, lazy=force)
+        killed = False
+        if not control.wait_until_gone(found, _KILL_AFTER_S if force else _END_S, process):
+            if not force or process is None:
+                pid_text = f" (pid {process.pid})" if process else ""
+                hint = f"see its log: {found.log}"
+                raise MountProblem(f"{point} is unmounted, but its daemon{pid_text} has not ended", hint)
+            killed = process.signal(signal.SIGKILL)
+            control.wait_until_gone(found, _KILL_AFTER_S, process)
+        now = mountpoint.find(point)
+        if force and now is not None and now.id == mount.id:
+            mountpoint.detach(point, lazy=True)
+        control.remove_left(found)
+        return Ended(point, True, process.pid if process else None, killed)
+
+
+def leftover(point: str) -> Ended | None:
+    """Clean up after a mount that no longer exists: end its daemon and remove its files; None if there was neither."""
+    found = control.files(point)
+    with control.daemon(point) as process:
+        killed = False
+        if process is not None:
+            process.signal(signal.SIGTERM)
+            if not control.wait_until_gone(found, _KILL_AFTER_S):
+                killed = process.signal(signal.SIGKILL)
+                control.wait_until_gone(found, _KILL_AFTER_S, process)
+        known = bool(found.describe())
+        control.remove_left(found)
+        pid = process.pid if process else None
+        return Ended(point, False, pid, killed) if known or pid is not None else None

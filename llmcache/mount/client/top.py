@@ -1,0 +1,738 @@
+"""`llmcache top`: sample a mount repeatedly, and show the samples on a terminal, as text or as JSON.
+
+A *sample* has the counters and their changes since an earlier sample, in base units. Replies are checked, because root also
+watches mounts of other users, whose daemons are not trusted. Functions that convert parts of a reply raise KeyError,
+TypeError, ValueError, OverflowError or AttributeError if a daemon of this version would not send it.
+
+Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available.
+
+On a terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end
+(`q`, Ctrl-C, a signal that ends the process regularly, an error).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, repeat
+from typing import Any, TextIO, TypeVar
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Span, Text
+
+from llmcache.errors import MountProblem, UsageError, printable
+from llmcache.mount.client import control
+from llmcache.mount.client.mountpoint import ask
+from llmcache.mount.client.operation import copied, hit_ratio, judgement, shown_name
+from llmcache.units import format_duration, format_percent, format_rate, format_size
+
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+Parsed = TypeVar("Parsed", "Budget", "LoopState", "HeatLayer", "HeatFile")
+
+SCHEMA = "llmcache.top/1"
+MEMORY_S = 60.0
+HEAT_SHARE = 0.05  # the largest share of time that requests of the heat of large models may take
+WIDTH = 80
+LEAST_PAUSE_S = 0.1
+TICK_S = 0.1  # interval of the checks for a new size of the terminal
+_NAME = 25
+_LEAST_ROWS = 3  # a file with fewer rows is not shown
+_NS = 1e9
+_TITLE = "bold"
+_ZEROS = re.compile(r"\.0+(?= )")
+# Traffic counters: names in samples, and names in the stats document.
+_COUNTERS = {"read": "read", "hit": "hit", "storage_read": "backing_read", "storage_written": "backing_write"}
+_COUNTERS |= {"fetched": "stored", "refault": "refault"}
+# Fields that are summed for the layers of one row.
+_SUMS = ["tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes"]
+_SUMS += ["experts", "experts_kept"]
+STRIPS = {"pinned", "window", "pages", "cold"}
+PINNED, PARTLY, LITTLE, WINDOW, PAGES, STREAMED, COLD, FREE = "█", "▓", "▒", "▸", "▪", "░", "·", "·"
+STYLES = {PINNED: "green", PARTLY: "green", LITTLE: "green", WINDOW: "yellow", PAGES: "cyan", STREAMED: "", COLD: "dim"}
+_NINTHS = 9
+_PINNED_FROM, _PARTLY_FROM = 7, 4
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Use of the memory. `limit_bytes`: the budget, or less under memory pressure, without the daemon's own memory.
+
+    `window_bytes`: streamed extents, and data not dropped yet; `other_bytes`: single pages (headers, embedding rows, small
+    and written files); `free_bytes`: the unused part of the limit.
+    """
+
+    mode: str
+    budget_bytes: int
+    limit_bytes: int
+    pinned_bytes: int
+    window_bytes: int
+    other_bytes: int
+    free_bytes: int
+    daemon_bytes: int
+
+
+@dataclass(frozen=True)
+class MountTraffic:
+    """Bytes transferred in `seconds`, and the waits of readers in that time. Ratios (0..1) are None if unknown.
+
+    `hit_ratio`: the byte hit ratio; outside mode arena, hits on resident data are counted at the end of each pass.
+    `late_ratio`, `wasted_ratio`: the shares of prefetched bytes that a reader had to wait for, and that were dropped unread.
+    Prefetched bytes that are neither read nor dropped yet do not count.
+    """
+
+    seconds: float
+    read_bytes: int
+    hit_bytes: int
+    storage_read_bytes: int
+    storage_written_bytes: int
+    fetched_bytes: int
+    useful_bytes: int
+    late_bytes: int
+    wasted_bytes: int
+    refault_bytes: int
+    read_bytes_per_s: float
+    storage_read_bytes_per_s: float
+    storage_written_bytes_per_s: float
+    fetched_bytes_per_s: float
+    refault_bytes_per_s: float
+    hit_ratio: float | None
+    late_ratio: float | None
+    wasted_ratio: float | None
+    late_waits: dict[str, Any]
+    demand_waits: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """One loop. `readers`: positions of its readers in it (0..1).
+
+    `left`: the loop is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`:
+    bytes that steering, and the page cache, read in a pass; None if unknown. `unused_bytes`: bytes of the loop's files that
+    no client has used for some passes. `copied`: the client that has copied the weights, and the cause; see `fs.copies`.
+    """
+
+    path: str
+    name: str
+    size_bytes: int
+    period_s: float | None
+    pinned_bytes: int
+    window_bytes: int
+    passes: int
+    guessed: bool
+    readers: tuple[float, ...]
+    left: bool = False
+    unused_bytes: int = 0
+    steered_pass_bytes: int | None = None
+    lru_pass_bytes: int | None = None
+    copied: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class HeatLayer:
+    """One layer, or several merged ones: bytes by state, seconds since the last request (`age_s`), and strips.
+
+    `streamed_bytes` are on storage and were read recently; `cold_bytes` were not. The strips (`cells`: pinned, window,
+    pages, cold) have a digit for each segment of the layer: the ninths of it in that state. `experts`: 0 without experts.
+    """
+
+    name: str
+    tensors: int
+    size_bytes: int
+    pinned_bytes: int
+    window_bytes: int
+    pages_bytes: int
+    streamed_bytes: int
+    cold_bytes: int
+    age_s: float | None
+    cells: dict[str, str]
+    experts: int = 0
+    experts_kept: int = 0
+
+
+@dataclass(frozen=True)
+class HeatFile:
+    """The layers of one file, in the order of computation; a file of unknown format has one layer."""
+
+    path: str
+    name: str
+    size_bytes: int
+    layers: tuple[HeatLayer, ...]
+    left_out_layers: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample. `interval`: the traffic since an earlier sample; None in the first one.
+
+    The interval is at least as long as the longest period of an active loop, if possible, so that it covers whole passes.
+    """
+
+    mount: str
+    unix_s: float
+    uptime_s: float
+    budget: Budget
+    total: MountTraffic
+    interval: MountTraffic | None
+    loops: tuple[LoopState, ...]
+    heat: tuple[HeatFile, ...]
+    left_out_files: int
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def _parse(kind: type[Parsed], facts: dict[str, Any], **made: Any) -> Parsed:
+    """Return a `kind` with the fields in `made`, and all other fields from a reply, each checked against its type."""
+    checks: dict[str, Callable[[Any], Any]] = {
+        "int": control.whole,
+        "float": control.real,
+        "float | None": _real_or_none,
+        "str": control.text,
+        "bool": bool,
+    }
+    found = {field.name: checks[str(field.type)](facts[field.name]) for field in fields(kind) if field.name not in made}
+    return kind(**found, **made)
+
+
+def budget_of(stats: dict[str, Any]) -> Budget:
+    """Return the use of the memory, from the stats of a mount."""
+    window, limit = control.whole(stats["window_bytes"]), control.whole(stats["limit_bytes"])
+    other, free = min(control.whole(stats["pages_bytes"]), window), max(0, limit - control.whole(stats["resident_bytes"]))
+    return _parse(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
+
+
+def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTraffic:
+    """Return the traffic between two stats documents; without `before`, since the start of the mount."""
+
+    def moved(key: str, within: str | None = None) -> int:
+        new, old = (now, before) if within is None else (now[within], before and before[within])
+        return control.whole(new[key]) - (control.whole(old[key]) if old else 0)
+
+    seconds = control.real(now["uptime_s"]) - (control.real(before["uptime_s"]) if before else 0.0)
+    found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
+    found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
+    for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
+        found[f"{name}_bytes_per_s"] = found[f"{name}_bytes"] / seconds if seconds > 0 else 0.0
+    prefetched = sum(found[f"{name}_bytes"] for name in ("useful", "late", "wasted"))
+    for name in ("late", "wasted"):
+        found[f"{name}_ratio"] = found[f"{name}_bytes"] / prefetched if prefetched else None
+    found["hit_ratio"] = hit_ratio({**found, "mode": now["mode"]})
+    for name in ("late", "demand"):
+        earlier = _waits(before["waits"][name]) if before else None
+        found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
+    return MountTraffic(seconds=seconds, **found)
+
+
+def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
+    """Return all loops: active ones first, then by size, largest first."""
+    found = [
+        _parse(
+            LoopState,
+            loop,
+            path=control.text(file["path"]),
+            name=shown_name(file),
+            size_bytes=control.whole(loop["bytes"]),
+            readers=tuple(map(control.real, loop["readers"])),
+            left=bool(loop.get("left")),  # daemons of version 1.0 do not send this key and the next ones
+            unused_bytes=control.whole(loop.get("unused_bytes", 0)),
+            steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
+            lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
+            copied=loop.get("copied"),
+        )
+        for file in stats["files"]
+        for loop in file["loops"]
+    ]
+    return tuple(sorted(found, key=lambda loop: (not loop.readers, -loop.size_bytes, loop.path)))
+
+
+def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
+    """Return the files of a reply to {"op": "heat"}, the most recently read first."""
+    files = [file for file in heat["files"] if file["layers"]]
+    found = [_parse(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
+    return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
+
+
+def _age(file: HeatFile) -> float:
+    """Return tens of seconds since the last request of the file: coarse, so that active files keep their order."""
+    return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
+
+
+def _layer_of(facts: dict[str, Any]) -> HeatLayer:
+    cells = {kind: control.text(strip) for kind, strip in facts["cells"].items()}
+    if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
+        raise ValueError("cells")
+    experts = facts["experts"] or {}
+    count, kept = control.whole(experts.get("count", 0)), control.whole(experts.get("kept", 0))
+    return _parse(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
+
+
+def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Return the waits between `before` (None: the start of the mount) and `now`.
+
+    `median_s` and `p99_s` are None without waits, and beyond the last bound.
+    """
+    if before is not None:
+        counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
+        now = {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
+    uppers = {"median_s": quantile_s(now, 0.5), "p99_s": quantile_s(now, 0.99)}
+    return now | {key: None if upper == float("inf") else upper for key, upper in uppers.items()}
+
+
+def quantile_s(waits: dict[str, Any], share: float) -> float | None:
+    """Return the time in seconds that at least `share` (0..1) of the waits did not exceed: the upper bound of a bucket.
+
+    None without waits; infinity beyond the last bound.
+    """
+    passed = list(accumulate(waits["counts"]))
+    if not passed[-1]:
+        return None
+    place = next(place for place, count in enumerate(passed) if count >= max(1, share * passed[-1]))
+    return float([*waits["bounds_s"], float("inf")][place])
+
+
+def _waits(facts: dict[str, Any]) -> dict[str, Any]:
+    bounds, counts = list(map(control.real, facts["bounds_s"])), list(map(control.whole, facts["counts"]))
+    if len(counts) != len(bounds) + 1 or bounds != sorted(bounds):
+        raise ValueError("waits")
+    return {"bounds_s": bounds, "counts": counts, "sum_s": control.real(facts["sum_s"])}
+
+
+def _real_or_none(value: object) -> float | None:
+    return None if value is None else control.real(value)
+
+
+def _whole_or_none(value: object) -> int | None:
+    return None if value is None else control.whole(value)
+
+
+def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
+    """Return a bar of `width` cells that shows (amount, character) `parts` of `total`; the rest is free."""
+    text = Text()
+    done, cells = 0, 0
+    for amount, character in parts:
+        done += amount
+        end = min(width, round(width * done / total)) if total else 0
+        text.append(character * (end - cells), STYLES[character])
+        cells = max(cells, end)
+    return text.append(FREE * (width - cells), STYLES[COLD])
+
+
+def readers_strip(places: Iterable[float], width: int) -> Text:
+    """Return a line with a mark at the position (0..1) of each reader."""
+    cells = ["─"] * width
+    for place in places:
+        cells[max(0, min(width - 1, int(place * width)))] = "●"
+    text = Text("".join(cells), "dim")
+    for at, cell in enumerate(cells):
+        if cell == "●":
+            text.stylize("not dim yellow", at, at + 1)
+    return text
+
+
+def heat_strip(layer: HeatLayer, width: int) -> Text:
+    """Return the strip of a layer, `width` cells wide."""
+    cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
+    characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
+    return Text.assemble(*((character, STYLES[character]) for character in characters))
+
+
+def _character(ninths: dict[str, int]) -> str:
+    """Return the character of a cell: the window if it has any, else pinned, pages, then cold or streamed."""
+    if ninths["window"]:
+        return WINDOW
+    if pinned := ninths["pinned"]:
+        return PINNED if pinned >= _PINNED_FROM else PARTLY if pinned >= _PARTLY_FROM else LITTLE
+    if ninths["pages"]:
+        return PAGES
+    return COLD if ninths["cold"] > _NINTHS // 2 else STREAMED
+
+
+def stretch(digits: str, width: int) -> list[int]:
+    """Resample the digits of a strip to `width`; each is the largest of those that it covers."""
+    bounds = [(cell * len(digits) // width, -(-(cell + 1) * len(digits) // width)) for cell in range(width)]
+    return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
+
+
+def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
+    """Merge adjacent layers into one, named after the first and the last."""
+    if len(layers) == 1:
+        return layers[0]
+    ages = [layer.age_s for layer in layers if layer.age_s is not None]
+    return HeatLayer(
+        name=f"{layers[0].name}–{layers[-1].name}",
+        age_s=min(ages, default=None),
+        cells={kind: _joined(layers, kind) for kind in layers[0].cells},
+        **{name: sum(getattr(layer, name) for layer in layers) for name in _SUMS},
+    )
+
+
+def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
+    """Concatenate the strips in proportion to the layer sizes, and resample them to one strip; each cell is a mean."""
+    import numpy as np  # imported here, because it is needed only on small terminals
+
+    count = len(layers[0].cells[kind])
+    widths = np.repeat([max(layer.size_bytes, 1) / count for layer in layers], count)
+    digits = np.array([int(digit) for layer in layers for digit in layer.cells[kind]])
+    ends, sums = np.cumsum([0.0, *widths]), np.cumsum([0.0, *digits * widths])
+    means = np.diff(np.interp(np.linspace(0, ends[-1], count + 1), ends, sums)) * count / ends[-1]
+    return "".join(str(min(_NINTHS, int(np.ceil(mean - 1e-6)))) for mean in means)
+
+
+def fold(layers: Sequence[HeatLayer], rows: int) -> list[HeatLayer]:
+    """Merge adjacent layers into at most `rows` rows of similar size."""
+    if len(layers) <= rows:
+        return list(layers)
+    total = sum(layer.size_bytes for layer in layers) or 1
+    found: list[list[HeatLayer]] = [[] for _ in range(rows)]
+    done = 0
+    for layer in layers:
+        middle = done + layer.size_bytes / 2
+        found[min(rows - 1, int(rows * middle / total))].append(layer)
+        done += layer.size_bytes
+    return [merge(part) for part in found if part]
+
+
+class Watcher:
+    """Takes samples of the mount on a path."""
+
+    def __init__(self, mount: str, asks: Ask = ask, clock: Callable[[], float] = time.monotonic) -> None:
+        self.mount = mount
+        self._ask = asks
+        self._clock = clock
+        self._past: deque[dict[str, Any]] = deque()  # without files, of which there may be thousands
+        self._heat: dict[str, Any] = {}
+        self._heat_due_s = float("-inf")
+
+    def sample(self) -> Sample:
+        """Take a sample. MountProblem: the mount does not exist or has ended, or the reply is invalid."""
+        try:
+            stats = self._ask(self.mount, {"op": "stats"})
+            with control.reply_errors(self.mount):
+                before = self._past[-1] if self._past else stats
+                if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
+                    self._past.clear()  # the path has a new mount
+                    self._heat_due_s = float("-inf")
+                return self._sample(stats)
+        except MountProblem as error:
+            if not self._past:
+                raise
+            raise MountProblem(f"{self.mount} can no longer be watched: {error.message}", error.hint) from error
+
+    def _sample(self, stats: dict[str, Any]) -> Sample:
+        heat = self._heat_reply()
+        base = self._base(stats)
+        found = Sample(
+            mount=self.mount,
+            unix_s=time.time(),
+            uptime_s=float(stats["uptime_s"]),
+            budget=budget_of(stats),
+            total=flow_between(None, stats),
+            interval=None if base is None else flow_between(base, stats),
+            loops=loops_of(stats),
+            heat=heat_of(heat),
+            left_out_files=int(heat["left_out_files"]),
+        )
+        self._past.append({name: value for name, value in stats.items() if name != "files"})
+        while self._past[0]["uptime_s"] < stats["uptime_s"] - MEMORY_S:
+            self._past.popleft()
+        return found
+
+    def _heat_reply(self) -> dict[str, Any]:
+        """Return the heat; request it at most for HEAT_SHARE of the time."""
+        began = self._clock()
+        if began >= self._heat_due_s:
+            self._heat = self._ask(self.mount, {"op": "heat"})
+            taken = self._clock() - began
+            self._heat_due_s = began + taken / HEAT_SHARE
+        return self._heat
+
+    def _base(self, now: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the latest earlier stats that are at least a period of every active loop old; else the oldest."""
+        periods = [float(loop["period_s"] or 0) for file in now["files"] for loop in file["loops"] if loop["readers"]]
+        longest = max(periods, default=0.0)
+        back_s: float = now["uptime_s"] - longest
+        whole = [past for past in self._past if past["uptime_s"] <= back_s]
+        if whole:
+            return whole[-1]
+        return self._past[0] if self._past else None
+
+
+def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
+    """Return the view: `width` columns (at least 80), at most `rows` lines, with `hint` in the first line."""
+    width = max(WIDTH, width)
+    found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample), *_wait_rows(sample)]
+    found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
+    left = None if rows is None else rows - len(found) - 1
+    if sample.heat and (left is None or left >= 2):
+        found += [Text(), *_heat(sample, width, left)]
+    return found if rows is None else found[:rows]
+
+
+def _head(sample: Sample, width: int, hint: str) -> Text:
+    uptime = f"{round(sample.uptime_s)} s" if sample.uptime_s < 59.5 else format_duration(sample.uptime_s * _NS)
+    about = f" {printable(sample.budget.mode)}, up {uptime}"
+    room = width - len(about) - len(hint) - 1
+    left = Text(_fit(sample.mount, min(room, cell_len(printable(sample.mount)))), _TITLE).append(about, "not bold")
+    return left.append(" " * max(1, width - left.cell_len - len(hint))).append(hint, "dim")
+
+
+def _memory(sample: Sample, width: int) -> list[Text]:
+    """Return the budget as a bar and in figures, and a line about memory pressure, if any."""
+    budget = sample.budget
+    total = format_size(budget.budget_bytes)
+    parts = ((budget.pinned_bytes, PINNED), (budget.window_bytes, WINDOW), (budget.other_bytes, PAGES))
+    used = sum(amount for amount, _ in parts)
+    bar = strip_bar(parts, max(budget.budget_bytes, used), width - len(total) - 8)
+    names = zip((*parts, (budget.free_bytes, FREE)), ("pinned", "window", "pages", "free"), strict=True)
+    amounts = [
+        Text(f"{character} {name} {format_size(amount)}", spans=[Span(0, 1, STYLES[character])])
+        for (amount, character), name in names
+    ]
+    figures = Text("       ").append_text(Text("   ").join(amounts))
+    found = [Text("budget ").append_text(bar).append(f" {total}"), figures]
+    if budget.limit_bytes < budget.budget_bytes:
+        limit = f"memory pressure: {format_size(budget.limit_bytes)} of {total} may be used"
+        found.append(Text(f"       {limit}", "bold red"))
+    return found
+
+
+def _flows(sample: Sample) -> list[Text]:
+    total, last = sample.total, sample.interval
+    heads = f"{'since mount':>12}{_span(last):>13}"
+
+    def bytes_row(name: str, amount: str) -> str:
+        rate = "-" if last is None else format_rate(getattr(last, f"{amount}_per_s"))
+        return f"{name:13}{format_size(getattr(total, amount)):>12}{rate:>13}"
+
+    def ratio_row(name: str, ratio: str) -> str:
+        shares = [format_percent(None if flow is None else getattr(flow, ratio)) for flow in (total, last)]
+        return f"{name:15}{shares[0]:>11}{shares[1]:>13}"
+
+    amounts = (("to readers", "read_bytes"), ("from storage", "storage_read_bytes"), ("fetched", "fetched_bytes"))
+    ratios = (("byte hit ratio", "hit_ratio"), ("prefetch late", "late_ratio"), ("prefetch wasted", "wasted_ratio"))
+    rows = zip((bytes_row(*each) for each in amounts), (ratio_row(*each) for each in ratios), strict=True)
+    found = [Text(f"{'':13}{heads}   {'':14}{heads}", _TITLE), *(Text("   ".join(row)) for row in rows)]
+    written = (("written", "storage_written_bytes"), ("refaults", "refault_bytes"))
+    return found + [Text(bytes_row(name, amount)) for name, amount in written if getattr(total, amount)]
+
+
+def _wait_rows(sample: Sample) -> list[Text]:
+    """Return how long readers waited for storage: for prefetches in progress, and for data that was not prefetched."""
+    widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
+    found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
+    for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
+        counted = getattr(sample.total, key)
+        within = [_within(quantile_s(counted, share)) for share in (0.5, 0.99)]
+        count = sum(counted["counts"])
+        spent = format_duration(counted["sum_s"] * _NS) if count else "-"
+        found.append(Text(_row(widths, name, str(count), *within, spent, _share_of_time(sample.interval, key))))
+    return found
+
+
+def _row(widths: Sequence[int], name: str, *cells: str) -> str:
+    """Return a row: a name, then right-aligned cells."""
+    return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+
+
+def _share_of_time(flow: MountTraffic | None, key: str) -> str:
+    """Return the total time of waits as a share of the interval; with several readers it can exceed 100 %."""
+    return format_percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
+
+
+def _within(upper_s: float | None) -> str:
+    if upper_s is None:
+        return "-"
+    return "> 3 s" if upper_s == float("inf") else _ZEROS.sub("", format_duration(upper_s * _NS))
+
+
+def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Text]:
+    if not loops:
+        return [Text("no loop yet: no model is open, and no file was read twice")]
+    columns = (_NAME, 9, 9, 8, 8)
+    room = width - sum(columns) - 3
+    found = [Text(f"{_row(columns, 'loop', 'size', 'period', 'pinned', 'passes')}   {'readers':{room}}", _TITLE)]
+    blocks = [_loop(loop, columns, room) for loop in loops]
+    ends = list(accumulate(map(len, blocks)))
+    shown = len(blocks) if rows is None or ends[-1] < rows else max(1, sum(end <= rows - 2 for end in ends))
+    found += [line for block in blocks[:shown] for line in block]
+    if shown < len(blocks):
+        found.append(Text(f"and {len(blocks) - shown} more", "dim"))
+    return found
+
+
+def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
+    """Return the row of a loop, and lines below it if it is not fully steered, or its weights were copied."""
+    period = "-" if loop.period_s is None else _coarse(loop.period_s)
+    share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
+    passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
+    row = _row(columns, loop.name, format_size(loop.size_bytes), period, share, passes)
+    found = [Text(f"{row}   ").append_text(readers_strip(loop.readers, room))]
+    facts = asdict(loop)
+    found += [Text(f"  {printable(sentence)}", "dim") for sentence in (judgement(facts), copied(facts)) if sentence]
+    return found
+
+
+def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
+    """Return the files in `rows` lines, shared equally by as many files as have at least _LEAST_ROWS each."""
+    count = len(sample.heat) if rows is None else max(1, min(len(sample.heat), rows // _LEAST_ROWS))
+    more = len(sample.heat) - count + sample.left_out_files
+    left = rows - 1 if rows is not None and more and rows > _LEAST_ROWS else rows
+    found: list[Text] = []
+    for number, file in enumerate(sample.heat[:count]):
+        found += _layers(file, width, None if left is None else (left - len(found)) // (count - number))
+    if more:
+        found.append(Text(f"and {more} more {'file' if more == 1 else 'files'}", "dim"))
+    return found
+
+
+def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
+    columns = (_NAME, 9, 8, 12)
+    room = width - sum(columns) - 3
+    legend = Text(f"   {STREAMED} streamed", "not bold").append(f"  {COLD} cold", "dim")
+    found = [Text(_row(columns, file.name, "size", "pinned", "read"), _TITLE).append_text(legend)]
+    layers = file.layers if rows is None else fold(file.layers, max(1, rows - 1))
+    found += [_layer(layer, columns, room) for layer in layers]
+    if file.left_out_layers and (rows is None or len(found) < rows):
+        found.append(Text(f"and {file.left_out_layers} more layers", "dim"))
+    return found
+
+
+def _layer(layer: HeatLayer, columns: Sequence[int], room: int) -> Text:
+    share = format_percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
+    name = layer.name or "whole file"
+    if layer.experts:
+        name = f"{name} {layer.experts_kept}/{layer.experts}"
+    row = _row(columns, name, format_size(layer.size_bytes), share, _ago(layer.age_s))
+    return Text(f"{row}   ").append_text(heat_strip(layer, room))
+
+
+def _ago(age_s: float | None) -> str:
+    """Return an age as text, coarse, because figures that change with every sample are hard to read."""
+    if age_s is None:
+        return "-"
+    if age_s < 1.5:
+        return "now"
+    return f"{round(age_s)} s ago" if age_s < 59.5 else f"{_coarse(age_s)} ago"
+
+
+def _coarse(seconds: float) -> str:
+    """Return a duration as text in a single unit."""
+    if seconds < 59.5:
+        return format_duration(seconds * _NS)
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{round(minutes / 60)} h"
+
+
+def _span(flow: MountTraffic | None) -> str:
+    return "" if flow is None else f"last {flow.seconds:.1f} s"
+
+
+def _fit(text: str, width: int) -> str:
+    """Fit `text` into `width` columns; a long one keeps its end, where names of models differ."""
+    text = printable(text)
+    if cell_len(text) > width:
+        while cell_len(text) > width - 1:
+            text = text[1:]
+        text = f"…{text}"
+    return set_cell_size(text, width)
+
+
+def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: bool) -> None:
+    """Watch a mount, `count` times or until `q`, Ctrl-C or its end; as text if `once` or if stdout is not a terminal.
+
+    MountProblem: the mount does not exist or has ended. UsageError: the pause is too short.
+    """
+    if pause_s < LEAST_PAUSE_S:
+        raise UsageError(f"INTERVAL: {pause_s:g} s is too short: the minimum is {LEAST_PAUSE_S:g} s")
+    watcher = Watcher(mount)
+    count = 1 if once else count
+    with suppress(KeyboardInterrupt):
+        if as_json:
+            for sample in _samples(watcher, pause_s, count):
+                print(json.dumps(sample.document()), flush=True)
+        elif once or not sys.stdout.isatty() or Console().is_dumb_terminal:
+            _print_text(watcher, pause_s, count or 1)
+        else:
+            _show_screen(watcher, pause_s, count)
+
+
+def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
+    """Yield samples after the first one, so that each has an interval."""
+    watcher.sample()
+    for _ in repeat(None) if count is None else range(count):
+        time.sleep(pause_s)
+        yield watcher.sample()
+
+
+def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
+    # Not rich's default width: if stdout is not a terminal, it is that of stderr's terminal.
+    console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size((WIDTH, 0)).columns)
+    for number, sample in enumerate(_samples(watcher, pause_s, count)):
+        if number:
+            console.print()
+        for line in lines(sample, console.width):
+            line.rstrip()
+            console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
+    """Show samples on a terminal until `q`, or `count` times. MountProblem: the mount has ended."""
+    console = Console(file=_whole_stdout(), highlight=False)
+    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    sample = watcher.sample()  # before the screen is switched, so that an error is visible
+    size, due, left = None, time.monotonic() + pause_s, count
+    with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            if size != console.size:
+                size = console.size
+                texts = lines(sample, *size, f"every {pause_s:g} s, q quits")
+                for text in texts:
+                    text.no_wrap, text.overflow = True, "crop"
+                live.update(Group(*texts), refresh=True)
+            ready, _, _ = select.select(keys, [], [], max(0.0, min(TICK_S, due - time.monotonic())))
+            if ready and b"q" in (os.read(keys[0], 512).lower() or b"q"):  # at the end of stdin, too
+                return
+            if time.monotonic() >= due:
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+                sample, size, due = watcher.sample(), None, time.monotonic() + pause_s
+
+
+def _whole_stdout() -> TextIO:
+    """Return stdout with a buffer, even with PYTHONUNBUFFERED: without one, a signal can cut a write short."""
+    file = sys.stdout
+    return open(file.fileno(), "w", encoding=file.encoding, errors=file.errors, closefd=False)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Context manager: read keys unbuffered and without echo; Ctrl-C works as usual, Ctrl-Z is ignored."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    stops = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopping would leave the alternate screen on
+    tty.setcbreak(fd)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, stops)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,502 @@
+"""The engine of a mount: the part of the cache that file operations call.
+
+It turns opens into spaces (a model file's layout is the first guess of its loop), passes completed passes to the planner and
+changes of a file to every part that has a copy of its data, and runs the maintenance thread several times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llmcache.cache.arbitration import (
+    EXPERTS_ALLOWANCE_BYTES,
+    INPLACE_ALLOWANCE_BYTES,
+    LEAST_WINDOW_MIN_BYTES,
+    MIN_WINDOW_BYTES,
+    WINDOW_ALLOWANCE_BYTES,
+)
+from llmcache.cache.loops import Pass
+from llmcache.cache.steering import SMALL_EXTENT
+from llmcache.memory import limits_of_process_apart
+from llmcache.model.names import SCAN_S
+from llmcache.mount.backends.base import Backend, BufferPool, KernelNotifier, PinStore
+from llmcache.mount.backends.fuse import FuseBackend
+from llmcache.mount.backends.holders import ArenaPinStore, LockedPinStore, PinService
+from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.copies import client_facts, find_copy
+from llmcache.mount.engine.budget import PressureGauge
+from llmcache.mount.engine.evidence import Judge
+from llmcache.mount.engine.grouping import Grouping
+from llmcache.mount.engine.loader import Loader
+from llmcache.mount.engine.planner import UNLIMITED, ArenaPlanner, Planner
+from llmcache.mount.engine.report import snapshot
+from llmcache.mount.engine.space import PINNED, LoopSpace, SpaceFile
+from llmcache.mount.engine.state import LOADS_S, WRITE, CacheState, References
+
+if TYPE_CHECKING:
+    from llmcache.mount.vfs.backing import Backing
+    from llmcache.mount.vfs.source import SourceTree
+
+log = logging.getLogger(__name__)
+
+POOL_BUFFERS = 12
+POOL_RESERVE = 4
+RETRY_NS = 30_000_000_000  # after the kernel refused to lock pages
+COPIES_S = 10.0  # between checks for clients that have copied weights
+IDLE_DROP_NS = 60_000_000_000  # closed files are evicted after this time
+CLOSED_MAX, CLOSED_DESCRIPTORS = 512, 8  # remembered closed spaces: at most 512, and one for each 8 descriptors of the limit
+REST, REST_MAX_S = 4.0, 0.1  # maintenance pauses for a multiple of the time that it took, at most 0.1 s
+BEYOND_PAUSE_S = 0.05  # pause while memory beyond the budget is used: another program may need it soon
+WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and for how long (see `state.py`)
+
+
+class Engine:
+    """Cache of one mount. `pinned`: globs of files that are pinned before all others."""
+
+    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
+        in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
+        allowance, least_window = in_place if mode == "inplace" else over_fuse
+        experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
+        pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
+        self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
+        self.pins = PinService(
+            self._attached,
+            self._lock_failed,
+            self._helper_lost,
+            lambda path: tree.targets.get(path),
+            self._is_limited,
+            self.state.services,
+        )
+        self.pins.may_look = lambda: self.backend.in_place or not self.judge.is_exposing
+        self.holder: PinStore
+        self.planner: Planner
+        if mode == "arena":
+            arena = self.holder = ArenaPinStore(self.state, self.replan)
+            self.planner = ArenaPlanner(self.state, arena)
+        else:
+            self.holder = LockedPinStore(self.state, self.pins)
+            self.planner = Planner(self.state, self.holder)
+        self.state.references = References(self.planner.core)
+        self.mode = mode
+        self.tree = tree
+        self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
+        self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
+        self.judge = Judge(self.state, self.backend, self.holder, self.replan)
+        self.gauge = PressureGauge(cache_bytes)
+        self.state.services.on_broken = self._broken
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._maintenance: threading.Thread | None = None
+        self._helpers: set[int] = set()  # pids of pin helpers, dead ones too: the kernel reports their closes late
+        self._closed: dict[str, LoopSpace] = {}  # spaces without a client handle, by key, in the order of their last close
+        self._plan_due = False
+        self._refused_ns = 0
+        self.waiting = 0  # requests that wait for a STORE of old data to end
+
+    # Start and stop
+
+    def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
+        """Start threads and the pin helper, without an access to the mount. May follow `stop`."""
+        self.state.running = True
+        self.tree.names.refresh(SCAN_S)
+        self._stopping.clear()
+        self.state.references.resume()
+        # In place, the helper opens files below SOURCE, so that it does not make MOUNT busy.
+        self.pins.start(self.tree.directory if self.backend.in_place else mountpoint)
+        self.loader = Loader(self.state, self.backend)
+        self.loader.start()
+        self.backend.start(notifier, mountpoint)
+        self._maintenance = self.state.services.thread("house", self._maintain, mountpoint)
+        self._maintenance.start()
+        self.state.services.thread("copies", self._find_copies).start()
+
+    def stop(self) -> None:
+        """Unpin everything and end the threads; reads are then answered from SOURCE."""
+        if not self.state.running or self._maintenance is None:
+            return
+        with self.state.lock:
+            self.state.running = False
+            self.state.references.pause()
+            for space in list(self.state.spaces.values()):
+                self._dissolve(space)
+            self.state.work.notify_all()
+            self.state.room.notify_all()
+        self._wake.set()
+        self._stopping.set()
+        self.pins.stop()
+        self.loader.join()
+        self.backend.stop()
+        if self._maintenance is not threading.current_thread():
+            self._maintenance.join(timeout=10)
+
+    def _broken(self, service: str) -> None:
+        """Stop steering after a service has failed repeatedly, because the other services rely on it."""
+        log.error("service %s has failed repeatedly: steering ends, and files are read straight from SOURCE", service)
+        threading.Thread(target=self.stop, name="stop", daemon=True).start()
+
+    # Called by the file operations
+
+    def opened(self, backing: Backing, path: str, pid: int) -> bool:
+        """Record an open of a regular file; return True if the kernel may keep the pages that it has."""
+        if pid in self.pins.pids:
+            self._helpers.add(pid)
+            return True
+        if not self.state.running:
+            return True
+        with self.state.lock:
+            self._helpers.discard(pid)  # a process has reused the pid of a helper
+            self.state.opens[backing] = self.state.opens.get(backing, 0) + 1
+            owner = self.state.owners.get(backing)
+            if owner is not None and backing.writable and not owner[0].written:
+                self._dissolve(owner[0])
+        known = owner is not None and owner[0].alive
+        if not (backing.hidden or backing.deleted):
+            known = self.adopt(backing) or known
+        self.settle(backing, owes_reply=True)
+        return known
+
+    def adopt(self, backing: Backing) -> bool:
+        """Add a file to a space, or find it in one.
+
+        Return True if a space already accounts for the file's pages in the page cache, although the file was not open.
+        """
+        space, member = self.grouping.adopt(backing)
+        with self.state.lock:
+            space.last_ns = space.opened_ns = time.monotonic_ns()
+            self._note_presence(space)
+            known = member.node is not None
+            attach = not known and not member.attaching
+            member.attaching = member.attaching or attach
+            self._plan_due = True
+        if attach:
+            self.pins.attach(member.path)
+        self._wake.set()
+        return known
+
+    def _note_presence(self, space: LoopSpace) -> None:
+        is_open = space.user_pinned or space.warm or self.state.opens_of(space) > 0
+        self._closed.pop(space.key, None)
+        if space.alive and not is_open:
+            self._closed[space.key] = space
+            self._forget_closed()
+        if space.alive and space.listed_open != is_open:
+            space.listed_open = is_open
+            self.state.references.record_event("open" if is_open else "close", space.key)
+
+    def _forget_closed(self) -> None:
+        """Forget the space that was closed first if too many are known; looping ones only if all of them loop."""
+        if len(self._closed) > min(CLOSED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // CLOSED_DESCRIPTORS):
+            not_looping = (space for space in self._closed.values() if not space.looping)
+            self._dissolve(next(not_looping, None) or next(iter(self._closed.values())))
+
+    def settle(self, backing: Backing, *, owes_reply: bool) -> None:
+        """Wait until no STORE of an ended space is under way to the path of `backing`: it would bring back old data.
+
+        `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each; for the
+        others, old pages remain until they are dropped.
+        """
+        state = self.state
+        with state.lock:
+            if not state.stores_old(backing.path) or (owes_reply and self.waiting >= WAITERS):
+                return
+            self.waiting += owes_reply
+            state.ended.wait_for(lambda: not state.stores_old(backing.path), WAIT_S if owes_reply else None)
+            self.waiting -= owes_reply
+
+    def closed(self, backing: Backing, pid: int) -> None:
+        """Record the end of one open."""
+        if pid in self._helpers:
+            return
+        with self.state.lock:
+            opens = self.state.opens.get(backing, 1) - 1
+            self.state.opens[backing] = opens
+            owner = self.state.owners.get(backing)
+            if owner is not None:
+                owner[0].last_ns = time.monotonic_ns()
+                owner[0].warm = owner[0].warm and pid == os.getpid()
+            if opens <= 0:
+                self.state.opens.pop(backing, None)
+                if owner is not None:
+                    self._part(*owner, backing)
+                    self._note_presence(owner[0])
+            self._plan_due = True
+        self._wake.set()
+
+    def _part(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
+        """Detach `backing` from its space, and wait until no loader reads it: its descriptors are closed next. Lock held."""
+        if space.written:
+            self._dissolve(space)
+        self.state.owners.pop(backing, None)
+        if member.backing is backing:
+            member.backing = None
+        if not self.state.ended.wait_for(lambda: not member.loads, LOADS_S):
+            backing.keep_open(f"{member.loads} reads have not ended within {LOADS_S:.0f} s")
+
+    def changed(self, backing: Backing, offset: int, length: int) -> None:
+        """Handle a write through the mount, or a change of the file outside it (offset 0, length -1)."""
+        with self.state.lock:
+            if length > 0:
+                self.state.counters.backing_write_bytes += length
+            owner = self.state.owners.get(backing)
+            if owner is None:
+                return
+            space, member = owner
+            if not space.written:
+                self._dissolve(space)  # the next read makes a new space
+            elif backing.size > member.size_bytes:
+                space.grow(backing.size)
+            else:
+                member.size_bytes = space.size_bytes = backing.size
+            if space.written and length > 0:
+                self._charge_written(space, offset, length)
+
+    def _charge_written(self, space: LoopSpace, offset: int, length: int) -> None:
+        """Account written pages, which stay in the page cache."""
+        last = min((offset + length - 1) // space.extent_bytes, space.count - 1)  # the file may have been truncated since
+        for extent in range(offset // space.extent_bytes, last + 1):
+            start = max(offset, extent * space.extent_bytes)
+            end = min(offset + length, (extent + 1) * space.extent_bytes)
+            self.state.account(space, extent, end - start)
+            space.partial_extents.pop(extent, None)
+            space.partial_extents[extent] = time.monotonic_ns()
+        if space.alive:
+            self.state.references.pages(space, space.members[0], offset, length, WRITE, space.last_pid)
+
+    def renamed(self, old: str, new: str) -> None:
+        """Move the files at a path, or below a directory, to a new name; forget the files that had that name."""
+        self.removed(new)
+        with self.state.lock:
+            for space in self.state.spaces.values():
+                for member in space.members:
+                    if member.path == old or member.path.startswith(old + "/"):
+                        self.pins.rename(member.path, new + member.path[len(old) :])
+                        self.state.displace(space, member)
+                        member.path = new + member.path[len(old) :]
+                        self.state.place(space, member)
+            for space, member in self.state.storing:
+                if not space.alive and (member.path == old or member.path.startswith(old + "/")):
+                    member.path = new + member.path[len(old) :]
+
+    def removed(self, path: str) -> None:
+        """Forget the file at a path, which was deleted; open handles continue to read it."""
+        with self.state.lock:
+            for space, _ in list(self.state.places.get(path, ())):
+                self._dissolve(space)
+
+    def about(self) -> dict[str, Any]:
+        """Return the facts about the mount in the header of an access log."""
+        facts: dict[str, Any] = {
+            "mode": self.mode,
+            "budget_bytes": self.state.budget_bytes,
+            "window_allowance_bytes": self.state.allowance_bytes,
+        }
+        facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
+        if self.mode != "arena":
+            facts["unseen"] = "pinned extents are read without a request, so these reads are not recorded"
+        return {"extra": facts, "note": facts.get("unseen", "")}
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters and the state of every file, as `llmcache stats --json` prints them."""
+        names = self.tree.names
+        names.refresh(0)  # for the next call: this one does not wait for storage
+        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
+        result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
+        return result
+
+    @property
+    def _held_bytes(self) -> int:
+        """Bytes that the kernel cannot reclaim: locked by pin helpers, or in the daemon's memory."""
+        return self.pins.locked_bytes + self.state.held_bytes
+
+    def resize(self, size_bytes: int) -> None:
+        """Change the budget; excess data is evicted soon. MissingRequirement: the machine cannot spare the memory."""
+        self.gauge.check(size_bytes, self._held_bytes)
+        with self.state.lock:
+            self.state.budget_bytes = size_bytes
+            self.state.set_limit(size_bytes)
+            self.gauge.reset(size_bytes)
+            self.planner.plan()
+            self.state.room.notify_all()
+
+    def forget(self, space: LoopSpace) -> list[tuple[int, int]]:
+        """End `space`: evict its data, and forget its learned order. Lock held.
+
+        Return (node, bytes) of its files.
+        """
+        nodes = [(member.node, member.size_bytes) for member in space.members if member.node is not None]
+        self._dissolve(space)
+        return nodes
+
+    # Events, on other threads
+
+    def _attached(self, path: str, node: int | None) -> None:
+        """Record the node of `path` (None: the helper cannot open it), and drop the pages that are not accounted."""
+        with self.state.lock:
+            members_at_path = list(self.state.places.get(path, ()))
+            for _, member in members_at_path:
+                member.node = node  # from now on, pages are accounted
+        if node is not None and not self.backend.in_place:
+            self.backend.drop(node, [(0, 0)])
+        with self.state.lock:
+            for _, member in members_at_path:
+                member.attaching = False
+            if any(space.cursors.live for space, _ in members_at_path):  # most of thousands of small files have no reader
+                self.state.work.notify_all()
+
+    def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
+        """Unpin a range that could not be locked; its pages stay in the page cache as long as the kernel keeps them."""
+        with self.state.lock:
+            for space, member in self.state.places.get(path, ()):
+                self._unpin(space, member, offset, length, code)
+
+    def _unpin(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, code: int) -> None:
+        """Release the pinned extents of a refused range. If the file has changed, there are none. Lock held."""
+        first = member.base + offset // space.extent_bytes
+        end = min(member.base - (-(offset + length) // space.extent_bytes), member.base + member.count)
+        extents = [extent for extent in range(first, end) if space.state(extent) == PINNED]
+        if not extents:
+            return
+        inode = member.identity.ino if member.identity is not None else 0
+        now_ns = time.monotonic_ns()
+        if code in (errno.EDQUOT, errno.EAGAIN):
+            self._refused_ns = self._refused_ns or now_ns
+            self._leave_to_client(space, member, extents, inode, code)
+            return
+        self._refused_ns = now_ns
+        log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
+        for extent in extents:
+            space.wanted[extent] = 0
+        self.holder.release(space, extents)
+        self.planner.pinnable_bytes = self.state.pinned_bytes()
+        self._plan_due = True
+
+    def _leave_to_client(self, space: LoopSpace, member: SpaceFile, extents: list[int], inode: int, code: int) -> None:
+        """Unpin extents that are charged to a client's cgroup with a memory limit of its own.
+
+        EDQUOT: that cgroup is short of memory, and the kernel would reclaim the pages soon. They are dropped, so that the
+        next read charges them to this process.
+        """
+        if not space.unlockable:
+            log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
+        self.holder.release(space, extents)
+        now_ns = time.monotonic_ns()
+        for extent in extents:
+            is_new = space.unlockable.get(extent, 0) <= now_ns
+            space.unlockable[extent] = now_ns + RETRY_NS
+            if is_new and code == errno.EDQUOT and member.node is not None:
+                offset, length = space.offset_of(member, extent), space.length_of(member, extent)
+                self.state.pending_invalidations.append((member.node, offset, length, space.forget(extent)))
+        self.state.room.notify()
+
+    def _is_limited(self, path: str) -> bool:
+        """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
+        pids = {space.last_pid for space, _ in self.state.places.get(path, ()) if space.last_pid}
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                if limits_of_process_apart(pid):
+                    return True
+        return False
+
+    def _helper_lost(self, for_good: bool) -> None:
+        """Continue with a smaller budget after the end of a pin helper, which the OOM killer may have killed."""
+        self.gauge.lost(self.state.pinned_bytes())
+        if for_good:
+            self.planner.pinnable_bytes = 0
+            self._plan_due = True
+
+    def pass_ended(self, space: LoopSpace, done: Pass) -> None:
+        """Learn from a pass over a space that has ended. Lock held."""
+        if space.learn(done):
+            self.replan()
+        self.judge.pass_ended(space)
+
+    def replan(self) -> None:
+        """Request a new plan soon."""
+        self._plan_due = True
+        self._wake.set()
+
+    def _dissolve(self, space: LoopSpace) -> None:
+        """End a space; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
+        self._closed.pop(space.key, None)
+        for extent in list(space.loading):
+            space.cancel(extent)
+        self.holder.release(space, self.holder.pinned(space))
+        if space.alive:
+            self.state.references.record_event("end", space.key)
+        self.grouping.dissolve(space)
+        for member in space.members:
+            self.pins.detach(member.path)
+
+    # Maintenance
+
+    def _find_copies(self) -> None:
+        """Log clients that have copied the weights of a model, once for each."""
+        while not self._stopping.wait(COPIES_S):
+            with self.state.lock:
+                spaces = [space for space in self.state.spaces.values() if space.looping and space.last_pid]
+            for space in spaces:
+                copied = None
+                with contextlib.suppress(OSError):  # the client has ended
+                    client = client_facts(space.last_pid, self.backend.keys(space))
+                    copied = find_copy(client, space.size_bytes, sum(member.repacked_bytes for member in space.members))
+                if copied is not None and (space.copied is None or space.copied.pid != copied.pid):
+                    log.warning("inode %d: %s", space.inode, copied)
+                space.copied = copied
+
+    def _maintain(self, mountpoint: str) -> None:
+        limit_before = -1
+        cannot_observe = False
+        began = time.monotonic()
+        while self.state.running:
+            # Every open requests a plan: with thousands of known files, plans without a pause would leave no time to serve.
+            time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
+            beyond = self.state.used_bytes > self.state.limit_bytes
+            self._wake.wait(min(self.gauge.pause_s, BEYOND_PAUSE_S) if beyond else self.gauge.pause_s)
+            self._wake.clear()
+            began = time.monotonic()
+            try:
+                if not self.backend.guards(mountpoint):  # unmounted by a user: the helper's clone must not keep it alive
+                    self.pins.stop()
+                    return
+                limit = self.gauge.limit(self._held_bytes)
+            except OSError as error:  # no free descriptor until clients close some files
+                if not cannot_observe:
+                    log.warning("cannot observe memory pressure for now: %s", error.strerror)
+                cannot_observe = True
+                continue
+            cannot_observe = False
+            now_ns = time.monotonic_ns()
+            with self.state.lock:
+                self.state.is_calm = self.gauge.is_calm
+                if self.backend.in_place:
+                    self.state.set_opportunistic(self.gauge.slack_bytes)
+                    free_bytes = max(0, self.gauge.free_bytes)
+                    self.state.shadow.resize(max(self.state.limit_bytes, self.state.used_bytes + free_bytes))
+                else:
+                    self.state.shadow.resize(self.state.limit_bytes)
+                if limit != limit_before:
+                    limit_before = limit
+                    self.state.set_limit(limit)
+                    self._plan_due = True
+                    self.state.room.notify_all()
+                if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
+                    self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
+                for space in list(self.state.spaces.values()):
+                    self._plan_due |= self.planner.watch(space, now_ns, in_place=self.backend.in_place)
+                    if (done := space.learner.cut(space.last_ns)) is not None:
+                        self.pass_ended(space, done)
+                    self.judge.look(space, now_ns)
+                    kept = space.user_pinned or space.warm or self.state.opens_of(space)
+                    if not kept and now_ns - space.last_ns > IDLE_DROP_NS:
+                        self._dissolve(space)
+                self.grouping.find_room()
+                if self._plan_due:
+                    self._plan_due = False
+                    self.planner.plan()

@@ -1,0 +1,338 @@
+"""The state of a mount as JSON-ready data: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
+
+Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters. `heat_map` holds it
+only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
+so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers, each with a bounded
+text.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcache.model.tensors import Part
+from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.procfs import status_of
+
+if TYPE_CHECKING:
+    from llmcache.mount.backends.base import ClientReads
+    from llmcache.mount.engine.experts import MoeFile
+    from llmcache.mount.engine.state import CacheState, References
+
+
+SCHEMA = "llmcache.stats/1"
+
+
+NameOf = Callable[[str], str]
+
+
+def snapshot(
+    state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
+) -> dict[str, Any]:
+    """Return the counters and the state of all files. Takes the lock.
+
+    `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
+    """
+    with state.lock:
+        counters, log = asdict(state.counters), state.references.log
+        result: dict[str, Any] = {
+            "schema": SCHEMA,
+            "mode": mode,
+            "uptime_s": (time.monotonic_ns() - state.began_ns) / 1e9,
+            "budget_bytes": state.budget_bytes,
+            "limit_bytes": state.pin_limit_bytes,
+            "pinned_bytes": state.pinned_bytes(),
+            "window_bytes": state.window_bytes(),
+            # Read by pages: headers, embedding rows, small and written files.
+            "pages_bytes": sum(
+                space.accounted_bytes[extent] for space in state.spaces.values() for extent in space.partial_extents
+            ),
+            "resident_bytes": state.used_bytes,
+            "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
+            "hit_bytes": counters["hit_bytes"],
+            "miss_bytes": counters["miss_bytes"],
+            "requested_bytes": counters["requested_bytes"],
+            "backing_read_bytes": counters["backing_read_bytes"] if reads is None else sum(reads),
+            "client_read_bytes": 0 if reads is None else reads.client_bytes,
+            "backing_write_bytes": counters["backing_write_bytes"],
+            "prefetch": {f"{fate}_bytes": counters[f"prefetch_{fate}_bytes"] for fate in ("useful", "late", "wasted")},
+            "waits": {"late": state.late_waits.as_dict(), "demand": state.demand_waits.as_dict()},
+            "stored_bytes": counters["stored_bytes"],
+            "invalidated_bytes": counters["invalidated_bytes"],
+            "refault_bytes": counters["refault_bytes"],
+            "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.opportunistic_bytes else 0,
+            "helper_pid": next(iter(helper_pids), 0),
+            "arena": _arena(state.references),
+            "services": state.services.facts(),
+            "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
+            "files": _files(state, name_of),
+        }
+        held_bytes = state.held_bytes
+    helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
+    result["cpu_s"] = cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids)
+    result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
+    return result
+
+
+def _arena(references: References) -> dict[str, int] | None:
+    """Return the core's counters, in blocks of 4 KiB of fetched extents; None without a core."""
+    core = references.core
+    if core is None:
+        return None
+    return {
+        "references": core.clock,
+        "hit_blocks": core.hit_blocks,
+        "miss_blocks": core.miss_blocks,
+        "evicted_blocks": core.evicted_blocks,
+        "held_blocks": core.held_blocks,
+    }
+
+
+def _files(state: CacheState, name_of: NameOf) -> list[dict[str, Any]]:
+    owners = state.owners.items()
+    in_use = {member for backing, (_, member) in owners if state.opens.get(backing)}
+    return [_file(space, member, member in in_use, name_of) for space in state.spaces.values() for member in space.members]
+
+
+def _file(space: LoopSpace, member: SpaceFile, is_open: bool, name_of: NameOf) -> dict[str, Any]:
+    return {
+        "path": member.path,
+        "name": name_of(member.path),
+        "size_bytes": member.size_bytes,
+        "class": _class(space),
+        "open": is_open,
+        "lacks_extents": space.lacks_extents,
+        "loops": [_loop(space)] if space.looping and member is space.members[0] else [],
+        "experts": None if member.moe is None else member.moe.facts(),
+    }
+
+
+def _class(space: LoopSpace) -> str:
+    if space.looping:
+        return "loop"
+    if space.paged:
+        return "paged"
+    return "hot" if SINGLE in space.status and space.hot else "sequential"
+
+
+def _loop(space: LoopSpace) -> dict[str, Any]:
+    learner = space.learner
+    return {
+        "bytes": space.loop_bytes,
+        "period_s": None if learner.period is None else learner.period / 1e9,
+        "pinned_bytes": space.pinned_bytes,
+        "window_bytes": space.window_bytes,
+        "passes": learner.passes,
+        "readers": [cursor.head / space.count for cursor in space.cursors.live],
+        "guessed": learner.guessed,
+        "unused_bytes": space.use.unused.count(1) * space.extent_bytes,
+        "copied": None if space.copied is None else space.copied.facts(),
+        **judgement(space),
+    }
+
+
+def judgement(space: LoopSpace) -> dict[str, Any]:
+    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU; None: unknown."""
+    guard = space.evidence.guard
+    figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
+    steered_bytes, lru_bytes = (None if each is None else int(each / space.evidence.window_passes) for each in figures)
+    return {"left": space.left, "steered_pass_bytes": steered_bytes, "lru_pass_bytes": lru_bytes}
+
+
+def cpu_s(pid: str) -> float:
+    """Return the CPU time of a process in seconds; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def private_bytes(pid: str) -> int:
+    """Return the anonymous memory of a process, resident and swapped; 0 if it has ended."""
+    try:
+        fields = status_of(pid)
+    except OSError:
+        return 0
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap") if name in fields)  # a zombie has none
+
+
+HEAT_SCHEMA = "llmcache.heat/1"
+ROWS_MAX = 1024
+CELLS = 16
+RECENT_NS = 10_000_000_000
+RECENT_PERIODS = 2
+
+# Kinds of extents in the map. _STORAGE and _SEEN (read recently) differ in the lowest bit, which other kinds ignore.
+_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES = 0, 1, 2, 4, 6
+_KINDS = {ABSENT: _STORAGE, SPARSE: _STORAGE, LOADING: _WINDOW, READY: _WINDOW, TOUCHED: _WINDOW, PINNED: _PINNED}
+_KINDS |= {SINGLE: _PAGES}
+_KIND_OF_STATE = bytes(_KINDS.get(state, _STORAGE) for state in range(256))
+_PLAIN = bytes((kind if kind < _WINDOW else kind & ~1) for kind in range(256))
+_CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _STORAGE}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Copy of one space: `status` by rank, the other arrays by extent.
+
+    `held`: extents in the arena. `MoE files`: MoE files, each with its resident experts.
+    """
+
+    members: tuple[SpaceFile, ...]
+    extent_bytes: int
+    status: bytes
+    rank_of: array[int]
+    accounted_bytes: array[int]
+    seen_ns: array[int]
+    held: frozenset[int]
+    now_ns: int
+    since_ns: int
+    moe_files: tuple[tuple[MoeFile, list[int]], ...]
+
+
+def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
+    """Return the layers of every model and looping file. Takes the lock, once for each space.
+
+    `name_of(path)`: the displayed name of a file.
+    """
+    with state.lock:
+        spaces = [space for space in state.spaces.values() if space.looping or any(m.anatomy for m in space.members)]
+    files: list[dict[str, Any]] = []
+    rows_left = ROWS_MAX
+    for space in spaces:
+        with state.lock:
+            copy = _copy(state, space)
+        for moe, kept in copy.moe_files:
+            _charge_experts(copy, moe, kept)
+        for member in copy.members:
+            if rows_left > 0 and member.size_bytes:
+                files.append({"name": name_of(member.path), **_heat_file(copy, member, rows_left)})
+                rows_left -= len(files[-1]["layers"])
+    total = sum(1 for space in spaces for member in space.members if member.size_bytes)
+    return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - len(files)}
+
+
+def _copy(state: CacheState, space: LoopSpace) -> _Copy:
+    """Return a copy of the space. Lock held."""
+    core = state.references.core
+    core_space = None if core is None else core.spaces.get(space.key)
+    now_ns = time.monotonic_ns()
+    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.learner.period or 0))
+    return _Copy(
+        tuple(space.members),
+        space.extent_bytes,
+        bytes(space.status),
+        space.order.rank_of[:],
+        space.accounted_bytes[:],
+        space.seen_ns[:],
+        frozenset(() if core_space is None else core_space.held),
+        now_ns,
+        max(1, now_ns - recent_ns),  # 0 means never
+        tuple((member.moe, member.moe.kept) for member in space.members if member.moe is not None),
+    )
+
+
+def _charge_experts(copy: _Copy, moe: MoeFile, kept: list[int]) -> None:
+    """Account resident experts as pages of their extents."""
+    size, base = copy.extent_bytes, moe.member.base
+    for offset, length in (part for expert in kept for part in moe.ranges(expert)):
+        for extent in range(offset // size, -(-(offset + length) // size)):
+            part_bytes = min(offset + length, (extent + 1) * size) - max(offset, extent * size)
+            copy.accounted_bytes[base + extent] = min(size, copy.accounted_bytes[base + extent] + part_bytes)
+
+
+def _heat_file(copy: _Copy, member: SpaceFile, rows: int) -> dict[str, Any]:
+    whole = Part("", 0, ((0, member.size_bytes),))
+    parts = list(member.anatomy.parts()) if member.anatomy is not None else [whole]
+    experts = {}
+    for moe, kept in copy.moe_files:
+        if moe.member is member:
+            counts = Counter(moe.layout.layer_of(expert)[0] for expert in kept)
+            experts = {name: {"kept": counts[name], "count": count} for name, _, count in moe.layout.layers}
+    return {
+        "path": member.path,
+        "size_bytes": member.size_bytes,
+        "extent_bytes": copy.extent_bytes,
+        "layers": [{**_layer(copy, member, part), "experts": experts.get(part.name)} for part in parts[:rows]],
+        "left_out_layers": max(0, len(parts) - rows),
+    }
+
+
+def _layer(copy: _Copy, member: SpaceFile, part: Part) -> dict[str, Any]:
+    """Return one layer: bytes by kind, seconds since the last request for one of them, and the cells of its strip."""
+    sums = dict.fromkeys((_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES), 0)
+    strip = bytearray()
+    seen_ns = 0
+    for first, end in part.stretches:
+        low, high = first // copy.extent_bytes, -(-end // copy.extent_bytes)
+        extents = range(member.base + low, member.base + high)
+        kinds = _kinds(copy, extents)
+        for extent, kind, length in _lengths(copy, member, extents, kinds, first, end):
+            if kind == _PAGES:  # only some of its pages are resident
+                resident = min(length, copy.accounted_bytes[extent] * length // copy.extent_bytes)
+                sums[_PAGES] += resident
+                sums[_STORAGE] += length - resident
+            else:
+                sums[kind] += length
+        seen_ns = max(seen_ns, *copy.seen_ns[extents.start : extents.stop])
+        strip += kinds
+    return {
+        "name": part.name,
+        "tensors": part.tensors,
+        "bytes": part.size_bytes,
+        "pinned_bytes": sums[_PINNED],
+        "window_bytes": sums[_WINDOW],
+        "pages_bytes": sums[_PAGES],
+        "streamed_bytes": sums[_SEEN],
+        "cold_bytes": sums[_STORAGE],
+        "age_s": (copy.now_ns - seen_ns) / 1e9 if seen_ns else None,
+        "cells": {name: _cells(strip, kind) for name, kind in _CELL_KINDS.items()},
+    }
+
+
+def _kinds(copy: _Copy, extents: range) -> bytes:
+    """Return the kind of each of `extents`."""
+    states = bytes(map(copy.status.__getitem__, copy.rank_of[extents.start : extents.stop]))
+    kinds = states.translate(_KIND_OF_STATE)
+    if copy.held:
+        kinds = bytes(_PINNED if extent in copy.held else kind for extent, kind in zip(extents, kinds, strict=True))
+    if _PAGES in kinds:
+        resident = (bool(accounted_bytes) for accounted_bytes in copy.accounted_bytes[extents.start : extents.stop])
+        kinds = bytes(kind if kind != _PAGES or has else _STORAGE for kind, has in zip(kinds, resident, strict=True))
+    seen = map(copy.since_ns.__le__, copy.seen_ns[extents.start : extents.stop])
+    return bytes(map(operator.or_, kinds, seen)).translate(_PLAIN)
+
+
+def _lengths(
+    copy: _Copy, member: SpaceFile, extents: range, kinds: bytes, first: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (extent, kind, its bytes between `first` and `end`); runs of whole extents of one kind as one item."""
+    size = copy.extent_bytes
+    at = 0
+    while at < len(kinds):
+        kind, run = kinds[at], at + 1
+        while kind != _PAGES and run < len(kinds) and kinds[run] == kind:
+            run += 1
+        base = extents[at] - member.base
+        yield extents[at], kind, min(end, (base + run - at) * size) - max(first, base * size)
+        at = run
+
+
+def _cells(strip: Iterable[int], kind: int) -> str:
+    """Return a digit for each of CELLS parts of the strip: ninths of the part that are `kind`, rounded up; 0 if none."""
+    kinds = bytes(strip)
+    cells = []
+    for cell in range(CELLS):
+        low = cell * len(kinds) // CELLS
+        part = kinds[low : max(low + 1, (cell + 1) * len(kinds) // CELLS)]
+        cells.append(str(-(-9 * part.count(kind) // len(part))))
+    return "".join(cells)

@@ -1,0 +1,464 @@
+"""Open files of SOURCE: one Backing, with a generation, for each open path (so for each kernel inode of the mount).
+
+The mount's inodes belong to paths, not to inodes of SOURCE, so a file that is replaced behind the mount keeps its kernel
+inode. The next open detects the replacement: the Backing switches to the descriptors of the new file and increments its
+generation, and every handle of the path reads the new file, as if it had been rewritten in place. An old handle cannot
+continue to read the replaced file. Because all handles share the kernel's pages, an open fails with EBUSY while a user who
+has the path open may not read the new file.
+
+Locks: BackingTable's lock protects the two maps and the references. No I/O is done under it, so a file on slow storage
+does not delay opens of other files. Backing.lock serializes changes of one file made through the mount, the exchange of
+its descriptors and the updates of its identity. It is held during such a change, but not during fsync, and no thread
+waits for it while it holds another lock. Reads take neither lock: dup2 exchanges descriptors atomically with respect to a
+concurrent pread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from llmcache.mount import syscalls
+from llmcache.mount.vfs.source import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
+from llmcache.units import BLOCK_BYTES
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 65536
+# Kernels before 6.13 take timestamps from the last timer tick: ctime does not show a second change within one tick.
+_TICK_NS = 50_000_000
+_TRIES = 100  # attempts to open a path while other processes keep replacing its file
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Attributes that distinguish two contents of a file without reading it."""
+
+    dev: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> Identity:
+        """Return the identity in a stat result."""
+        return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def settled(self) -> bool:
+        """Return True if the last change is old enough that a further change would alter ctime."""
+        return time.time_ns() - self.ctime_ns > _TICK_NS
+
+
+class Backing:
+    """One open file of SOURCE, shared by all handles of its path."""
+
+    def __init__(self, path: str, fd: int, status: os.stat_result, writable: bool) -> None:
+        self.path = path
+        self.old_path: str | None = None  # before its last rename
+        self.renames = 0
+        self.fd = fd
+        self.direct_fd = open_again(fd, os.O_RDONLY | os.O_DIRECT)
+        self.writable = writable
+        self.generation = 0
+        self.dropped = 0  # the kernel has no pages of generations before this one
+        self.references = 0
+        self.identity = Identity.of(status)
+        self.lock = threading.RLock()
+        self.links = status.st_nlink
+        self.hidden = False  # deleted through the mount while open
+        self.deleted = False  # behind the mount; reset when another file is at the path
+        self.kept = False  # never closed, because a read of it has not ended
+        self._changed_behind = False
+        self._changes = 0  # incremented at the start and at the end of each change
+        self._synced = 0  # value of `_changes` up to which changes are on storage
+        no_read_ahead(fd)
+
+    @property
+    def unsettled(self) -> bool:
+        """True if the kernel may still have pages of an earlier generation."""
+        return self.dropped < self.generation
+
+    @property
+    def _dirty(self) -> bool:
+        return self._synced < self._changes
+
+    @property
+    def dev(self) -> int:
+        """Device of the file in SOURCE."""
+        return self.identity.dev
+
+    @property
+    def ino(self) -> int:
+        """Inode number of the file in SOURCE."""
+        return self.identity.ino
+
+    @property
+    def size(self) -> int:
+        """Size in bytes when last checked."""
+        return self.identity.size
+
+    @property
+    def mtime_ns(self) -> int:
+        """Modification time when last checked."""
+        return self.identity.mtime_ns
+
+    def read_into(self, address: int, size: int, offset: int) -> int:
+        """Read into memory at `address`; return the number of bytes, short only at the end of the file. Raises OSError."""
+        done = 0
+        direct = self.direct_fd
+        if direct is not None and not self._dirty and (address | size | offset) % BLOCK_BYTES == 0:
+            done = self._read_direct(direct, address, size, offset)
+        if done < size:
+            done += self._read_buffered(address + done, size - done, offset + done)
+        return done
+
+    def _read_direct(self, fd: int, address: int, size: int, offset: int) -> int:
+        """Read without the page cache of SOURCE, until a short read that ends within a block; return the bytes read."""
+        done = 0
+        while done < size:
+            try:
+                count = syscalls.pread(fd, address + done, size - done, offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # the device has larger blocks: the caller reads it buffered
+                    return done
+                raise
+            done += count
+            if count == 0 or done % BLOCK_BYTES:
+                break
+        return done
+
+    def _read_buffered(self, address: int, size: int, offset: int) -> int:
+        done = 0
+        while done < size:
+            count = syscalls.pread(self.fd, address + done, size - done, offset + done)
+            if count == 0:
+                break
+            done += count
+        if done and not self._dirty:
+            start = offset // BLOCK_BYTES * BLOCK_BYTES
+            length = (offset + done + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES - start
+            with contextlib.suppress(OSError):  # only advice, which some file systems do not support
+                os.posix_fadvise(self.fd, start, length, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def write_from(self, address: int, size: int, offset: int) -> int:
+        """Write memory at `address` through to SOURCE; return the bytes written, fewer than `size` only after an error.
+
+        Raises OSError if no byte was written.
+        """
+        done = 0
+        with self.own_change():
+            while done < size:
+                try:
+                    done += syscalls.pwrite(self.fd, address + done, size - done, offset + done)
+                except OSError:
+                    if done == 0:
+                        raise
+                    break  # report the partial write; the next write meets the error
+        return done
+
+    @contextlib.contextmanager
+    def own_change(self) -> Iterator[None]:
+        """Context manager around a change made through the mount, so that it does not count as one made behind it."""
+        with self.lock:
+            if Identity.of(os.fstat(self.fd)) != self.identity:
+                self._changed_behind = True
+            self._changes += 1
+            try:
+                yield
+            finally:
+                self._changes += 1
+                self.record()
+
+    def record(self) -> None:
+        """Record the file's present attributes as known."""
+        with self.lock:
+            status = os.fstat(self.fd)
+            self.identity = Identity.of(status)
+            self.links = status.st_nlink
+
+    def outdate(self) -> int:
+        """Begin and return a new generation: the content changed through another link, so the kernel's pages are stale."""
+        with self.lock:
+            self.record()
+            self.generation += 1
+            return self.generation
+
+    def sync(self, data_only: bool) -> None:
+        """fsync or fdatasync of SOURCE's file."""
+        changes = self._changes  # a write in progress increments it again at its end
+        (os.fdatasync if data_only else os.fsync)(self.fd)
+        self._synced = max(self._synced, changes)
+
+    def notice(self, fd: int) -> bool:
+        """Switch to the file of `fd`, which was just opened at this path; return True if the content changed."""
+        with self.lock:
+            status = os.fstat(fd)  # under the lock: not between a write through the mount and its record()
+            identity = Identity.of(status)
+            if identity == self.identity and not self._changed_behind:
+                return False
+            if self.is_other(status):
+                self._exchange(fd)
+            self.identity, self.links = identity, status.st_nlink
+            self._changed_behind = False
+            self.generation += 1
+            return True
+
+    def settle(self, known: Identity | None, empty: bool) -> int | None:
+        """At the first open, return the generation whose pages must be dropped; None if the kernel has no stale pages.
+
+        `empty`: the kernel has no pages of this path. `known`: the content that its pages have, None if unknown.
+        """
+        with self.lock:
+            self.record()  # a change through another hard link shows here, or it found this Backing in the table
+            if not self.generation and (empty or known == self.identity):
+                self.dropped = 0
+            return self.generation if self.unsettled else None
+
+    def is_other(self, status: os.stat_result) -> bool:
+        """Return True if `status` is that of another file."""
+        return (status.st_dev, status.st_ino) != (self.dev, self.ino)
+
+    def make_writable(self, fd: int) -> None:
+        """Replace the read-only descriptor by a writable one, `fd`, of the same file."""
+        with self.lock:
+            os.dup2(fd, self.fd, inheritable=False)
+            no_read_ahead(self.fd)
+            self.writable = True
+
+    def _exchange(self, fd: int) -> None:
+        writable = open_again(fd, os.O_RDWR) if self.writable else None  # open handles may write
+        self.writable = writable is not None
+        os.dup2(fd if writable is None else writable, self.fd, inheritable=False)
+        if writable is not None:
+            os.close(writable)
+        self.deleted = False
+        no_read_ahead(self.fd)
+        fresh = open_again(fd, os.O_RDONLY | os.O_DIRECT)
+        if fresh is not None and self.direct_fd is not None:
+            os.dup2(fresh, self.direct_fd, inheritable=False)
+            os.close(fresh)
+        else:
+            # A read may be using the descriptor, so it cannot be closed: redirect it to the new file, buffered.
+            if self.direct_fd is not None:
+                os.dup2(fd, self.direct_fd, inheritable=False)
+            self.direct_fd = fresh
+
+    def keep_open(self, reason: str) -> None:
+        """Never close the descriptors: a read in progress would read another file if their numbers were reused."""
+        log.error("inode %d stays open: %s", self.identity.ino, reason)
+        self.kept = True
+
+    def close(self) -> None:
+        """Close the descriptors. The Backing must not be used afterwards."""
+        if self.kept:
+            return
+        os.close(self.fd)
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
+            self.direct_fd = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Result of BackingTable.open."""
+
+    backing: Backing
+    changed: bool  # the content differs from the one known before
+    drop: int | None  # the generation before which the kernel must drop pages; None: it has no stale pages
+
+
+class BackingTable:
+    """All open Backings by path, and the identities of recently closed ones.
+
+    The kernel may have pages of a closed path. `_closed` has the identity of their content, or None if it is unknown. The
+    kernel has no pages of a path without an entry, unless entries were dropped (`_complete` is False).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, Backing] = {}
+        self._closed: OrderedDict[str, Identity | None] = OrderedDict()
+        self._complete = True
+
+    def open(
+        self,
+        path: str,
+        dir_fd: int,
+        name: str,
+        flags: int,
+        mode: int = 0o600,
+        *,
+        caller: Caller = NOBODY_ELSE,
+        may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
+    ) -> Opened:
+        """Open `name` in `dir_fd`, which is the mount's `path`. O_CREAT and O_EXCL are honored, O_APPEND and O_TRUNC not.
+
+        Raises PermissionError if `caller` may not open the file, and EBUSY if another file is at `path` now and
+        `may_replace(backing, fd)` is false, because the existing handles of the path would read it.
+        """
+        for _ in range(_TRIES):
+            fd = open_for(caller, dir_fd, name, flags, mode)
+            try:
+                backing = self._new(path, fd, flags)
+                if backing is not None:
+                    fd = -1  # now owned by the Backing
+                    return self._begin(backing)
+                backing = self.acquire(path)
+                opened = None if backing is None else self._join(backing, dir_fd, name, fd, flags, may_replace)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if opened is not None:
+                return opened
+            flags &= ~os.O_EXCL  # the first attempt created the file
+        raise _busy()
+
+    def _new(self, path: str, fd: int, flags: int) -> Backing | None:
+        """Return a new Backing of `fd` with one reference; None if the path already has one."""
+        with self._lock:
+            if path in self._open:
+                return None
+        backing = Backing(path, fd, os.fstat(fd), flags & os.O_ACCMODE != os.O_RDONLY)
+        backing.references, backing.dropped = 1, -1
+        with self._lock:
+            if self._open.setdefault(path, backing) is backing:
+                return backing
+        if backing.direct_fd is not None:  # a concurrent open was faster
+            os.close(backing.direct_fd)
+        return None
+
+    def _begin(self, backing: Backing) -> Opened:
+        """Complete the first open of a path. Until then `unsettled` is True, so that no other open sets `keep_cache`."""
+        try:
+            with self._lock:
+                empty = self._complete and backing.path not in self._closed
+                known = self._closed.pop(backing.path, None)
+            drop = backing.settle(known, empty)
+            return Opened(backing, drop is not None and known is not None, drop)
+        except BaseException:
+            self.release(backing)
+            raise
+
+    def _join(
+        self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
+    ) -> Opened | None:
+        """Open a Backing once more, with a reference that was acquired; None if the file of `fd` was replaced again."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        try:
+            with backing.lock:
+                if backing.is_other(os.fstat(fd)):
+                    if not is_at(dir_fd, name, fd):  # the Backing may already have the newer file
+                        self.release(backing)
+                        return None
+                    if not may_replace(backing, fd):
+                        raise _busy()
+                changed = backing.notice(fd)
+                if writable and not backing.writable:
+                    backing.make_writable(fd)
+                return Opened(backing, changed, backing.generation if changed else None)
+        except BaseException:
+            self.release(backing)
+            raise
+
+    def acquire(self, path: str) -> Backing | None:
+        """Return the open Backing of a path with another reference, or None."""
+        with self._lock:
+            backing = self._open.get(path)
+            if backing is not None:
+                backing.references += 1
+            return backing
+
+    def release(self, backing: Backing) -> bool:
+        """Drop one reference; if it was the last, close the Backing and return True."""
+        with self._lock:
+            backing.references -= 1
+            if backing.references:
+                return False
+            if self._open.get(backing.path) is backing:
+                del self._open[backing.path]
+                if not backing.hidden:
+                    known = not backing.unsettled and backing.identity.settled()
+                    self._remember(backing.path, backing.identity if known else None)
+        backing.close()
+        return True
+
+    def is_last(self, backing: Backing) -> bool:
+        """Return True if one reference is left."""
+        with self._lock:
+            return backing.references == 1
+
+    def _remember(self, path: str, identity: Identity | None) -> None:
+        self._closed[path] = identity
+        while len(self._closed) > _REMEMBERED:
+            self._closed.popitem(last=False)
+            self._complete = False
+
+    @contextlib.contextmanager
+    def using(self, path: str) -> Iterator[Backing | None]:
+        """Context manager: keep the Backing of a path open, even if its last handle is closed; None if it is not open."""
+        backing = self.acquire(path)
+        try:
+            yield backing
+        finally:
+            if backing is not None:
+                self.release(backing)
+
+    def find_deleted(self) -> list[Backing]:
+        """Return the open Backings whose file was deleted behind the mount, each with another reference."""
+        with self._lock:
+            paths = [path for path, backing in self._open.items() if not (backing.hidden or backing.deleted)]
+        found = []
+        for path in paths:
+            if (backing := self.acquire(path)) is None:
+                continue
+            # `links` is 0 on file systems that do not count links. If fstat fails, the next call tries again.
+            with backing.lock, contextlib.suppress(OSError):
+                backing.deleted = backing.links > 0 and not os.fstat(backing.fd).st_nlink and not backing.hidden
+            if backing.deleted:
+                found.append(backing)
+            else:
+                self.release(backing)
+        return found
+
+    def others(self, backing: Backing) -> list[Backing]:
+        """Return the open Backings of other hard links to the same file, each with another reference."""
+        with self._lock:
+            same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
+            for other in same:
+                other.references += 1
+            return same
+
+    def moved(self, old: str, new: str, *, exchanged: bool = False) -> None:
+        """Update the paths after a rename of a file or directory through the mount; `new` replaces any previous file."""
+        ways = [(old, new), (new, old)] if exchanged else [(old, new)]
+        with self._lock:
+            found = [
+                (path, target + path[len(origin) :], self._open.pop(path, None), self._closed.pop(path, path) is not path)
+                for origin, target in ways
+                for path in [p for p in [*self._open, *self._closed] if p == origin or p.startswith(origin + "/")]
+            ]
+            for path, target, backing, was_closed in found:
+                if was_closed:  # the kernel inode keeps its pages; the rename changes ctime, so the identity is unknown
+                    self._remember(target, None)
+                if backing is not None:
+                    backing.old_path, backing.path = path, target
+                    backing.renames += 1
+                    self._open[target] = backing
+
+    def forget(self, path: str) -> None:
+        """Remove the entry of a path that was deleted through the mount."""
+        with self._lock:
+            self._closed.pop(path, None)
+
+
+def _busy() -> OSError:
+    return OSError(errno.EBUSY, os.strerror(errno.EBUSY))

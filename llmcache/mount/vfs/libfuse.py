@@ -1,0 +1,315 @@
+"""libfuse 3 through mfusepy's ctypes declarations: loading it, mounting, the serving loop and kernel notifications.
+
+This is the only file that imports mfusepy. It does not use mfusepy's FUSE class, which calls fuse_main_real: in libfuse
+3.14 that function ignores `max_threads` (it starts 10, too few for one reader with 8 threads), handles signals itself, and
+prints errors instead of returning them.
+
+ABI: fields of fuse_config after `auto_cache` moved between libfuse versions. Only `nullpath_ok` is set there; it has
+mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info,
+only flags, direct_io, keep_cache and fh are used, which never moved. The nodeid of a path is its st_ino in the mount,
+because use_ino is unset. In every release since 2.6, a pointer to the request follows the fuse_context of a thread, and the
+request begins with the session and its number; this is not documented.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from llmcache.errors import MissingRequirement, MountProblem
+from llmcache.mount.vfs.callbacks import Callbacks, Pointer
+
+if TYPE_CHECKING:
+    from ctypes import _NamedFuncPointer as CFuncPtr
+
+    from llmcache.mount.vfs.operations import LlmcacheOperations
+
+APT_HINT = "install FUSE 3: sudo apt install fuse3"
+WAKE_SIGNAL = signal.SIGUSR2
+_ASYNC_READ = 1 << 0
+_DONT_MASK = 1 << 6  # the umask applies only in directories without a default access list: see Caller.new_mode
+_POSIX_ACL = 1 << 19  # the mode alone can allow more than a file's access lists: the kernel must check both
+_UNWANTED = (
+    (1 << 7 | 1 << 8 | 1 << 9)  # splice: replies are in memory, so a pipe would only add system calls
+    | 1 << 12  # AUTO_INVAL_DATA: the daemon detects changed files at open and drops their pages
+    | 1 << 13
+    | 1 << 14  # READDIRPLUS (and 1 << 13): it would create an inode for every name in a large directory
+    | 1 << 20  # HANDLE_KILLPRIV: a daemon that is root does not clear set-id bits with its writes; the kernel does
+)
+
+
+@functools.cache
+def binding() -> ModuleType:
+    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). MissingRequirement: libfuse 3 is not installed."""
+    chosen = os.environ.get("FUSE_LIBRARY_PATH")
+    names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
+    failure = ""
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            failure = str(error)
+            continue
+        os.environ["FUSE_LIBRARY_PATH"] = name
+        import mfusepy  # loads the library named in FUSE_LIBRARY_PATH
+
+        if mfusepy.fuse_version_major != 3:
+            raise MissingRequirement(f"{name} is libfuse {mfusepy.fuse_version_major}, not 3", APT_HINT)
+        found: ModuleType = mfusepy
+        return found
+    if chosen:
+        raise MissingRequirement(
+            f"FUSE_LIBRARY_PATH={chosen} cannot be loaded: {failure}",
+            f"unset FUSE_LIBRARY_PATH, or {APT_HINT}",
+        )
+    raise MissingRequirement("libfuse 3 is not installed", APT_HINT)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return libfuse with argument types set. It is a CDLL, so every call releases the GIL."""
+    lib: ctypes.CDLL = binding()._libfuse
+    pointer, number, offset = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
+    new = _new(lib)
+    new.restype, new.argtypes = pointer, [pointer, pointer, ctypes.c_size_t, pointer]
+    lib.fuse_opt_free_args.restype, lib.fuse_opt_free_args.argtypes = None, [pointer]
+    lib.fuse_mount.argtypes = [pointer, ctypes.c_char_p]
+    lib.fuse_loop_mt.argtypes = [pointer, pointer]
+    for name in ("fuse_exit", "fuse_unmount", "fuse_destroy"):
+        getattr(lib, name).restype, getattr(lib, name).argtypes = None, [pointer]
+    lib.fuse_get_session.restype, lib.fuse_get_session.argtypes = pointer, [pointer]
+    lib.fuse_lowlevel_notify_inval_inode.argtypes = [pointer, number, offset, offset]
+    lib.fuse_lowlevel_notify_store.argtypes = [pointer, number, offset, pointer, ctypes.c_int]
+    lib.fuse_invalidate_path.argtypes = [pointer, ctypes.c_char_p]
+    return lib
+
+
+def _new(lib: ctypes.CDLL) -> CFuncPtr:
+    found: CFuncPtr = getattr(lib, "fuse_new_31", None) or lib.fuse_new
+    return found
+
+
+def version() -> str:
+    """Return the version of the libfuse that mounts use, such as "3.14.0". MissingRequirement: it is not installed."""
+    lib = library()
+    lib.fuse_pkgversion.restype = ctypes.c_char_p
+    return str(lib.fuse_pkgversion().decode())
+
+
+class _Buffer(ctypes.Structure):
+    """libfuse's fuse_bufvec with one fuse_buf inside it (mfusepy declares a pointer there)."""
+
+    _fields_ = [
+        ("count", ctypes.c_size_t),
+        ("index", ctypes.c_size_t),
+        ("start", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+        ("memory", ctypes.c_void_p),
+        ("fd", ctypes.c_int),
+        ("position", ctypes.c_int64),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), ("values", ctypes.c_void_p), ("allocated", ctypes.c_int)]
+
+
+class _OldLoopConfig(ctypes.Structure):
+    """struct fuse_loop_config of libfuse before 3.12, which limits only the number of idle threads."""
+
+    _fields_ = [("clone_fd", ctypes.c_int), ("max_idle_threads", ctypes.c_uint)]
+
+
+class Notifier:
+    """Notifications from the daemon to the kernel. They return 0 or a negative errno.
+
+    -ENOENT: the kernel has no such inode, hence no pages of it. -ENOTCONN: the notifier is closed.
+
+    Calls wait for locked pages. A thread with a pending request must not make them, and must not wait without a limit for
+    a thread that does (see `state.py`). A page is locked as soon as its READ is queued. If the serving loop has ended, a
+    call that waits for such a page, and the readers of the page, would wait forever, because the call keeps the FUSE
+    connection open. So `close` waits for all calls before the loop ends.
+    """
+
+    def __init__(self, fuse: int) -> None:
+        self._lib = library()
+        self._fuse = fuse
+        self._session = self._lib.fuse_get_session(fuse)
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+
+    def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
+        """Copy memory at `address` into the page cache of an inode."""
+        vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
+        return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
+
+    def invalidate(self, nodeid: int, offset: int, length: int) -> int:
+        """Drop pages of an inode, mapped or not. Length 0: to the end of the file; offset -1: only the attributes."""
+        return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
+
+    def invalidate_path(self, path: str) -> int:
+        """Drop all pages and the attributes of the inode at a path of the mount (`/a/b`)."""
+        return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
+
+    def _tell(self, call: Callable[..., int], *arguments: object) -> int:
+        with self._changed:
+            if self._closed:
+                return -errno.ENOTCONN
+            self._under_way += 1
+        try:
+            return int(call(*arguments))
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Refuse further calls and wait for those in progress, during which requests must still be served."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._under_way)
+
+
+class Session:
+    """One mount, from fuse_new to fuse_destroy. `run` blocks; any other thread may call `stop`."""
+
+    def __init__(self, operations: LlmcacheOperations, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
+        self._lib = library()
+        self._binding = binding()
+        self._operations = operations
+        self._mountpoint = mountpoint
+        self._max_threads = max_threads
+        self._failure: BaseException | None = None
+        self._notifier: Notifier | None = None
+        self._thread = 0
+        self._over = threading.Event()
+        self._alive, self._turn = True, threading.Lock()  # `_turn` prevents the use of `_fuse` after fuse_destroy
+        self._table = self._callbacks()
+        given = [word.partition("=")[2] for option in options for word in option.split(",") if word.startswith("max_read=")]
+        self._max_read = int(given[-1]) if given and given[-1].isdecimal() else 0
+        self._fuse = self._create(options)
+
+    def _callbacks(self) -> ctypes.Structure:
+        """Return struct fuse_operations, which keeps references to the callbacks."""
+        self._lib.fuse_get_context.restype = ctypes.POINTER(self._binding.fuse_context)
+        self._calls = Callbacks(self._operations, self._lib.fuse_get_context, self._request)
+        table: ctypes.Structure = self._binding.fuse_operations()
+        own: dict[str, Callable[..., int | None]] = {"init": self._initialise, "destroy": self._destroy}
+        for name, prototype in ((field[0], field[1]) for field in table._fields_):
+            function = own.get(name) or self._calls.guarded(name)
+            if function is not None:
+                setattr(table, name, prototype(function))
+        return table
+
+    def _request(self) -> int:
+        """Return the unique number of the request that this thread is processing; 0 if unknown."""
+        context_end = ctypes.addressof(self._lib.fuse_get_context().contents) + ctypes.sizeof(self._binding.fuse_context)
+        request = ctypes.c_void_p.from_address(context_end).value
+        if not request:
+            return 0
+        session, number = (ctypes.c_uint64 * 2).from_address(request)
+        return int(number) if session == self._lib.fuse_get_session(self._fuse) else 0
+
+    def _create(self, options: Sequence[str]) -> int:
+        words = [b"llmcachefs"] + [word for option in options for word in (b"-o", os.fsencode(option))]
+        values = (ctypes.c_char_p * (len(words) + 1))(*words, None)
+        arguments = _Arguments(len(words), ctypes.cast(values, ctypes.c_void_p).value, 0)
+        table = self._table
+        fuse = _new(self._lib)(ctypes.byref(arguments), ctypes.byref(table), ctypes.sizeof(table), None)
+        self._lib.fuse_opt_free_args(ctypes.byref(arguments))
+        if not fuse:
+            raise MountProblem(f"libfuse does not accept the mount options {','.join(options)}", "see `man mount.fuse3`")
+        return int(fuse)
+
+    def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
+        """FUSE_INIT: configure the session and start the operations. A failure ends the loop, and `run` raises it."""
+        try:
+            self._configure(conn.contents, config.contents)
+            self._notifier = Notifier(self._fuse)
+            self._operations.init(self._notifier)
+        except BaseException as error:  # noqa: BLE001 - run() raises it; libfuse has no way to report it
+            self._failure = error
+            self._lib.fuse_exit(self._fuse)
+
+    def _configure(self, conn: ctypes.Structure, config: ctypes.Structure) -> None:
+        conn.want = (conn.want | (conn.capable & _ASYNC_READ)) & ~_UNWANTED
+        conn.want |= conn.capable & (_POSIX_ACL | _DONT_MASK)
+        conn.max_background, conn.congestion_threshold = 64, 48
+        conn.max_read = self._max_read  # libfuse ends the session unless it is set both here and as an option
+        config.entry_timeout = 1.0
+        # The kernel requests size and times at every open and stat (default_permissions checks refresh them), so a file
+        # that was changed behind the mount is never opened with the old size. Reads and page faults do not request them.
+        config.attr_timeout = 0.0
+        config.negative_timeout = 0.0
+        config.readdir_ino = 1
+        config.nullpath_ok = 1
+
+    def _destroy(self, _private: int | None) -> None:
+        self._operations.destroy()
+
+    def run(self) -> None:
+        """Mount, serve until unmounted or stopped, unmount. Raises MountProblem if the mount fails."""
+        try:
+            if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
+                hint = "MOUNT must be a directory of your own, and /dev/fuse must be open to you"
+                raise MountProblem(f"cannot mount on {self._mountpoint}", None if os.geteuid() == 0 else hint)
+            self._thread = threading.get_ident()
+            try:
+                code = self._loop()
+            finally:
+                self._over.set()
+                self._lib.fuse_unmount(self._fuse)
+        finally:
+            self._over.set()
+            with self._turn:
+                self._alive = False
+            self._lib.fuse_destroy(self._fuse)
+        if self._failure is not None:
+            raise self._failure
+        if code < 0:
+            raise MountProblem(f"serving {self._mountpoint} failed: {os.strerror(-code)}")
+
+    def _loop(self) -> int:
+        lib = self._lib
+        create = getattr(lib, "fuse_loop_cfg_create", None)
+        if create is None:
+            old = _OldLoopConfig(0, self._max_threads)
+            return int(lib.fuse_loop_mt(self._fuse, ctypes.byref(old)))
+        create.restype = ctypes.c_void_p
+        loop = ctypes.c_void_p(create())
+        lib.fuse_loop_cfg_set_max_threads(loop, ctypes.c_uint(self._max_threads))
+        lib.fuse_loop_cfg_set_idle_threads(loop, ctypes.c_uint(self._max_threads))
+        try:
+            return int(lib.fuse_loop_mt(self._fuse, loop))
+        finally:
+            lib.fuse_loop_cfg_destroy(loop)
+
+    def stop(self) -> None:
+        """End `run` after the requests in progress, and detach the mount. Returns when the loop has ended.
+
+        libfuse's loop waits on a semaphore that only a signal interrupts. A signal sent before the wait is lost, hence the
+        repetition.
+        """
+        if self._notifier is not None:
+            self._notifier.close()
+        with self._turn:
+            if self._alive:
+                self._lib.fuse_exit(self._fuse)
+        while not self._over.is_set():
+            if self._thread:
+                signal.pthread_kill(self._thread, WAKE_SIGNAL)
+            self._over.wait(0.05)
+
+
+def prepare_process() -> None:
+    """Install the signal handler that `Session.stop` needs. Call it in the main thread, before `run`."""
+    signal.signal(WAKE_SIGNAL, lambda _number, _frame: None)  # without SA_RESTART: interrupts the semaphore

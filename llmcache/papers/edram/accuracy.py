@@ -1,0 +1,272 @@
+"""The effect of eviction and lost bits on a model's answers: the paper's experiments with any model that `decoder` supports.
+
+Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Differs from the
+paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, because its uniform
+intervals have the power of 2DRP while its text claims equal failure rates: `iso-power` and `iso-failure`.
+
+Answers are measured on a real model; losses are modelled. All variants get the same questions and seeds, and the random
+numbers of a bit are the same in all, so that bits lost at a low rate are also lost at a higher one. Differences between
+variants are therefore paired, with a standard error over sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llmcache.arrays import Doubles, Flags
+from llmcache.kv.tasks import Questions
+from llmcache.papers.edram.aerp import AerpSettings
+from llmcache.papers.edram.constants import TABLE4_INTERVALS
+from llmcache.papers.edram.decoder import Decoder
+from llmcache.papers.edram.flips import CellSettings, FlipRates, Format, iso_failure, iso_power, one_sided, parse_flips
+from llmcache.papers.edram.refresh import EdramRun, RunRecorder
+from llmcache.papers.edram.retention import RetentionCurve
+from llmcache.units import format_duration
+
+
+@dataclass(frozen=True)
+class CacheVariant:
+    """One cache to compare: its eviction settings, and how its cells store and lose bits. The seed is set per sequence."""
+
+    name: str
+    settings: AerpSettings
+    cells: CellSettings
+
+
+@dataclass(frozen=True)
+class VariantAnswers:
+    """Answers with one variant [sequences, questions]: whether they are right, and the loss of the right answer in nats.
+
+    `stored_bytes` [sequences]: bytes in eDRAM at the end; `lost_bits` [sequences]: number of them that read wrongly.
+    """
+
+    right: Flags
+    loss: Doubles
+    stored_bytes: Doubles
+    lost_bits: Doubles
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over sequences, and its standard error (nan for a single sequence)."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, by_sequence: Doubles) -> Estimate:
+        """Return the estimate from one number per sequence."""
+        count = len(by_sequence)
+        error = float(by_sequence.std(ddof=1) / np.sqrt(count)) if count > 1 else float("nan")
+        return cls(float(by_sequence.mean()), error)
+
+
+def accuracy(outcome: VariantAnswers) -> Estimate:
+    """Return the share of right answers."""
+    return Estimate.of(outcome.right.mean(axis=1))
+
+
+def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
+    """Return the increase of the loss over `baseline`, in nats, paired by sequence."""
+    return Estimate.of((outcome.loss - baseline.loss).mean(axis=1))
+
+
+def evaluate(
+    decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], tell: Callable[[str], None] = lambda _: None
+) -> dict[str, VariantAnswers]:
+    """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
+
+    After each question the model gets the right answer. `tell` is called with a line of progress after each sequence.
+    """
+    shape = asked.asked.shape
+    found = {
+        variant.name: VariantAnswers(np.zeros(shape, np.bool_), np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0]))
+        for variant in variants
+    }
+    for sequence, ids in enumerate(asked.ids):
+        prompt, _ = decoder.prompt(ids)
+        pairs = list(zip(asked.asked[sequence].tolist(), asked.answers[sequence].tolist(), strict=True))
+        for variant in variants:
+            cache = decoder.cache(prompt, variant.settings, replace(variant.cells, seed=sequence))
+            outcome = found[variant.name]
+            for place, (question, answer) in enumerate(pairs):
+                logits = decoder.step(question, cache).astype(np.float64)
+                outcome.right[sequence, place] = logits.argmax() == answer
+                outcome.loss[sequence, place] = _loss(logits, answer)
+                decoder.step(answer, cache)
+            outcome.stored_bytes[sequence] = sum(layer.stored_bytes for layer in cache)
+            outcome.lost_bits[sequence] = sum(layer.lost_bits for layer in cache)
+        tell(f"{sequence + 1} of {len(asked.ids)} sequences")
+    return found
+
+
+def _loss(logits: Doubles, answer: int) -> float:
+    """Return the cross entropy in nats."""
+    largest = logits.max()
+    return float(np.log(np.exp(logits - largest).sum()) + largest - logits[answer])
+
+
+SCHEMA = "llmcache.edram-accuracy/1"
+BUDGETS = (512, 256, 128, 64)
+RATES = (1e-4, 1e-3, 1e-2)
+SIDED_RATE = 3e-2
+BASELINE = "all tokens, no losses"
+SINKS, WINDOW = 4, 32
+
+
+@dataclass(frozen=True)
+class AccuracySetup:
+    """The common settings of all variants: the longest text, the format of vectors, the retention curve."""
+
+    tokens: int
+    format: Format
+    curve: RetentionCurve
+
+    @property
+    def everything(self) -> AerpSettings:
+        """Settings with a budget that evicts nothing."""
+        return AerpSettings(self.tokens, SINKS, WINDOW)
+
+    def baseline(self) -> CacheVariant:
+        """Return the variant without eviction and losses, with which the others are compared."""
+        return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
+
+    def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
+        """Return a variant that evicts nothing and loses bits at `rates`."""
+        return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
+
+
+def budgets(setup: AccuracySetup) -> list[CacheVariant]:
+    """Return AEP at each budget N', and the same budget spent only on sinks and the last tokens (table 3)."""
+    cells = CellSettings(setup.format)
+    found = []
+    for size in BUDGETS:
+        found.append(CacheVariant(f"N'={size}", AerpSettings(size, SINKS, WINDOW), cells))
+        found.append(CacheVariant(f"N'={size}, recent only", AerpSettings(size, SINKS, size), cells))
+    return found
+
+
+def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
+    """Return one rate for all bits, in both formats, int16 and fp16 (figure 8a)."""
+    formats: tuple[Format, ...] = ("int16", "fp16")
+    return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
+
+
+def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
+    """Return losses in one half of the bits (figure 8c), and in one group of tokens (figure 8b).
+
+    A token that changes its group gets the losses of its current group, because the experiment measures the effect of wrong
+    values in such tokens, and not the state that a refresh controller would leave.
+    """
+    sides = {side: one_sided(side, SIDED_RATE) for side in ("msb", "lsb", "hst", "lst")}
+    return [setup.losing(f"{side} {SIDED_RATE:g}", rates, sticky=False) for side, rates in sides.items()]
+
+
+def intervals(setup: AccuracySetup) -> list[CacheVariant]:
+    """Return the columns of table 4: 2DRP, the uniform interval of equal power, and the uniform rate of equal failures."""
+    found = []
+    for printed, groups in TABLE4_INTERVALS.items():
+        name = f"{printed // 1000} us"
+        found += [
+            setup.losing(f"{name}: 2DRP", FlipRates.of_intervals(groups, setup.curve)),
+            setup.losing(f"{name}: uniform, iso-power", iso_power(groups, setup.curve)),
+            setup.losing(f"{name}: uniform, iso-failure", iso_failure(groups, setup.curve)),
+        ]
+    return found
+
+
+EXPERIMENTS: dict[str, Callable[[AccuracySetup], list[CacheVariant]]] = {
+    "budgets": budgets,
+    "uniform": uniform_losses,
+    "sided": sided_losses,
+    "intervals": intervals,
+}
+"""Experiments by name: table 3, figure 8a, figures 8b and 8c, table 4."""
+
+
+def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
+    """Return a variant for each text in `flips` (see `parse_flips`)."""
+    return [setup.losing(text, parse_flips(text, setup.curve)) for text in flips]
+
+
+@dataclass(frozen=True)
+class VariantAccuracy:
+    """One variant of an experiment: measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
+
+    experiment: str
+    variant: str
+    accuracy: Estimate
+    harm: Estimate
+    rates: FlipRates
+    stored_bytes: float
+    lost_bits: float
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """The results of a run. Accuracy is measured on this model and task; losses of bits are modelled."""
+
+    sequences: int
+    questions: int
+    tokens: int
+    format: str
+    baseline: Estimate
+    rows: tuple[VariantAccuracy, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data of `SCHEMA`."""
+        rows = [asdict(row) for row in self.rows]
+        for row in rows:
+            row["harm_nats"] = row.pop("harm")
+        named = {name: getattr(self, name) for name in ("sequences", "questions", "tokens", "format")}
+        labels = {"accuracy": "measured", "losses": "modelled"}
+        return {"schema": SCHEMA, **labels, **named, "baseline": vars(self.baseline), "rows": rows}
+
+
+def run(
+    decoder: Decoder,
+    asked: Questions,
+    setup: AccuracySetup,
+    variants: dict[str, list[CacheVariant]],
+    tell: Callable[[str], None] = lambda _: None,
+) -> Accuracies:
+    """Return the results of all `variants` and of the baseline, from one pass over the sequences."""
+    flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
+    found = evaluate(decoder, asked, flat, tell)
+    base = found[BASELINE]
+    rows = []
+    for experiment, variant in ((name, variant) for name, group in variants.items() for variant in group):
+        outcome, rates = found[variant.name], variant.cells.rates
+        means = float(outcome.stored_bytes.mean()), float(outcome.lost_bits.mean())
+        rows.append(VariantAccuracy(experiment, variant.name, accuracy(outcome), harm(outcome, base), rates, *means))
+    sequences, questions = asked.asked.shape
+    return Accuracies(sequences, questions, setup.tokens, setup.format, accuracy(base), tuple(rows))
+
+
+def record_run(
+    decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
+) -> EdramRun:
+    """Return the rows in eDRAM while the questions are answered, all sequences at the same time, one step per token.
+
+    Rows are recorded in the groups in which they are read; all vectors have 16 bits. `step_ns`: duration of a step on the
+    *modelled* accelerator; None: the reader of the run chooses it.
+    """
+    prompts = [decoder.prompt(ids)[0] for ids in asked.ids]
+    caches = [decoder.cache(prompt, settings, replace(cells, seed=place)) for place, prompt in enumerate(prompts)]
+    recorder = RunRecorder(2 * decoder.shape.head_dim, decoder.shape.channels)
+    tokens = np.stack([asked.asked, asked.answers], axis=2).reshape(len(caches), -1)
+    for step in tokens.T:
+        for sequence, (token, cache) in enumerate(zip(step.tolist(), caches, strict=True)):
+            for number, layer in enumerate(cache):
+                hst = layer.high_scores()
+                recorder.observe((sequence, number), "kv", np.where(layer.in_kv, layer.slots.positions, -1), hst)
+                recorder.observe((sequence, number), "x", layer.inputs.positions, layer.x_high_scores(hst))
+            decoder.step(token, cache)
+        recorder.end_step(step_ns)
+    clock = "unknown" if step_ns is None else f"modelled: {format_duration(step_ns)} per step"
+    title = f"AERP, {len(caches)} texts of {asked.ids.shape[1]} tokens"
+    return recorder.finish(title, clock, {"policy": "aerp", **asdict(settings), "format": cells.format})

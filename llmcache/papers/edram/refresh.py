@@ -1,0 +1,503 @@
+"""Refresh accounting: the rows that a run keeps in eDRAM, and the cost of refreshing them by group. All costs are modelled.
+
+A recorded run, `llmcache.edram-run/1`, lists the rows in eDRAM during each step of a decode, on a modelled clock:
+
+    {"schema": "llmcache.edram-run/1", "title": text, "clock": text (the source of the durations; never wall time),
+     "pair_bytes": n (one half, MSB or LSB, of a key and a value of one head), "x_bytes": n (one half of an x row; 0: none),
+     "settings": {any}, "steps": {column: [a number per step]}, "lives": null or [{kind, begin, path, count}]}
+
+Columns of steps: duration_ns (null instead of the list: the reader of the file chooses it) and, for kv (pairs of a key and a
+value of a head) and x: high_kv, low_kv, appended_kv, evicted_kv, promoted_kv, high_x and so on. A path is [[true for high,
+step at which that ends], ...]. Rows written by the prompt exist from step 0 on.
+
+A row of the account is one half (bits 15 to 8, or 7 to 0) of one key, value or x vector; its energy is its share of a pass
+over the array. Rules of counting (`RULES`):
+- ticks: one counter per group, as section 5.1 describes the controller; each tick refreshes all rows of the group.
+- expected: the same with unknown phases of the counters: lifetime divided by interval.
+- floor: every row has its own timer, started by its write; exact for a controller that records the times of writes.
+- ceil: an upper bound of floor, which counts at least one refresh for each stretch in a group.
+
+A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a
+demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the
+paper, which states none of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcache.arrays import Doubles, Flags, Int64s
+from llmcache.errors import DataError, MissingRequirement, UsageError
+from llmcache.files import replacing
+from llmcache.papers.edram.constants import GROUPS, RefreshIntervals
+
+NONE = -1
+KINDS = ("kv", "x")
+
+
+@dataclass(frozen=True)
+class Life:
+    """`count` equal rows of a `kind` ("kv": a key and a value of one head; "x") that exist from step `begin` on.
+
+    `path`: for each stretch, whether the score is high, and the step at which it ends; the row ends with the last one.
+    """
+
+    kind: str
+    begin: int
+    path: tuple[tuple[bool, int], ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Rows of one kind in one step: with high and low score, new, removed, and promoted from low to high."""
+
+    high: int = 0
+    low: int = 0
+    appended: int = 0
+    evicted: int = 0
+    promoted: int = 0
+
+    def __add__(self, other: Flow) -> Flow:
+        mine, theirs = vars(self), vars(other)
+        return Flow(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass
+class Tracker:
+    """Follows the rows in one array of places (a layer's slots, or its x rows) from step to step."""
+
+    kind: str
+    lives: Counter[Life]
+    _ids: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
+    _high: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
+    _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
+
+    def observe(self, step: int, ids: Int64s, high: Flags) -> Flow:
+        """Return the changes in `step`. `ids` identify the rows in the places (-1: free); `high`: their groups."""
+        ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
+        grown = len(ids) - len(self._ids)
+        if grown < 0:
+            raise ValueError(
+                f"ids: must have at least the {len(self._ids)} places of the last step (-1 if free), not {len(ids)}"
+            )
+        before = np.pad(self._ids, (0, grown), constant_values=NONE)
+        was_high = np.pad(self._high, (0, grown))
+        new, gone = (ids != before) & (ids != NONE), (ids != before) & (before != NONE)
+        moved = (ids == before) & (ids != NONE) & (high != was_high)
+        for place in np.nonzero(gone)[0].tolist():
+            self._end(place, step, bool(was_high[place]))
+        for place in np.nonzero(new)[0].tolist():
+            self._begins[place] = (step, [])
+        for place in np.nonzero(moved)[0].tolist():
+            self._begins[place][1].append((bool(was_high[place]), step))
+        self._ids, self._high = ids, high
+        living = ids != NONE
+        counts = (living & high, living & ~high, new, gone, moved & high)
+        return Flow(*(int(flags.sum()) for flags in counts))
+
+    def _end(self, place: int, step: int, high: bool) -> None:
+        begin, path = self._begins.pop(place)
+        self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
+
+    def close(self, step: int) -> None:
+        """End all lives before `step`."""
+        for place in list(self._begins):
+            self._end(place, step, bool(self._high[place]))
+
+
+SCHEMA = "llmcache.edram-run/1"
+FLOWS = tuple(name.name for name in fields(Flow))
+COLUMNS = tuple(f"{flow}_{kind}" for kind in KINDS for flow in FLOWS)
+_HINT = "record a run with: llmcache kv bench --policy kelle --edram-run FILE"
+_LARGEST = 1 << 53
+
+
+@dataclass(frozen=True)
+class EdramRun:
+    """The rows of a run in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] are modelled, None if unknown.
+
+    `pair_bytes`, `x_bytes`: of one half of the bits. `lives`: None if single rows were not recorded.
+    """
+
+    pair_bytes: int
+    x_bytes: int
+    flows: dict[str, tuple[Flow, ...]]
+    durations_ns: tuple[float, ...] | None = None
+    lives: tuple[Life, ...] | None = None
+    title: str = ""
+    clock: str = "modelled"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The number of recorded steps."""
+        return len(self.flows["kv"])
+
+    def half_bytes(self, kind: str) -> int:
+        """Return the bytes of one half (MSB or LSB) of a row of `kind`."""
+        return self.pair_bytes if kind == "kv" else self.x_bytes
+
+    def column(self, kind: str, flow: str) -> Doubles:
+        """Return one number of `Flow` for every step."""
+        return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
+
+    def with_step(self, step_ns: float, clock: str) -> EdramRun:
+        """Return the run with steps of `step_ns`; `clock` explains the duration."""
+        if not 0 < step_ns < _LARGEST:
+            raise UsageError(f"step_ns: must be more than 0, not {step_ns:g}")
+        return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data of `SCHEMA`."""
+        steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
+        for kind in KINDS:
+            steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
+        lives = None if self.lives is None else [{**vars(life), "path": list(map(list, life.path))} for life in self.lives]
+        named = {name: getattr(self, name) for name in ("title", "clock", "pair_bytes", "x_bytes", "settings")}
+        return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
+
+    def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Write the run to `path`; UsageError if it exists without `force`, MissingRequirement if it cannot be written."""
+        target = Path(path)
+        if target.exists() and not force:
+            raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
+        try:
+            with replacing(target, 0o666) as stream:
+                stream.write(json.dumps(self.to_json(), separators=(",", ":")).encode())
+        except OSError as error:
+            raise MissingRequirement(f"run: '{target}' cannot be written: {error.strerror}") from error
+
+
+def read_run(path: str | os.PathLike[str]) -> EdramRun:
+    """Return the recorded run in the file `path`; UsageError if it cannot be read, DataError naming invalid content."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"run: '{os.fspath(path)}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"run: '{os.fspath(path)}' is not JSON: {error}", _HINT) from error
+    return parse_run(data)
+
+
+def parse_run(data: Any) -> EdramRun:
+    """Return the run in `data` of `SCHEMA`; DataError naming a missing or invalid field."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise DataError(f"schema: must be '{SCHEMA}', not {found!r}", _HINT)
+    steps = _field(data, "steps", dict)
+    columns = {name: [_whole(n, f"steps.{name}", 0) for n in _field(steps, name, list)] for name in COLUMNS}
+    count = len(columns[COLUMNS[0]])
+    for name, column in columns.items():
+        if len(column) != count:
+            raise DataError(f"steps.{name}: has {len(column)} steps, but {COLUMNS[0]} has {count}", _HINT)
+    flows = {kind: tuple(Flow(*row) for row in zip(*(columns[f"{f}_{kind}"] for f in FLOWS), strict=True)) for kind in KINDS}
+    run = EdramRun(
+        pair_bytes=_whole(_field(data, "pair_bytes", int), "pair_bytes", 1),
+        x_bytes=_whole(_field(data, "x_bytes", int), "x_bytes", 0),
+        flows=flows,
+        durations_ns=_durations(steps, count),
+        lives=_lives(data.get("lives"), count),
+        title=_field(data, "title", str),
+        clock=_field(data, "clock", str),
+        settings=_field(data, "settings", dict),
+    )
+    _check(run)
+    return run
+
+
+def _check(run: EdramRun) -> None:
+    """Raise DataError unless the rows of each step are those of the step before, plus new ones, minus removed ones."""
+    for kind in KINDS:
+        before = 0
+        for step, flow in enumerate(run.flows[kind]):
+            living = flow.high + flow.low
+            if living != before + flow.appended - flow.evicted or flow.promoted > flow.high:
+                raise DataError(
+                    f"steps.high_{kind}: the {living} rows of step {step} contradict its appended and evicted rows", _HINT
+                )
+            before = living
+        if any(flow.high + flow.low for flow in run.flows[kind]) and not run.half_bytes(kind):
+            raise DataError(f"{kind}_bytes: must be more than 0, because the run has rows of {kind}", _HINT)
+        if run.lives is not None:
+            _check_lives(run, kind, run.lives)
+
+
+def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
+    """Raise DataError unless the lives agree with the rows of each group in each step."""
+    changes = np.zeros((2, run.steps + 1), np.int64)
+    for life in lives:
+        begin = life.begin
+        for high, end in life.path if life.kind == kind else ():
+            changes[int(high), begin] += life.count
+            changes[int(high), end] -= life.count
+            begin = end
+    for group, rows in zip(("low", "high"), np.cumsum(changes, axis=1)[:, :-1], strict=True):
+        unlike = np.nonzero(rows != run.column(kind, group))[0]
+        if len(unlike):
+            raise DataError(
+                f"lives: {rows[unlike[0]]} rows of {kind} in step {unlike[0]}, but steps.{group}_{kind} differs", _HINT
+            )
+
+
+def _field(data: dict[str, Any], name: str, kind: type) -> Any:
+    value = data.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        found = "missing" if name not in data else f"must be a {kind.__name__}, not {repr(value)[:40]}"
+        raise DataError(f"{name}: {found}", _HINT)
+    return value
+
+
+def _whole(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LARGEST:
+        raise DataError(f"{name}: must be a whole number of at least {least}, not {value!r}", _HINT)
+    return value
+
+
+def _durations(steps: dict[str, Any], count: int) -> tuple[float, ...] | None:
+    if steps.get("duration_ns", 0) is None:
+        return None
+    values = _field(steps, "duration_ns", list)
+    if len(values) != count:
+        raise DataError(f"steps.duration_ns: has {len(values)} steps, but {COLUMNS[0]} has {count}", _HINT)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
+            raise DataError(f"steps.duration_ns: must be more than 0, not {value!r}", _HINT)
+    return tuple(map(float, values))
+
+
+def _lives(data: Any, steps: int) -> tuple[Life, ...] | None:
+    if data is None:
+        return None
+    if not isinstance(data, list):
+        raise DataError(f"lives: must be a list or null, not {type(data).__name__}", _HINT)
+    return tuple(_life(entry, steps) for entry in data)
+
+
+def _life(entry: Any, steps: int) -> Life:
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        raise DataError(f"lives: kind must be one of {', '.join(KINDS)}, in {repr(entry)[:60]}", _HINT)
+    begin, count = _whole(entry.get("begin"), "lives.begin", 0), _whole(entry.get("count"), "lives.count", 1)
+    path = entry.get("path")
+    if not isinstance(path, list) or not path or not all(isinstance(part, list) and len(part) == 2 for part in path):
+        raise DataError(f"lives.path: must be pairs of a group and a step, not {repr(path)[:60]}", _HINT)
+    ends = [begin, *(_whole(end, "lives.path", 0) for _, end in path)]
+    ascending = all(early < late for early, late in itertools.pairwise(ends))
+    if not all(isinstance(high, bool) for high, _ in path) or not ascending or ends[-1] > steps:
+        raise DataError(
+            f"lives.path: must be pairs of a bool and ascending steps up to {steps}, not {repr(path)[:60]}", _HINT
+        )
+    return Life(entry["kind"], begin, tuple((high, end) for high, end in path), count)
+
+
+class RunRecorder:
+    """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, and of an x row.
+
+    Rows are followed one by one, which takes about 100 bytes per row ever written.
+    """
+
+    def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
+        if pair_bytes < 1 or x_bytes < 0:
+            raise ValueError(f"pair_bytes, x_bytes: must be at least 1 and 0, not {pair_bytes} and {x_bytes}")
+        self.pair_bytes, self.x_bytes = pair_bytes, x_bytes
+        self._lives: Counter[Life] = Counter()
+        self._trackers: dict[tuple[Hashable, str], Tracker] = {}
+        self._now = dict.fromkeys(KINDS, Flow())
+        self._flows: dict[str, list[Flow]] = {kind: [] for kind in KINDS}
+        self._durations: list[float] = []
+
+    def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
+        """Record the rows in one array of places (a layer of a sequence) in the current step; call it once per step.
+
+        `ids` identify the rows in the places, for example their positions (-1: free); `high`: which are high-score tokens.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not '{kind}'")
+        tracker = self._trackers.setdefault((layer, kind), Tracker(kind, self._lives))
+        self._now[kind] += tracker.observe(len(self._flows[kind]), ids, high)
+
+    def end_step(self, duration_ns: float | None = None) -> None:
+        """End the current step; it takes `duration_ns` on the modelled clock, None in all steps if unknown."""
+        timed = len(self._durations) if duration_ns is None else len(self._flows["kv"]) - len(self._durations)
+        if timed:
+            raise ValueError("duration_ns: must be given for all steps or for none")
+        if duration_ns is not None:
+            if not duration_ns > 0:
+                raise ValueError(f"duration_ns: must be more than 0, not {duration_ns}")
+            self._durations.append(float(duration_ns))
+        for kind in KINDS:
+            self._flows[kind].append(self._now[kind])
+        self._now = dict.fromkeys(KINDS, Flow())
+
+    def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
+        """End the recording and return the run."""
+        for tracker in self._trackers.values():
+            tracker.close(len(self._flows["kv"]))
+        flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
+        lives = tuple(replace(life, count=count) for life, count in self._lives.items())
+        durations = tuple(self._durations) or None
+        return EdramRun(self.pair_bytes, self.x_bytes, flows, durations, lives, title, clock, settings or {})
+
+
+RULES = ("ticks", "expected", "floor", "ceil")
+_VECTORS = {"kv": 2, "x": 1}
+
+
+@dataclass(frozen=True)
+class GroupAccount:
+    """One group: mean number of rows, refreshes of rows (`promotions` of them immediate), bytes and joules, modelled.
+
+    `row_seconds`: the sum of the lifetimes of its rows.
+    """
+
+    group: str
+    interval_ns: float
+    mean_rows: float
+    row_seconds: float
+    refreshes: float
+    promotions: float
+    refreshed_bytes: float
+    joules: float
+
+
+@dataclass(frozen=True)
+class RefreshAccount:
+    """Refreshes of a run by group (in the order of `GROUPS`), modelled. `joules` is summed over steps, not over groups."""
+
+    rule: str
+    clock: str
+    seconds: float
+    groups: tuple[GroupAccount, ...]
+    joules: float
+    pinned_share: float
+
+    @property
+    def watts(self) -> float:
+        """The mean power of refreshing."""
+        return self.joules / self.seconds
+
+    @property
+    def mean_interval_ns(self) -> float:
+        """The lifetime of all rows divided by their refreshes; for equal groups it tends to the harmonic mean of the
+        intervals.
+        """
+        refreshes = sum(group.refreshes for group in self.groups)
+        return 1e9 * sum(group.row_seconds for group in self.groups) / refreshes if refreshes else float("inf")
+
+
+def account(
+    run: EdramRun,
+    intervals: RefreshIntervals,
+    joules_per_byte: float,
+    *,
+    rule: str = "ticks",
+    capacity_bytes: float | None = None,
+) -> RefreshAccount:
+    """Return the cost of refreshing `run` at `intervals`, by one of `RULES`.
+
+    `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: size of the eDRAM (None:
+    unlimited). If the rows are larger, a share of that size is pinned, and the rest streams through, too briefly to be
+    refreshed. DataError if the run has no durations, or no lives where the rule needs them; UsageError if the rule does not
+    support a capacity.
+    """
+    if rule not in RULES:
+        raise UsageError(f"rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
+    if run.durations_ns is None or not run.steps:
+        raise DataError("steps.duration_ns: the run has no duration of its steps", "specify it, for example --step 20ms")
+    durations, each_ns = np.array(run.durations_ns), np.array(intervals.in_order())
+    times = np.concatenate([[0.0], np.cumsum(durations)])
+    rows, size, raised, raised_size = _loads(run)
+    if rule in ("floor", "ceil"):
+        if capacity_bytes is not None:
+            raise UsageError(f"rule: '{rule}' counts single rows, and cannot pin a share of them", "use ticks or expected")
+        share = np.ones(run.steps)
+        counted, joules = _by_row(run, times.tolist(), intervals.in_order(), joules_per_byte, rule)
+    else:
+        share = _pinned(size.sum(axis=0), capacity_bytes)
+        ticks = times / each_ns[:, None]
+        counts = np.diff(np.floor(ticks) if rule == "ticks" else ticks, axis=1)
+        refreshed = share * (counts * size + raised_size)
+        counted = np.stack([share * (counts * rows + raised), share * raised, refreshed]).sum(axis=2)
+        joules = float((refreshed.sum(axis=0) * joules_per_byte).sum())
+    seconds = float(durations.sum()) / 1e9
+    row_seconds = (share * rows * durations).sum(axis=1) / 1e9
+    groups = []
+    for place, (group, interval) in enumerate(zip(GROUPS, intervals.in_order(), strict=True)):
+        time, (refreshes, promotions, bytes_) = float(row_seconds[place]), counted[:, place].tolist()
+        joules_ = bytes_ * joules_per_byte
+        groups.append(GroupAccount(group, interval, time / seconds, time, refreshes, promotions, bytes_, joules_))
+    living = float((size * durations).sum())
+    pinned = float((share * size * durations).sum()) / living if living else 1.0
+    return RefreshAccount(rule, run.clock, seconds, tuple(groups), joules, pinned)
+
+
+def _loads(run: EdramRun) -> Doubles:
+    """Return the rows and bytes that exist, and those that are promoted, in each group and step [4, groups, steps].
+
+    Pairs (a key and a value) and x rows are added; both halves of a vector are in groups of the same score.
+    """
+    loads = np.zeros((2, 2, len(GROUPS), run.steps))
+    for kind in KINDS:
+        high, low, promoted = (run.column(kind, flow) for flow in ("high", "low", "promoted"))
+        none = np.zeros_like(promoted)
+        of_kind = np.stack([[high, high, low, low], [promoted, promoted, none, none]])
+        loads[:, 0] += _VECTORS[kind] * of_kind
+        loads[:, 1] += run.half_bytes(kind) * of_kind
+    return loads.reshape(4, len(GROUPS), run.steps)
+
+
+def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
+    """Return the share of the `living` bytes that is pinned in each step."""
+    if capacity_bytes is None:
+        return np.ones(len(living))
+    if capacity_bytes <= 0:
+        raise UsageError(f"capacity_bytes: must be more than 0, not {capacity_bytes:g}")
+    share: Doubles = np.minimum(1.0, capacity_bytes / np.maximum(living, 1))
+    return share
+
+
+def _by_row(
+    run: EdramRun, times: list[float], intervals: tuple[float, ...], joules_per_byte: float, rule: str
+) -> tuple[Doubles, float]:
+    """Return refreshes, promotions and refreshed bytes [3, groups], and the joules of all rows."""
+    if run.lives is None:
+        raise DataError("lives: the run did not record single rows", "use the rule ticks or expected")
+    counted, joules = np.zeros((3, len(GROUPS))), 0.0
+    for life in run.lives:
+        refreshes, promotions = _refreshes(life, times, intervals, rule)
+        rows, size = life.count * _VECTORS[life.kind], life.count * run.half_bytes(life.kind)
+        counted += np.stack([rows * refreshes, rows * promotions, size * refreshes])
+        joules += size * float(refreshes.sum()) * joules_per_byte
+    return counted, joules
+
+
+def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Doubles, Doubles]:
+    """Return the refreshes of one row of `life` in each group [4], and the number of promotions among them."""
+    counts, promotions = np.zeros(4), np.zeros(4)
+    for half in (0, 1):
+        last = begin = times[life.begin]
+        was_high = True
+        for high, end in life.path:
+            place = half if high else 2 + half
+            if high and not was_high:
+                counts[place] += 1
+                promotions[place] += 1
+                last = begin
+            if rule == "floor":
+                ticks = max(0, floor((times[end] - last) / intervals[place]))
+                last += ticks * intervals[place]
+            else:
+                ticks = ceil((times[end] - begin) / intervals[place])
+            counts[place] += ticks
+            begin, was_high = times[end], high
+    return counts, promotions
