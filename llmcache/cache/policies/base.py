@@ -7,9 +7,10 @@ bypass), every block takes one place, reads and writes are both references. On a
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,22 +26,16 @@ from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _forget_stale(folder: Path) -> None:
-    """Remove cached compilations that are older than a source file in the same directory.
-
-    A compiled loop contains the functions that it calls, but numba only compares the date of the file that contains the
-    loop.
-    """
-    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
-    for index in folder.glob("__pycache__/*.nbi"):
-        # removed already, or owned by another user, so that this user cannot change the sources either
-        with suppress(OSError):
-            if index.stat().st_mtime < newest:
-                index.unlink()
+_SHARED = ("base.py", "structures.py", "../loops.py")
+"""Sources of functions and constants that numba compiles into the kernels of other files."""
 
 
-_forget_stale(Path(__file__).parent)
-_forget_stale(Path(__file__).parent.parent)
+def _version_of(names: Sequence[str]) -> str:
+    contents = (Path(__file__).parent.joinpath(name).read_bytes() for name in names)
+    return hashlib.blake2b(b"".join(contents), digest_size=6).hexdigest()
+
+
+_VERSION = _version_of(_SHARED)
 
 
 def kernel(function: F, **options: bool) -> F:
@@ -48,6 +43,8 @@ def kernel(function: F, **options: bool) -> F:
 
     The cache is next to the source, or in ~/.cache/numba if that is not writable; MissingRequirement if neither is.
     """
+    # numba reuses a cached result while the file of `function` is unchanged, and names it after `__qualname__`.
+    function.__qualname__ += f"-{_VERSION}"
     compiler: Any = numba.njit  # its type annotations lack some options that numba itself uses
     try:
         compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
