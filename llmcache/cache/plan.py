@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import TypeVar
 
-from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.policies import POLICIES
-from llmcache.cache.sizing import PAPER
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import StallMeter
 from llmcache.errors import UsageError
 from llmcache.units import BLOCK_BYTES, format_size, parse_bandwidth, parse_duration, parse_size_with_unit
 
@@ -86,7 +86,7 @@ def plan_of(
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:
         raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
-    bandwidths = PAPER.storage_bandwidths if bw is None else _parsed("--bw", bw, parse_bandwidth)
+    bandwidths = FetchModel.storage_bandwidths if bw is None else _parsed("--bw", bw, parse_bandwidth)
     setup_ns = _named("--setup", setup, parse_duration)
     period_ns = None if t is None else _named("--t", t, parse_duration)
     if period_ns == 0:

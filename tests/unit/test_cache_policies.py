@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmcache.arrays import Int64s
 from llmcache.cache.policies import POLICIES, policy_class
-from llmcache.cache.policies.base import kernel, told_compiling
+from llmcache.cache.policies.base import kernel, report_compiling
 from llmcache.cache.policies.belady import GAPS, why_not_exact
 from llmcache.cache.policies.lfu import LeCaR
 from llmcache.errors import MissingRequirement
@@ -191,7 +191,7 @@ def test_compilation_is_reported_at_start_and_end() -> None:
     part: Callable[[float], float] = numba.njit(lambda value: value + 1)
     whole: Callable[[int], int] = numba.njit(lambda value: 2 * part(value))
     reports: list[bool] = []
-    with told_compiling(reports.append):
+    with report_compiling(reports.append):
         assert whole(1) == whole(2) - 2 == 4
     part(1.0)
     assert reports == [True, False]

@@ -6,19 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.question import ask
 from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
     SizingParameters,
     Storage,
+    ask,
     blocks_needed,
     largest_loop,
     need,
     passes,
 )
 from llmcache.model.moe import MoeBytes, expert_curve
-from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import Habits, misses, ranked
 
 MB = 10**6
@@ -36,7 +35,7 @@ def test_options_override_the_defaults_of_a_device_class() -> None:
     assert phone.storage is not None and phone.storage.bandwidth == 1000 * MB
     assert (watch.caches, watch.hot_bytes) == ((64 * MB,), 4 * MB)
     assert (phone.caches, phone.hot_bytes) == ((256 * MB, 512 * MB), 0)
-    assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
+    assert (PAPER.period_ns, PAPER.hot_bytes) == (10**8, 4 * MB)
     changed = ask(device="phone", bw=2000 * MB, cache=1000 * MB, hot=8 * MB)
     assert (changed.storage, changed.caches, changed.hot_bytes) == (Storage(2000 * MB, "given"), (1000 * MB,), 8 * MB)
     assert ask(device="watch", model="m.gguf").hot_bytes is None

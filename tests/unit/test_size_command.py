@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.question import ask
-from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
+from llmcache.cache.sizing import SECOND_NS, SizingParameters, ask, need, passes
 from llmcache.memory import total_bytes
 from llmcache.model.moe import ModelBytes, MoeBytes
 from llmcache.mount.client import advice

@@ -75,7 +75,7 @@ def lean_kernel(function: F) -> F:
 
 
 @contextmanager
-def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
+def report_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
     """Call `tell(True)` when a compilation begins within the with block, and `tell(False)` when it ends."""
 
     class Depth(Listener):  # type: ignore[misc]  # numba is not typed

@@ -1,15 +1,6 @@
-"""Fetch latency and stalls, modelled from the misses of a replay; no time here is measured.
+"""Stalls of a replay: slices of time in which more blocks miss than storage delivers. *Modelled* by formula (1).
 
-Source: io_caching section 4.1. Host to GPU: 20 GB/s, base latency 2 us, requests of 1 KB. Storage: a setup latency of
-50 us per I/O and a sustained bandwidth, transfers of one 4 KB page.
-
-Each missed page is one I/O, even if misses are adjacent. The paper does not state this, but figure 5 implies it: gains
-are "negligible" beyond 500 MB/s. A page costs 50 us + 4096 / BW, which is 91, 70, 58 and 54 us at 100, 200, 500 and
-1000 MB/s: the setup dominates the last step. If a missed run were one I/O, the setup would be negligible, and every
-doubling of the bandwidth would halve the latency.
-
-Only reads fetch: a written block is replaced whole and reaches neither storage nor the GPU in this model. Writeback of
-dirty blocks is not counted.
+The formula is that of `sizing`, for the misses of each slice of the trace's own time instead of those of a pass.
 """
 
 from __future__ import annotations
@@ -19,34 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Int64s, Uint64s
-from llmcache.cache.sizing import PAPER
-
-NS = 1e-9
-
-
-@dataclass(frozen=True)
-class FetchModel:
-    """Time to fetch blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1."""
-
-    storage_bandwidths: tuple[int, ...] = PAPER.storage_bandwidths  # bytes/s, each above 0; one latency is computed for each
-    setup_ns: int = PAPER.setup_ns
-    gpu_bandwidth: int = PAPER.gpu_bandwidth
-    gpu_setup_ns: int = PAPER.gpu_setup_ns
-    request_bytes: int = PAPER.request_bytes
-    block_bytes: int = PAPER.block_bytes
-
-    def gpu_s(self, blocks: int) -> float:
-        """Return the seconds to copy `blocks` from host memory to the GPU, request by request."""
-        requests = blocks * -(-self.block_bytes // self.request_bytes)
-        return requests * self.gpu_setup_ns * NS + blocks * self.block_bytes / self.gpu_bandwidth
-
-    def storage_s(self, blocks: int, bandwidth: int) -> float:
-        """Return the seconds to read `blocks` from storage of `bandwidth` (bytes/s), one I/O each."""
-        return blocks * (self.setup_ns * NS + self.block_bytes / bandwidth)
-
-    def latency_s(self, read_blocks: int, missed_blocks: int, bandwidth: int) -> float:
-        """Return the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
-        return self.gpu_s(read_blocks) + self.storage_s(missed_blocks, bandwidth)
+from llmcache.cache.sizing import SECOND_NS
+from llmcache.units import BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -103,7 +68,7 @@ class StallMeter:
         self._slices += len(blocks)
         self._worst = max(self._worst, int(blocks.max()))
         for index, bandwidth in enumerate(self._bandwidths):
-            late_s = blocks * (PAPER.block_bytes / bandwidth) - self._period_ns * NS
+            late_s = blocks * (BLOCK_BYTES / bandwidth) - self._period_ns / SECOND_NS
             self._stalled[index] += int(np.count_nonzero(late_s > 0))
             self._stall_s[index] += float(late_s[late_s > 0].sum())
 
@@ -111,6 +76,6 @@ class StallMeter:
         """Return the stalls at each bandwidth; no rows may be added afterward."""
         self._close(np.array([self._blocks], np.int64))
         self._blocks, self._current = 0, -1
-        worst_bytes = self._worst * PAPER.block_bytes
+        worst_bytes = self._worst * BLOCK_BYTES
         each = zip(self._bandwidths, self._stalled, self._stall_s, strict=True)
         return [Stalls(bw, self._slices, stalled, stall_s, worst_bytes) for bw, stalled, stall_s in each]
