@@ -220,7 +220,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         mixtures.note(batch)
         layers.note(batch)
         for run in runs(batch):
-            detector.note(*run)
+            detector.record_run(*run)
     if last is None:
         raise DataError("rows: the trace has no accesses", "record it again, or inspect it with: llmcache info FILE")
     detector.finish()

@@ -1,12 +1,14 @@
 """The detector: classify blocks online as read once, read in a loop, or accessed repeatedly without order.
 
     detector = Detector()
-    detector.note(t_ns, until_ns, file, first, count, accesses, write)      # each run of blocks, O(1)
-    for place in detector.trails[file, write].places(): ...                 # SEQ, LOOP or HOT, with passes and period
+    detector.record_run(t_ns, until_ns, file, first, count, accesses, write)    # each run of blocks, O(1)
+    for place in detector.trails[file, write].places(): ...                     # SEQ, LOOP or HOT, with passes and period
 
-Runs form streams (`streams`), and streams yield walks. Sequential walks count as passes over regions (sweeps), other
-walks as visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited
-are hot; all others were read once. Reads and writes are separate, and so are the phases of a stride.
+`loops.LoopLearner` learns the order of a loop whose extents are known: the files of one model. The detector knows
+nothing in advance: it finds the ranges of blocks that loop, each with its own period, next to ranges that do not.
+Streams (`streams`) yield walks. Sequential walks count as passes over regions (sweeps), other walks as visits of
+scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others
+were read once. Reads and writes are separate, and so are the phases of a stride.
 
 The state per file is bounded: streams, regions and cells, each of at most a kilobyte.
 
@@ -18,7 +20,7 @@ a loop expires.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -105,7 +107,6 @@ class SweepRegion:
 
     @property
     def last(self) -> Moment:
-        """The time of the last access."""
         return max(self.at_first, self.at_end, key=lambda moment: moment.blocks)
 
     def at(self, block: float) -> Moment:
@@ -134,9 +135,8 @@ class SweepRegion:
             intervals=self.intervals.copy(),
         )
 
-    def place(self, ordered: bool = True) -> Place:
-        """Return the region as a place; not `ordered`: random accesses that only look like a walk."""
-        looping = self.passes >= LOOP_PASSES and ordered
+    def place(self) -> Place:
+        looping = self.passes >= LOOP_PASSES
         return Place(
             kind=LOOP if looping else SEQ,
             first=self.first,
@@ -167,7 +167,6 @@ class Sweeps:
         self.limit = limit
 
     def add(self, walk: Walk, is_running: IsRunning) -> None:
-        """Record a sequential walk."""
         begin = bisect_right(self.regions, walk.first, key=lambda region: region.end)
         if begin and self._moves_border(begin, walk, is_running):
             return
@@ -394,7 +393,6 @@ class ScatteredBlocks:
             self._widen()
 
     def forget(self, blocks: int, accesses: int) -> None:
-        """Count blocks that were accessed once and are no longer tracked."""
         self.forgotten_blocks += blocks
         self.forgotten_accesses += accesses
 
@@ -448,9 +446,9 @@ class Trail:
         self.scattered = ScatteredBlocks()
         self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # key: stride, phase, width of the runs
 
-    def note(self, run: BlockRun) -> bool:
-        """Record a run; return True if it only repeats the one before it."""
-        repeated, walks = self.streams.note(run)
+    def record_run(self, run: BlockRun) -> bool:
+        """Return True if the run only repeats the one before it."""
+        repeated, walks = self.streams.record_run(run)
         for walk in walks:
             self._take(walk)
         return repeated
@@ -499,19 +497,13 @@ class Trail:
 
     def places(self) -> Iterator[Place]:
         """Yield regions, then strided regions, then scattered ones, each in block order; they may overlap."""
-        scattered = list(self.scattered.places())
-        ends = [place.end for place in scattered]
-        for region in self.sweeps.regions:
-            near = scattered[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
-            visits = sum(place.accesses * common(place, region) // (place.end - place.first) for place in near)
-            # Among very many accesses without order, some look like a walk.
-            yield region.place(ordered=visits <= region.accesses)
+        yield from (region.place() for region in self.sweeps.regions)
         for (stride, phase, width), sweeps in self.strides.items():
             for region in sweeps.regions:
                 place = region.place()
                 first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
                 yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride)
-        yield from scattered
+        yield from self.scattered.places()
 
 
 class Detector:
@@ -524,7 +516,7 @@ class Detector:
         self.now = Moment(0, 0)
         self.trails: dict[tuple[int, bool], Trail] = {}
 
-    def note(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
+    def record_run(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
         """Record requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
 
         The first request came at `t_ns`, the last at `until_ns`. Times must ascend.
@@ -534,7 +526,7 @@ class Detector:
             trail = self.trails[file, write] = Trail()
         blocks = self.now.blocks
         stop = Moment(until_ns, blocks + count)
-        repeated = trail.note(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
+        repeated = trail.record_run(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
         self.now = Moment(until_ns, blocks) if repeated else stop
 
     def finish(self) -> None:

@@ -238,7 +238,7 @@ _BUCKET = 2 * WINDOW  # blocks: two blocks within a window are in the same bucke
 
 
 class StreamTable:
-    """Assigns every run to a stream; `note` returns the walks that this completes."""
+    """Assigns every run to a stream; `record_run` returns the walks that this completes."""
 
     def __init__(self) -> None:
         self._young: OrderedDict[int, Stream] = OrderedDict()  # least recently used first
@@ -256,7 +256,7 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._young) + len(self._proved)
 
-    def note(self, run: BlockRun) -> tuple[bool, list[Walk]]:
+    def record_run(self, run: BlockRun) -> tuple[bool, list[Walk]]:
         """Return whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
         stream = self._expected(run) or self._far(run.first, run.end)
@@ -269,7 +269,7 @@ class StreamTable:
             repeated = stream.repeats(run.first, run.end)
             self._unfile(stream)
             if self._accessed - stream.left > STILL:  # the stream resumes after a long pause
-                self._note_end(stream)
+                self._record_end(stream)
                 walks += filter(None, [stream.resume(next(self._numbers), run)])
             stream.take(run, at_once=stream is self._latest)
         if stream.due and (walk := stream.test()) is not None:
@@ -365,11 +365,11 @@ class StreamTable:
 
     def _drop(self, stream: Stream, walks: list[Walk]) -> None:
         self._unfile(stream)
-        self._note_end(stream)
+        self._record_end(stream)
         if (walk := stream.end()) is not None:
             walks.append(walk)
 
-    def _note_end(self, stream: Stream) -> None:
+    def _record_end(self, stream: Stream) -> None:
         if stream.sequential:
             self._ended[stream.number] = stream.stop.blocks
             if len(self._ended) > MAX_STREAMS:

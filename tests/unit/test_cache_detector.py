@@ -41,7 +41,7 @@ def detect(accesses: Iterable[Access], file: int = 0, write: bool = False, detec
 
 
 def note(detector: Detector, t_ns: int, file: int, first: int, count: int, write: bool = False) -> None:
-    detector.note(t_ns, t_ns, file, first, count, count, write)
+    detector.record_run(t_ns, t_ns, file, first, count, count, write)
 
 
 def places(detector: Detector, file: int = 0, write: bool = False) -> list[Place]:
