@@ -77,7 +77,6 @@ class Classification:
         return max((last for _, last in self.pieces), default=None)
 
     def row(self) -> dict[str, Any]:
-        """Return the class as a JSON object, in bytes, seconds and blocks."""
         without = () if self.experts is not None else ("experts",)
         return json_of(self, "period_ns", "since_ns", "last_ns", *without, kind="class", size_bytes="bytes") | {
             "first_block": self.first_block,
@@ -136,7 +135,6 @@ class TraceClasses:
 
     @property
     def totals(self) -> ClassTotals:
-        """The sums over all rows."""
         return ClassTotals(
             loop_bytes=_bytes(self.rows, LOOP, READ_OP),
             loop_at_once_bytes=_at_once(row for row in self.rows if (row.kind, row.op) == (LOOP, READ_OP)),
@@ -432,7 +430,6 @@ def _joined(regions: list[Place]) -> list[Place]:
 
 
 def _together(main: Place, one: Place, other: Place) -> Place:
-    """Return both as one place, with the history of `main`."""
     return replace(
         main,
         first=one.first,

@@ -108,7 +108,6 @@ def _checked_threads(client: Any) -> int:
 
 
 def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress: Progress | None) -> list[Simulation]:
-    """Return the results of the tasks, in their order; raise the error of the first failure."""
     from distributed import as_completed
 
     done: dict[str, Simulation] = {}

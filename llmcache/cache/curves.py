@@ -52,11 +52,9 @@ class Curve:
     reads: int
 
     def hit_ratio(self) -> Doubles:
-        """Return hits / accesses of each size (float64, 0..1)."""
         return self.hits / self.accesses
 
     def miss_ratio(self) -> Doubles:
-        """Return 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
         return 1 - self.hits / self.accesses
 
     def thinned(self, points: int) -> Curve:

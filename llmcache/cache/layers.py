@@ -53,7 +53,6 @@ class Layer:
         return self.missed / self.known if self.known else None
 
     def row(self) -> dict[str, Any]:
-        """Return the layer as a JSON object."""
         missed = self.missed if self.known else None
         return json_of(self, "missed", name="layer", size_bytes="bytes", known="accesses_known") | {
             "missed_blocks": missed,
@@ -106,7 +105,6 @@ class Layers:
         self._tallies: dict[int, _LayerCounts | None] = {}
 
     def note(self, batch: Trace) -> None:
-        """Count the reads of `batch`."""
         is_read = batch.op != WRITE
         files = {file.id: file for file in batch.files}
         for number in np.unique(batch.file[is_read]).tolist():

@@ -67,7 +67,6 @@ class Plan:
     curves: bool = False  # also compute the LRU curve of all sizes
 
     def meter(self) -> StallMeter | None:
-        """Return a new meter, or None without T."""
         return None if self.period_ns is None else StallMeter(self.period_ns, self.model.storage_bandwidths)
 
 
@@ -115,7 +114,6 @@ def _cache_size(text: str) -> CacheSize:
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
-    """Return the parsed items of the comma-separated `text` without duplicates; errors name the option."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise UsageError(f"{option}: '{text}' has an empty item", "separate items with single commas: one,two,three")

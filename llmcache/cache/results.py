@@ -91,7 +91,6 @@ class Simulation:
     curves: tuple[TraceCurve, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values."""
         return {
             "schema": SCHEMA,
             "model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(self.model)},

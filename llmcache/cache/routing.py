@@ -51,12 +51,10 @@ class ExpertLayer:
 
     @property
     def uses(self) -> int:
-        """Uses of all its experts."""
         return sum(self.popularity)
 
     @property
     def used(self) -> int:
-        """Number of experts with at least one use."""
         return sum(uses > 0 for uses in self.popularity)
 
     def top(self, parts: int) -> float | None:
@@ -65,7 +63,6 @@ class ExpertLayer:
         return sum(most) / self.uses if self.uses else None
 
     def row(self) -> dict[str, Any]:
-        """Return the layer as a JSON object."""
         sums = {"used": self.used, "uses": self.uses, "top_tenth": self.top(10), "top_quarter": self.top(4)}
         return json_of(self, name="layer") | sums
 
@@ -103,11 +100,9 @@ class MixtureUses:
 
     @property
     def uses(self) -> int:
-        """Uses of all experts."""
         return sum(layer.uses for layer in self.layers)
 
     def document(self) -> dict[str, Any]:
-        """Return the MoE model as a JSON object."""
         renamed = {"size_bytes": "bytes", "lru": "lru_hit_ratio", "belady": "belady_hit_ratio"}
         return json_of(self, size_bytes="bytes", equal="equal_sizes") | {
             "used": sum(layer.used for layer in self.layers),
@@ -126,7 +121,6 @@ class Mixtures:
         self._files: dict[int, _ModelUses | None] = {}
 
     def note(self, batch: Trace) -> None:
-        """Count the reads of `batch`."""
         files = {file.id: file for file in batch.files}
         touched: dict[str, _ModelUses] = {}
         for number in np.unique(batch.file[batch.op != WRITE]).tolist():

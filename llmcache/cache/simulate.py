@@ -89,7 +89,6 @@ class PolicyCell:
         self.read_hits = 0
 
     def feed(self, part: PlacedRuns) -> None:
-        """Process the next rows."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
@@ -97,11 +96,9 @@ class PolicyCell:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
     def stalls(self) -> tuple[Stalls, ...]:
-        """Return the stalls at each bandwidth, of all rows; empty without a meter."""
         return () if self.meter is None else tuple(self.meter.stalls())
 
     def result(self, summary: Summary, model: FetchModel, cache_bytes: int) -> Result:
-        """Return the result row for the counts."""
         hits, read_hits = self.hits, self.read_hits
         missed = summary.reads - read_hits
         latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
@@ -155,13 +152,11 @@ def ahead(items: Iterator[T]) -> Generator[T, None, None]:
 
 
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
-    """Yield the batches as parts, with their runs mapped to `space`."""
     for batch in ahead(iter(batches)):
         yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
 def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
-    """Return the rows of all parts as one, for an offline policy."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)

@@ -73,7 +73,6 @@ class StallMeter:
             self._stall_s[index] += float(late_s[late_s > 0].sum())
 
     def stalls(self) -> list[Stalls]:
-        """Return the stalls at each bandwidth; no rows may be added afterward."""
         self._close(np.array([self._blocks], np.int64))
         self._blocks, self._current = 0, -1
         worst_bytes = self._worst * BLOCK_BYTES

@@ -119,7 +119,6 @@ class Stream:
         return min(up, down)
 
     def places(self) -> tuple[int, ...]:
-        """Return the blocks near which a lookup must find the stream."""
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
@@ -289,7 +288,6 @@ class StreamTable:
                 self._drop(other, walks)
 
     def end(self) -> list[Walk]:
-        """End all streams; return their walks since the last test."""
         walks: list[Walk] = []
         for stream in [*self._young.values(), *self._proved.values()]:
             self._drop(stream, walks)

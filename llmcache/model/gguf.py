@@ -61,7 +61,6 @@ class HeaderCursor:
         self.byte_order = "<"
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
         start = self._fill(size)
         self.position += size
         return self._buffer[start : start + size]
@@ -72,11 +71,9 @@ class HeaderCursor:
         return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
 
     def u32(self) -> int:
-        """Return the next unsigned 4-byte integer."""
         return self.number("I")
 
     def u64(self) -> int:
-        """Return the next unsigned 8-byte integer."""
         return self.number("Q")
 
     def text(self, longest: int) -> str:

@@ -156,7 +156,6 @@ def _in_directory(path: str) -> str:
 
 
 def _in_manifest(path: str, blobs: str) -> str:
-    """Return the file of the model layer of an Ollama manifest."""
     with _errors(path), open(path, "rb") as file:
         layers = manifest_layers(file.read(MANIFEST_BYTES))
     found = [layer.blob for layer in layers if layer.kind == "model"]
@@ -167,7 +166,6 @@ def _in_manifest(path: str, blobs: str) -> str:
 
 
 def _scanned(directory: str) -> ModelNames:
-    """Return the names of the files below a directory."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         names = ModelNames(directory, fd)
@@ -179,7 +177,6 @@ def _scanned(directory: str) -> ModelNames:
 
 
 def _numbered(path: str, number: str) -> str:
-    """Replace the number in a shard's path."""
     return re.sub(r"-[0-9]+(?=-of-[0-9]+\.[a-z]+$)", f"-{number}", path)
 
 

@@ -88,7 +88,6 @@ def expert_curve(experts: int, used: int) -> ExpertCurve:
 
 
 def _chances(experts: int, used: int) -> list[tuple[float, float]]:
-    """Return (q, p) of each expert."""
     weights = [rank**-ZIPF for rank in range(1, experts + 1)]
 
     def at(time: float) -> list[tuple[float, float]]:
@@ -121,17 +120,14 @@ class MoeBytes:
 
     @property
     def total_bytes(self) -> int:
-        """Dense bytes and the bytes of all experts."""
         return self.dense_bytes + self.expert_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the experts that a token uses."""
         return -(-self.expert_bytes * self.used // self.experts)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token reads."""
         return self.dense_bytes + self.used_bytes
 
     def missed_expert_bytes(self, room_bytes: int) -> int:

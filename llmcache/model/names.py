@@ -187,7 +187,6 @@ class ModelNames:
 
     @property
     def is_outdated(self) -> bool:
-        """True if `followed` has changed since the last scan."""
         return self.followed != self._used
 
     def all_of(self, path: str) -> tuple[str, ...]:
@@ -200,7 +199,6 @@ class ModelNames:
         return self._view.shown.get(path) or path.lstrip("/")
 
     def links_to(self, path: str) -> tuple[str, ...]:
-        """Return the paths of the links to a file, most recently changed directory first."""
         return self._view.paths.get(path, ())
 
     def shards(self, path: str) -> Iterator[tuple[str, ...]]:
@@ -233,7 +231,6 @@ class ModelNames:
             scan.join(max(0.0, left_s))
 
     def scan(self) -> None:
-        """Scan the directory and replace the view if anything has changed."""
         with self._turn:
             if self._fd < 0:
                 return
@@ -449,13 +446,11 @@ class _Candidates:
         self._owners: dict[str, set[str]] = {}
 
     def add(self, real: str, rank: int, is_latest: bool, variants: tuple[str, ...]) -> None:
-        """Add one name of a file."""
         self.of.setdefault(real, []).append((rank, is_latest, variants))
         for variant in variants:
             self._owners.setdefault(variant, set()).add(real.replace("/sha256:", "/sha256-"))  # old and new name of one file
 
     def names(self, real: str) -> tuple[str, ...]:
-        """Return all names of a file."""
         return tuple(dict.fromkeys(variant for *_, variants in self.of[real] for variant in variants))
 
     def shown(self) -> dict[str, str]:

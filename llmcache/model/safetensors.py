@@ -100,7 +100,6 @@ class _Text:
                 return b""
 
     def expect(self, wanted: bytes) -> None:
-        """Advance past the byte `wanted`; DataError if the next byte is another one."""
         if (found := self.token()) != wanted:
             raise self.wrong(f"{found!r} instead of {wanted!r}")
 
@@ -124,7 +123,6 @@ class _Text:
                 raise self.wrong("a comma before the end")
 
     def string(self) -> str:
-        """Return the string whose opening quote was read."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _STRING_BODY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -177,7 +175,6 @@ class _Text:
 
 
 def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
-    """Yield the tensors, in the order of the header."""
     if text.token() != b"{":
         raise DataError("not a safetensors file: its header is not a JSON object")
     for _ in text.members():

@@ -105,7 +105,6 @@ class ModelShape:
 
     @property
     def widest_ffn(self) -> int:
-        """Width of the widest MLP that a token uses."""
         mixture = self.mixture
         if mixture is None:
             return self.ffn
@@ -136,7 +135,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return round(self.parameters * self.weight_bits / 8)
 
     def layer_weight_bytes(self, batch: int) -> float:
@@ -164,7 +162,6 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token in the KV cache of all layers."""
         return 2 * self.layers * self.key_bytes
 
     def kv_bytes(self, context: int, batch: int) -> float:
@@ -172,7 +169,6 @@ class ModelShape:
         return self.token_bytes * context * batch
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, with derived values."""
         derived = {
             "parameters": self.parameters,
             "token_parameters": self.token_parameters,

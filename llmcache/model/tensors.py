@@ -74,12 +74,10 @@ def is_embedding(name: str) -> bool:
 
 
 def is_output(name: str) -> bool:
-    """Return True if `name` is the projection onto the vocabulary."""
     return _OUTPUT.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_expert(name: str) -> bool:
-    """Return True if the tensor `name` belongs to experts."""
     return _EXPERT.search(name) is not None
 
 
@@ -122,7 +120,6 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor."""
         return self.offset + self.size_bytes
 
     @property
@@ -136,7 +133,6 @@ class Tensor:
         return compute_key(self.name, tied), self.offset
 
     def region(self, tied: bool) -> Region:
-        """Return the region that the tensor occupies."""
         role: Role = "rows" if is_embedding(self.name) and not tied else "loop"
         return Region(self.offset, self.size_bytes, role, self.name, sparse=is_expert(self.name))
 
@@ -157,7 +153,6 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The first byte after the region."""
         return self.first_byte + self.size_bytes
 
 
@@ -375,11 +370,9 @@ class Experts:
         return [(self.starts[number], self.sizes[number]) for number in self.slices[expert]]
 
     def layer_of(self, expert: int) -> tuple[str, int, int]:
-        """Return the layer of an expert, as in `layers`."""
         return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1]
 
     def bytes_of(self, expert: int) -> int:
-        """Return the size of all slices of an expert."""
         return sum(self.sizes[number] for number in self.slices[expert])
 
 
@@ -416,7 +409,6 @@ class Part:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all ranges."""
         return sum(end - first for first, end in self.stretches)
 
 

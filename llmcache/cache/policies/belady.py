@@ -68,7 +68,6 @@ class Belady(Policy):
         self._last = np.zeros(blocks, np.bool_)
 
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
-        """Replay the runs; ValueError for a second call, because the first could not see this future."""
         if self._replayed:
             raise ValueError("replay: Belady needs the whole trace in one call, but this is the second call")
         self._replayed = True

@@ -127,7 +127,6 @@ class Reuse(Policy):
                 self._window_ends += self._window
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity (at least 1) and evict blocks that no longer fit."""
         self.capacity = capacity
         _fit(self._state, capacity, self._guard.steering)
 
