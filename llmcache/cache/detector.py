@@ -75,6 +75,7 @@ class Place:
 
 
 def common(one: Place | SweepRegion, other: Place | SweepRegion) -> int:
+    """Return the number of blocks in both ranges."""
     return max(0, min(one.end, other.end) - max(one.first, other.first))
 
 

@@ -152,11 +152,12 @@ def ahead(items: Iterator[T]) -> Generator[T, None, None]:
 
 
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
+    """Yield the batches with their runs mapped to `space`."""
     for batch in ahead(iter(batches)):
         yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
-def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
+def _joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
@@ -197,7 +198,7 @@ def replay(
     _finish(waiting, stop)
     advance(rows * len(online))
     if offline and kept:
-        whole = joined(kept)
+        whole = _joined(kept)
         kept.clear()
         for future in [pool.submit(feed, whole) for feed in offline]:
             _finish([future], stop)

@@ -74,10 +74,12 @@ def is_embedding(name: str) -> bool:
 
 
 def is_output(name: str) -> bool:
+    """Return True if `name` is the projection onto the vocabulary."""
     return _OUTPUT.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_expert(name: str) -> bool:
+    """Return True if the tensor `name` belongs to experts."""
     return _EXPERT.search(name) is not None
 
 

@@ -38,11 +38,13 @@ def new_links(blocks: int, lists: int) -> Links:
 
 @subroutine
 def is_linked(links: Links, block: int) -> bool:
+    """Return True if `block` is in any list of `links`."""
     return bool(links[block, NEXT] != NONE)
 
 
 @subroutine
 def is_empty(links: Links, head: int) -> bool:
+    """Return True if the list of `head` is empty."""
     return bool(links[head, NEXT] == head)
 
 
@@ -70,6 +72,7 @@ def push_front(links: Links, head: int, block: int) -> None:
 
 @subroutine
 def push_back(links: Links, head: int, block: int) -> None:
+    """Insert `block`, which is in no list, at the back."""
     push_front(links, int(links[head, PREV]), block)
 
 
@@ -84,12 +87,14 @@ def unhook(links: Links, block: int) -> None:
 
 @subroutine
 def remove(links: Links, block: int) -> None:
+    """Remove `block` from its list."""
     unhook(links, block)
     links[block, NEXT] = NONE
 
 
 @subroutine
 def move_to_front(links: Links, head: int, block: int) -> None:
+    """Move `block` from its list to the front of the list of `head`."""
     unhook(links, block)
     push_front(links, head, block)
 
@@ -111,11 +116,13 @@ class Queues(NamedTuple):
 
 
 def new_queues(blocks: int, queues: int) -> Queues:
+    """Return the empty queues 1 .. `queues` of the blocks 0 .. `blocks` - 1."""
     return Queues(new_links(blocks, queues + 1), np.zeros(blocks, np.uint8), np.zeros(queues + 1, np.int64))
 
 
 @subroutine
 def oldest(queues: Queues, queue: int) -> int:
+    """Return the block at the back of a nonempty queue."""
     return int(queues.links[len(queues.where) + queue, PREV])
 
 
@@ -129,6 +136,7 @@ def enter(queues: Queues, queue: int, block: int) -> None:
 
 @subroutine
 def leave(queues: Queues, block: int) -> None:
+    """Remove `block` from its queue."""
     remove(queues.links, block)
     queues.sizes[queues.where[block]] -= 1
     queues.where[block] = ABSENT
@@ -145,6 +153,7 @@ def shift(queues: Queues, queue: int, block: int) -> None:
 
 @subroutine
 def pop(queues: Queues, queue: int) -> int:
+    """Remove the oldest block from a nonempty queue, and return it."""
     block = oldest(queues, queue)
     leave(queues, block)
     return block
@@ -171,12 +180,14 @@ def new_heap(capacity: int, items: int) -> Heap:
 
 @subroutine
 def push(heap: Heap, major: int, minor: int, item: int) -> None:
+    """Add an item that is not in the heap."""
     heap.size[0] += 1
     _rise(heap, heap.size[0] - 1, major, minor, item)
 
 
 @subroutine
 def take_out(heap: Heap, item: int) -> None:
+    """Remove an item that is in the heap."""
     place = heap.at[item]
     heap.at[item] = NONE
     heap.size[0] -= 1
@@ -261,11 +272,13 @@ def new_timeset(times: int) -> TimeSet:
 
 @subroutine
 def contains(times: TimeSet, time: int) -> bool:
+    """Return True if `time` is in the set."""
     return (int(times.words[time >> _SHIFT]) >> (time & _LOW)) & 1 == 1
 
 
 @subroutine
 def add(times: TimeSet, time: int) -> None:
+    """Add a time."""
     for level in range(len(times.starts)):
         place = times.starts[level] + (time >> _SHIFT)
         before = int(times.words[place])
@@ -277,6 +290,7 @@ def add(times: TimeSet, time: int) -> None:
 
 @subroutine
 def discard(times: TimeSet, time: int) -> None:
+    """Remove a time that is in the set."""
     for level in range(len(times.starts)):
         place = times.starts[level] + (time >> _SHIFT)
         rest = int(times.words[place]) & ~(1 << (time & _LOW))
@@ -342,6 +356,7 @@ def _power_of_two(least: int) -> int:
 
 @lean_kernel
 def note(sketch: Sketch, block: int) -> None:
+    """Count a reference to `block`."""
     counters, door, sample = sketch
     key = _hash(block)
     if _is_inside(door, key):
