@@ -21,7 +21,7 @@ from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
 from llmcache.cache.layers import Layer, Layers, json_of
 from llmcache.cache.loops import Period, is_about
-from llmcache.cache.routing import Mixtures, MixtureUses, Slice
+from llmcache.cache.routing import ExpertCounter, MoeUses, Slice
 from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
 from llmcache.model.modelfile import UNKNOWN, Models
@@ -120,7 +120,7 @@ class LockedLoop:
 class TraceClasses:
     """The classes of one trace, largest share first. `duration_ns`: from first to last row.
 
-    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `mixtures`:
+    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `moe_models`:
     of the MoE models with used experts.
     """
 
@@ -131,7 +131,7 @@ class TraceClasses:
     lost_events: int
     layers: tuple[Layer, ...]
     locked: tuple[LockedLoop, ...]
-    mixtures: tuple[MixtureUses, ...]
+    moe_models: tuple[MoeUses, ...]
 
     @property
     def totals(self) -> ClassTotals:
@@ -178,7 +178,7 @@ class TraceClasses:
             },
             "layers": [layer.row() for layer in self.layers],
             "locked": [json_of(each, size_bytes="bytes") for each in self.locked],
-            **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
+            **({"mixtures": [each.document() for each in self.moe_models]} if self.moe_models else {}),
         }
 
 
@@ -207,7 +207,7 @@ N = TypeVar("N", Tensor, Slice)
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Return the classes of all accesses of `batches`, in order of time; DataError for an empty trace."""
     detector = Detector()
-    layers, mixtures = Layers(models), Mixtures(models)
+    layers, experts = Layers(models), ExpertCounter(models)
     files: dict[int, TraceFile] = {}
     accesses, begin_ns, last = 0, -1, None
     for batch in batches:
@@ -215,8 +215,8 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         if len(batch):
             accesses, last = accesses + batch.accesses, batch
             begin_ns = int(batch.t_ns[0]) if begin_ns < 0 else begin_ns
-        mixtures.note(batch)
-        layers.note(batch)
+        experts.count(batch)
+        layers.count(batch)
         for run in runs(batch):
             detector.record_run(*run)
     if last is None:
@@ -225,7 +225,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
     rows: list[Classification] = []
     for (number, write), trail in detector.trails.items():
         file = files[number]
-        named, slices = models(file), mixtures.slices(file.id)
+        named, slices = models(file), experts.slices(file.id)
         classes = _fitting(classes_of(trail, detector.now), file)
         rows += [_row(file, write, each, accesses, named, slices) for each in classes]
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
@@ -237,7 +237,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         lost_events=last.provenance.lost_events,
         layers=layers.found(),
         locked=tuple(_locked(rows, files, last.provenance)),
-        mixtures=mixtures.found(last.provenance),
+        moe_models=experts.found(last.provenance),
     )
 
 

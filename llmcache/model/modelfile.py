@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.model import read_layout
 from llmcache.model.moe import EXPERTS_USED, ModelBytes
-from llmcache.model.names import INDEX_SUFFIX, MANIFEST_BYTES, ModelNames, manifest_layers, manifest_place
+from llmcache.model.names import INDEX_SUFFIX, MANIFEST_BYTES, manifest_layers, manifest_place, scanned
 from llmcache.model.safetensors import SUFFIX, index_shards
 from llmcache.model.tensors import (
     Experts,
@@ -132,7 +132,7 @@ def _named_file(path: str) -> str:
     blobs, _, _ = absolute.rpartition("/")
     repository = os.path.dirname(blobs)
     if os.path.basename(blobs) == "blobs" and os.path.isdir(f"{repository}/snapshots"):
-        links = _scanned(repository).links_to(f"/blobs/{os.path.basename(absolute)}")
+        links = scanned(repository).links_to(f"/blobs/{os.path.basename(absolute)}")
         return f"{repository}{links[0]}" if links else path
     return path
 
@@ -163,17 +163,6 @@ def _in_manifest(path: str, blobs: str) -> str:
         raise DataError(f"{OPTION}: {path} names no model layer")
     files = [os.path.join(blobs, name) for name in (found[0], found[0].replace("-", ":"))]
     return next(filter(os.path.exists, files), files[0])
-
-
-def _scanned(directory: str) -> ModelNames:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        names = ModelNames(directory, fd)
-    finally:
-        os.close(fd)
-    names.scan()
-    names.close()
-    return names
 
 
 def _numbered(path: str, number: str) -> str:

@@ -435,6 +435,18 @@ class ModelNames:
         return 0 if directory is None else directory.stamp[2]
 
 
+def scanned(directory: str) -> ModelNames:
+    """Return the names of the files below a directory, from one scan. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        names = ModelNames(directory, fd)
+    finally:
+        os.close(fd)
+    names.scan()
+    names.close()
+    return names
+
+
 class _Candidates:
     """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact).
 

@@ -166,7 +166,7 @@ class Guess(NamedTuple):
     order: list[int]
 
 
-def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, mixture: bool) -> Guess:
+def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, moe: bool) -> Guess:
     """Return the guess for a model file of `count` extents with these `regions`, in the order of computation.
 
     An extent is single if it is entirely hot, rows or, in an MoE model (whose experts are loaded separately), sparse.
@@ -175,7 +175,7 @@ def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int,
     order: dict[int, None] = {}
     for region in regions:
         order.update(dict.fromkeys(range(region.first_byte // extent_bytes, -(-region.end // extent_bytes))))
-        if region.role != "loop" or (region.sparse and mixture):
+        if region.role != "loop" or (region.sparse and moe):
             for extent in range(-(-region.first_byte // extent_bytes), region.end // extent_bytes):
                 single[extent] = 1
     singles = [extent for extent in range(count) if single[extent]]

@@ -18,7 +18,7 @@ from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
-from llmcache.model.names import ModelNames
+from llmcache.model.names import scanned
 from llmcache.model.safetensors import begins_safetensors
 from llmcache.model.tensors import shard_names
 from llmcache.mount.copies import Copied, client_facts, find_copy
@@ -120,14 +120,7 @@ def shown_name(path: str) -> str:
     source, real = source_of(path), os.path.realpath(path)
     if not is_below(real, source):
         return os.path.basename(path)
-    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        names = ModelNames(source, fd)
-        names.scan()
-        names.close()
-    finally:
-        os.close(fd)
-    return names.shown("/" + os.path.relpath(real, source))
+    return scanned(source).shown("/" + os.path.relpath(real, source))
 
 
 def opened_by(pid: int) -> list[str]:

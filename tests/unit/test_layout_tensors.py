@@ -47,7 +47,7 @@ GGUF_ENDS = ("token_embd.weight", "output_norm.weight", "output.weight")
 HF_ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 MODELS = {
     "gguf": names(GGUF_LAYER, 12, "blk.{}.{}.weight", GGUF_ENDS),
-    "mixture": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
+    "moe": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
     "huggingface": names(HF_LAYER, 12, "model.layers.{}.{}.weight", HF_ENDS),
 }
 
@@ -82,7 +82,7 @@ def test_unknown_tensors_and_encoders_have_their_place_in_the_order() -> None:
 
 
 def test_experts_are_sparse_and_shared_experts_are_not() -> None:
-    sparse = {region.name for region in layout(MODELS["mixture"]).regions() if region.sparse}
+    sparse = {region.name for region in layout(MODELS["moe"]).regions() if region.sparse}
     assert sparse == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up", "down")}
     assert is_expert("model.layers.3.mlp.experts.17.up_proj.weight")
     assert is_expert("model.layers.3.block_sparse_moe.experts.1.w2.weight")
