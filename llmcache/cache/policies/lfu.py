@@ -289,11 +289,6 @@ class LeCaR(Policy):
     def _resident(self) -> Flags:
         return self._state.queues.where == CACHED
 
-    @property
-    def weights(self) -> Floats:
-        """Current weights of LRU and LFU (float32[2]); they sum to 1."""
-        return self._state.weights
-
 
 class Learner(NamedTuple):
     """LeCaR's state: the cache and its histories, past[block] (frequency, time of eviction), LFU's heap, the weights."""
