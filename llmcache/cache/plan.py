@@ -11,6 +11,7 @@ from llmcache.cache.policies import POLICIES
 from llmcache.cache.sizing import FetchModel
 from llmcache.cache.stalls import StallMeter
 from llmcache.errors import UsageError
+from llmcache.trace.record import Provenance
 from llmcache.units import BLOCK_BYTES, format_size, parse_bandwidth, parse_duration, parse_size_with_unit
 
 T = TypeVar("T")
@@ -125,3 +126,28 @@ def _named(option: str, text: str, parse: Callable[[str], T]) -> T:
         return parse(text)
     except UsageError as error:
         raise UsageError(f"{option}: {error.message}", error.hint) from error
+
+
+UNSEEN = "unseen"
+"""Key of `Provenance.extra`: accesses that the source of the trace could not see, in words."""
+GAPS = {
+    "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
+    "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
+    "guessed_offsets": "the offsets of some accesses are guesses",
+}
+"""Keys of `Provenance.extra` that count gaps found by an importer."""
+
+
+def why_not_exact(provenance: Provenance) -> str | None:
+    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
+
+    Any missing access may be the very use that Belady would have kept a block for.
+    """
+    if provenance.lost_events:
+        return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
+    if UNSEEN in provenance.extra:
+        return f"{UNSEEN}: {provenance.extra[UNSEEN]}"
+    for name, meaning in GAPS.items():
+        if name in provenance.extra:
+            return f"{name} is {provenance.extra[name]}: {meaning}"
+    return None

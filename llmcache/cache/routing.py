@@ -15,6 +15,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.layers import Turns, cut, json_of, layer_number, nearest_blocks
+from llmcache.cache.plan import why_not_exact
 from llmcache.model.modelfile import Models
 from llmcache.model.tensors import Experts
 from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
@@ -249,8 +250,6 @@ class _ModelUses:
         )
 
     def _incomplete(self, provenance: Provenance) -> str | None:
-        from llmcache.cache.policies.belady import why_not_exact  # loads numba, which few traces need
-
         mapped = (
             "experts are read through mmap, and reads of pages that stay mapped are not recorded" if self._mapped else None
         )

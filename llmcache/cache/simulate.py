@@ -31,10 +31,9 @@ import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
+from llmcache.cache.plan import CacheSize, Plan, Progress, resolved, why_not_exact
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
-from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.results import FetchLatency, Result, Simulation, Summary, TraceCurve, merged
 from llmcache.cache.sizing import FetchModel
 from llmcache.cache.stalls import StallMeter, Stalls

@@ -21,7 +21,6 @@ from llmcache.model.tensors import (
     ModelLayout,
     Region,
     Tensor,
-    order_shards,
     shard_name,
     shard_names,
 )
@@ -54,7 +53,8 @@ def model_bytes(path: str) -> ModelBytes:
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
-    whole = layouts[0].regions() if len(layouts) == 1 else [region for _, region in order_shards(layouts)]
+    tied = not any(layout.has_output for layout in layouts)
+    whole = [region for layout in layouts for region in layout.regions(tied)]
     companions: set[Path] = set()
     if layouts[0].kind == "safetensors":
         companions.update(*(Path(files[0]).parent.glob(pattern) for pattern in _COMPANIONS))

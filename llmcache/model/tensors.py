@@ -17,7 +17,7 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -134,10 +134,6 @@ class Tensor:
         """Return the sort key for the order in which a decoder computes; ties are resolved by offset."""
         return compute_key(self.name, tied), self.offset
 
-    def region(self, tied: bool) -> Region:
-        role: Role = "rows" if is_embedding(self.name) and not tied else "loop"
-        return Region(self.offset, self.size_bytes, role, self.name, sparse=is_expert(self.name))
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -253,20 +249,11 @@ class ModelLayout:
         """
         if tied is None:
             tied = self.shard is None and not self.has_output
-        in_order = sorted(self.tensors, key=lambda tensor: tensor.order(tied))
-        return (Region(0, self.header_bytes, "hot", "header"), *(tensor.region(tied) for tensor in in_order))
-
-
-def order_shards(shards: Sequence[ModelLayout]) -> tuple[tuple[int, Region], ...]:
-    """Return (index of the shard, region) for all regions of one model; `shards` are in order.
-
-    Headers come first, then the tensors in the order a decoder computes across the whole model.
-    """
-    tied = not any(shard.has_output for shard in shards)
-    headers = [(index, Region(0, shard.header_bytes, "hot", "header")) for index, shard in enumerate(shards)]
-    tensors = [(index, tensor) for index, shard in enumerate(shards) for tensor in shard.tensors]
-    tensors.sort(key=lambda item: (compute_key(item[1].name, tied), item[0], item[1].offset))
-    return (*headers, *((index, tensor.region(tied)) for index, tensor in tensors))
+        regions = [Region(0, self.header_bytes, "hot", "header")]
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.order(tied)):
+            role: Role = "rows" if is_embedding(tensor.name) and not tied else "loop"
+            regions.append(Region(tensor.offset, tensor.size_bytes, role, tensor.name, sparse=is_expert(tensor.name)))
+        return tuple(regions)
 
 
 def quoted(name: str) -> str:

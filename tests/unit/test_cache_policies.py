@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Int64s
+from llmcache.cache.plan import GAPS, why_not_exact
 from llmcache.cache.policies import POLICIES, base, lru, policy_class, structures
 from llmcache.cache.policies.base import kernel, report_compiling
-from llmcache.cache.policies.belady import GAPS, why_not_exact
 from llmcache.errors import MissingRequirement
 from llmcache.papers.algorithm1 import Algorithm1
 from llmcache.trace.record import Provenance

@@ -12,35 +12,8 @@ import numpy as np
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.policies.base import Policy, kernel, lean_kernel, subroutine
 from llmcache.cache.policies.structures import TimeSet, add, contains, discard, latest, new_timeset
-from llmcache.trace.record import Provenance
 
 NEVER = -1  # the next use of a block that is not used again
-
-UNSEEN = "unseen"
-"""Key of `Provenance.extra`: accesses that the source of the trace could not see, in words. Set by the writer of the
-trace.
-"""
-GAPS = {
-    "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
-    "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
-    "guessed_offsets": "the offsets of some accesses are guesses",
-}
-"""Keys of `Provenance.extra` that count gaps found by an importer."""
-
-
-def why_not_exact(provenance: Provenance) -> str | None:
-    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
-
-    Any missing access may be the very use that Belady would have kept a block for.
-    """
-    if provenance.lost_events:
-        return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
-    if UNSEEN in provenance.extra:
-        return f"{UNSEEN}: {provenance.extra[UNSEEN]}"
-    for name, meaning in GAPS.items():
-        if name in provenance.extra:
-            return f"{name} is {provenance.extra[name]}: {meaning}"
-    return None
 
 
 class Belady(Policy):
