@@ -16,7 +16,7 @@ from llmcache.mount.client import advice
 from llmcache.mount.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.report.size import lines
 from tests.unit.command_parts import called
-from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
+from tests.unit.test_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 from tools.make_model import Shape, make_model
 
 MB, GB = 10**6, 10**9
