@@ -123,7 +123,6 @@ class SweepRegion:
         return value * (end - self.first) // length - value * (first - self.first) // length
 
     def part(self, first: int, end: int) -> SweepRegion:
-        """Return blocks first .. end - 1 as a region with its own history."""
         return replace(
             self,
             first=first,
@@ -264,7 +263,6 @@ def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
 
 
 def _joined(regions: list[SweepRegion]) -> list[SweepRegion]:
-    """Return `regions` with neighbors of the same history joined."""
     result = regions[:1]
     for region in regions[1:]:
         if _is_one(result[-1], region):
@@ -454,7 +452,6 @@ class Trail:
         return repeated
 
     def finish(self) -> None:
-        """End all streams, so that their last walks are counted too."""
         for walk in self.streams.end():
             self._take(walk)
 

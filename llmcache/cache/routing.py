@@ -219,7 +219,6 @@ class _ModelUses:
         self._uses.append(_first(uses))
 
     def _visits_of(self, layer: Int64s) -> Int64s:
-        """Return the visit of each access to these layers; dense tensors count as a layer of their own."""
         turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
         visits = []
         for number in layer[turns].tolist():

@@ -46,7 +46,6 @@ class StallMeter:
         self._stall_s = [0.0] * len(bandwidths)
 
     def add(self, t_ns: Uint64s, missed: Int64s) -> None:
-        """Add rows: the start of each (ns, ascending) and its number of blocks missed."""
         if len(t_ns) == 0:
             return
         if self._start_ns < 0:

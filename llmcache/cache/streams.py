@@ -174,7 +174,6 @@ class Stream:
 
     @property
     def due(self) -> bool:
-        """True if a window is full, or the stream no longer advances."""
         return self.high - self.low >= WINDOW or self.idle > DWELL
 
     def test(self) -> Walk | None:
@@ -294,7 +293,6 @@ class StreamTable:
         return walks
 
     def is_running(self, number: int, since: Moment) -> bool:
-        """Return True if the stream with this number advanced after `since`."""
         stream = self._proved.get(number) or self._young.get(number)
         stop = self._ended.get(number, 0) if stream is None else stream.stop.blocks
         return stop > since.blocks
@@ -341,7 +339,6 @@ class StreamTable:
         return stream
 
     def _file(self, stream: Stream, walks: list[Walk]) -> None:
-        """Index the stream by its expected positions, as the most recently used one."""
         self._unfile(stream)
         table, limit = (self._proved, MAX_STREAMS - MAX_YOUNG) if stream.sequential else (self._young, MAX_YOUNG)
         table[stream.number] = stream

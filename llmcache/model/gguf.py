@@ -84,7 +84,6 @@ class HeaderCursor:
         return self.take(length).decode("utf-8", "replace")
 
     def skip(self, size: int) -> None:
-        """Advance by `size` bytes without reading them."""
         if size > self._limit - self.position:
             raise self._too_short(size)
         self.position += size
@@ -178,7 +177,6 @@ def _read_version(cursor: HeaderCursor) -> None:
 
 
 def _read_keys(cursor: HeaderCursor, count: int) -> dict[str, int]:
-    """Return the values of the keys in `_WANTED`; skip all others."""
     wanted: dict[str, int] = {}
     left = _Left()
     for _ in range(count):

@@ -106,7 +106,6 @@ def _total(regions: Sequence[Region], role: str) -> int:
 
 
 def _files(path: str) -> list[str]:
-    """Return all files of the model, in the order of its shards."""
     path = _named_file(path)
     if path.endswith(INDEX_SUFFIX):
         return _indexed(path)
@@ -204,7 +203,6 @@ def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
 
 
 def _read(path: str) -> tuple[ModelLayout | None, int]:
-    """Return the layout of a file (None if it is not a model) and its size. Raises OSError and DataError."""
     # O_NONBLOCK: opening a FIFO must not block.
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         size = os.fstat(file.fileno()).st_size

@@ -407,7 +407,6 @@ class ModelNames:
         )
 
     def _candidates(self, paths: Mapping[str, Iterable[str]]) -> _Candidates:
-        """Return the possible names of all files, from manifests and links."""
         found = _Candidates()
         for path, document in self._documents.items():
             for blob, names in _layer_names(path, [layer for layer in document.content if isinstance(layer, Layer)]):
@@ -475,7 +474,6 @@ class _Candidates:
 
 
 def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the real path and the names of each layer of a manifest."""
     place = manifest_place(path)
     if place is None:
         return
@@ -524,7 +522,6 @@ def _settled(status: os.stat_result) -> bool:
 
 
 def _whole(fd: int, limit: int) -> bytes:
-    """Return the content of a file; DataError if it is longer than `limit` bytes."""
     parts: list[bytes] = []
     while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
         parts.append(part)

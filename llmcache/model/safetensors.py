@@ -134,7 +134,6 @@ class _Text:
         return text
 
     def skip_string(self) -> None:
-        """Skip the string whose opening quote was read, of any length."""
         while True:
             found = _STRING_BODY.match(self._piece, self._place)
             assert found is not None
@@ -157,7 +156,6 @@ class _Text:
         return entry
 
     def wrong(self, what: str) -> DataError:
-        """Return the error for invalid JSON; `what` was found."""
         return DataError(f"not a safetensors file: its header is not valid JSON: {what}")
 
     def _loaded(self, text: bytes) -> Any:
@@ -167,7 +165,6 @@ class _Text:
             raise DataError(f"not a safetensors file: its header is not valid JSON: {error}") from error
 
     def _more(self) -> bool:
-        """Append the next piece of the header to the unread rest; return False at its end."""
         piece = self._read(self._next, min(_PIECE, self._end - self._next)) if self._next < self._end else b""
         self._next += len(piece)
         self._piece, self._place = self._piece[self._place :] + piece, 0

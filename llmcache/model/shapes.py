@@ -85,7 +85,6 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of all experts of all layers, 0 without experts."""
         moe = self.moe
         return 0 if moe is None else moe.layers * moe.experts * self._matrices * self.hidden * moe.ffn
 
@@ -124,7 +123,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights: layers, token embedding, output projection, position table."""
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden + self.positions * self.hidden
         return self.dense_parameters + self.expert_parameters + tables
 
@@ -151,7 +149,6 @@ class ModelShape:
 
     @property
     def output_weight_bytes(self) -> float:
-        """Bytes of the output projection, which a step reads once."""
         return self.vocabulary * self.hidden * self.weight_bits / 8
 
     @property
@@ -165,7 +162,6 @@ class ModelShape:
         return 2 * self.layers * self.key_bytes
 
     def kv_bytes(self, context: int, batch: int) -> float:
-        """Return the bytes of the whole KV cache of `batch` sequences of `context` tokens."""
         return self.token_bytes * context * batch
 
     def to_json(self) -> dict[str, Any]:
