@@ -38,12 +38,11 @@ READ_OP, WRITE_OP = "read", "write"
 class Classification:
     """One class of one file, of its reads (mapped ones included) or its writes.
 
-    `pieces`: (first block, last block), for a LOOP in the order in which a pass visits them. `size_bytes`: of the
-    blocks accessed in them, without holes; the bytes of a HOT piece do not count for the SEQ or LOOP around it.
-    `passes`: how often a LOOP or SEQ was walked over, or a HOT block was accessed on average. `regularity`: share
-    (0..1) of the intervals of a LOOP that were about as long as its period. `active`: True for a LOOP that had not
-    missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes. `experts`: numbers
-    by layer, of an MoE model.
+    `pieces`: (first block, last block), for a LOOP in the order of a pass. `size_bytes`: of the blocks accessed in them,
+    without holes and without the HOT blocks in them. `passes`: how often a LOOP or SEQ was walked over, or a HOT block was
+    accessed on average. `regularity`: share (0..1) of the intervals of a LOOP that were about as long as its period.
+    `active`: a LOOP had not missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes.
+    `experts`: numbers by layer.
     """
 
     file: int
@@ -91,9 +90,8 @@ class Classification:
 class ClassTotals:
     """Bytes and shares (0..1) of all accesses by class, as in the summary of section 3.3 of io_caching.
 
-    `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the largest total of loops in use at the
-    same time; together with `locked_loop_bytes`, which a mount locked in memory so that no fault showed them, this is N
-    of formula (1). Write loops are separate, since no cache saves writes.
+    `loop_at_once_bytes`: the largest total of read loops in use at the same time; with `locked_loop_bytes`, which a mount
+    locked in memory so that no fault showed them, this is N of formula (1). No cache saves writes.
     """
 
     loop_bytes: int
@@ -446,10 +444,9 @@ def _length(place: Place) -> int:
 
 
 def _settle(place: Place, regions: list[Place]) -> bool:
-    """Count a scattered place in the regions around it; return True if it is part of one.
+    """Count a scattered place in the region that it is part of; return True if there is one.
 
-    Blocks accessed no more often than the loop around them are part of it, read out of turn. Blocks accessed more often
-    are hot, and do not count for the region around them.
+    Blocks accessed no more often than the loop around them were read out of turn; blocks accessed more often are hot.
     """
     for index, region in enumerate(regions):
         shared = common(place, region)

@@ -44,9 +44,8 @@ MAX_STRIDES = 16  # phases of strides per file
 class Place:
     """Blocks first .. end - 1 of a file with one class; `blocks` of them were accessed, `accesses` times in all.
 
-    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
-    `regularity`: share of the intervals about as long as the period. `stride`: distance of the runs; 0 if there are no
-    holes.
+    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`. `stride`:
+    distance of the runs; 0 without holes.
     """
 
     kind: Class
@@ -156,9 +155,8 @@ class SweepRegion:
 class Sweeps:
     """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    A pass over a region moves the border between its walked and unwalked parts: a loop is one region, or two during a
-    pass. A pass counts only if the previous walk has ended: readers that follow each other through one loop make one
-    pass together.
+    A pass over a region moves the border between its walked and unwalked parts. It counts only if the previous walk has
+    ended: readers that follow each other through one loop make one pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
@@ -321,8 +319,7 @@ class ScatteredCell:
 class ScatteredBlocks:
     """The blocks of one file that were accessed without order, and which of them were revisited.
 
-    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all
-    cells. Cells without hot blocks are dropped first.
+    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all cells.
     """
 
     def __init__(self) -> None:

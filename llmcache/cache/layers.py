@@ -32,9 +32,8 @@ class Layer:
     """Reads (mapped ones included) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
 
     `known`: accesses for which the trace records hit or miss; `missed` of them came from storage. `place`: from 0, the
-    position in the order in which a pass visits the layers of the file. That order has no fixed start, so it is shown
-    from the lowest numbered layer. None for layers that most passes leave out, and if no complete pass was observed. A
-    block that two layers share counts for the layer that contains its middle.
+    position in the order of a pass, which is shown from the lowest numbered layer; None for layers that most passes leave
+    out, and without a complete pass. A block that two layers share counts for the layer that contains its middle.
     """
 
     file: int

@@ -74,14 +74,11 @@ class Plan:
 def plan_of(
     policy: str, cache: str, bw: str | None, t: str | None, mrc: bool, setup: str = "0", drawn: bool = False
 ) -> Plan:
-    """Return the plan for these options, as typed; UsageError names the invalid option.
+    """Return the plan for these options, as typed; UsageError names the invalid option. `drawn`: include the curve of LRU.
 
-    Without `bw` the paper's four bandwidths are modelled, the slowest (100 MB/s) first. If LRU is `drawn`, its curve is
-    included too.
-
-    Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block. The
-    paper's 50 us would reduce 500 MB/s to 71 MB/s, but blocks that are missed in sequence are read together and ahead.
-    The 2 us of each 1 KiB request to the GPU are omitted as well; they would reduce 20 GB/s to 500 MB/s.
+    Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block, because
+    blocks that are missed in sequence are read together and ahead. The 2 us of each 1 KiB request to the GPU are omitted as
+    well; they would reduce 20 GB/s to 500 MB/s.
     """
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:

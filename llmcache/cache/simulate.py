@@ -1,15 +1,12 @@
 """Replay traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
 
-A trace is read twice: once for its block ids, once for all cells of the grid together, in memory that does not grow
-with the trace. If the states of all cells do not fit in memory together, they run in groups, with one more pass over
-the trace each.
+A trace is read twice: for its block ids, and for all cells of the grid together. If their states do not fit in memory
+together, they run in groups, with one more pass each. Offline policies (Belady) receive the whole trace in one call, 25
+bytes per row, and are refused if the trace is known to lack accesses.
 
-Offline policies (Belady) must see the future: they receive the whole trace in one call, 25 bytes per row, and are
-refused if the trace is known to lack accesses.
-
-Concurrency: one thread reads batches, one maps them to block ids, and the workers of a pool process (cell, batch)
-pairs. The next batch is mapped while the cells process the current one, and is submitted only when all cells have
-finished. So a cell's state has one user at a time, and three batches are in memory. Kernels run without the GIL.
+Concurrency: one thread reads batches, one maps them to block ids, and a pool processes (cell, batch) pairs. A batch is
+submitted only when all cells have finished the one before, so a cell's state has one user at a time. Kernels run without
+the GIL.
 """
 
 from __future__ import annotations
@@ -173,8 +170,7 @@ def replay(
 ) -> None:
     """Feed every part to all cells; `offline` ones get all rows at once, at the end.
 
-    Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is called with the completed
-    rows times cells. Raises `Interrupted` once `stop` is set, after the running batch.
+    `advance` is called with the completed rows times cells. Raises `Interrupted` once `stop` is set.
     """
     # time of each cell's last part: the slowest start first, so that no thread is idle at the end
     seconds = dict.fromkeys(online, 0.0)
@@ -380,8 +376,7 @@ def simulate_all(
 def _ctrl_c_sets(stop: CancelFlag) -> Iterator[None]:
     """Set `stop` on Ctrl-C, and raise KeyboardInterrupt at the end; a second Ctrl-C raises it at once.
 
-    An exception raised in the signal handler could leave the lock of a future locked, or be lost in the callback of a
-    weak reference.
+    An exception in the signal handler could leave the lock of a future locked.
     """
     was_interrupted = False
 

@@ -1,16 +1,12 @@
 """`llmcache size` and the fetch model: how long storage takes for the bytes that a cache misses. *Modelled*.
 
-Formula (1): with a loop of N bytes, a cache of S for it, storage of bandwidth BW, and a time T per pass, a pass misses
-N - S bytes, which storage delivers in (N - S) / BW while the computation takes T. There is no stall if that is at most
-T. Base units: bytes, nanoseconds, bytes per second; exact integers; MB is 10**6 bytes, as in the paper's example.
+Formula (1): of a loop of N bytes, of which S are cached, storage of bandwidth BW delivers the rest in (N - S) / BW while
+the computation of a pass takes T. There is no stall if that is at most T. For an MoE model (`model/moe.py`), S is the
+cache with which a token is expected to miss BW*T bytes. Units: bytes, nanoseconds, bytes per second; MB is 10**6 bytes.
 
-An MoE model (`model/moe.py`) is no loop: S is the cache with which a token is expected to miss BW*T bytes, and N is all
-bytes.
-
-Source: io_caching section 4.1, formula (1), and section 4.2 for the inverse and the devices. Differs from the paper:
-formula (1) is printed as S >= max{0, floor(N BW x T)}, without the minus sign between N and BW that the text and the
-example of section 4.2 require. Its floor would leave a part of a block missing (N = 10 and BW*T = 2.5 blocks: with S = 7
-three blocks are missed, but only 2.5 are delivered in time). Here S = max(0, ceil(N - BW*T)).
+Source: io_caching sections 4.1 and 4.2. Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)},
+without the minus sign that the text and the example require. Its floor would leave a part of a block missing (N = 10 and
+BW*T = 2.5 blocks: with S = 7 three blocks are missed). Here S = max(0, ceil(N - BW*T)).
 """
 
 from __future__ import annotations
@@ -68,13 +64,9 @@ PAPER = PaperConstants()
 class FetchModel:
     """Time to fetch blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1.
 
-    Each missed block is one I/O, even if misses are adjacent. The paper does not state this, but figure 5 implies it:
-    gains are "negligible" beyond 500 MB/s. A block costs 50 us + 4096 / BW, which is 91, 70, 58 and 54 us at 100, 200,
-    500 and 1000 MB/s: the setup dominates the last step. If a missed run were one I/O, the setup would be negligible,
-    and every doubling of the bandwidth would halve the latency.
-
-    Only reads fetch: a written block is replaced whole, and reaches neither storage nor the GPU in this model. Writeback
-    of dirty blocks is not counted.
+    Each missed block is one I/O, even if misses are adjacent: with a setup of 50 us, a block costs 91, 70, 58 and 54 us
+    at 100, 200, 500 and 1000 MB/s, and gains are "negligible" beyond 500 MB/s, as in figure 5. Only reads fetch: a written
+    block is replaced whole. Writeback is not counted.
     """
 
     storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # one latency for each

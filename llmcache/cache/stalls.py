@@ -28,10 +28,9 @@ class Stalls:
 class StallMeter:
     """Adds up the missed reads of each slice of T; rows are added in order of time, in any number of calls.
 
-    Source: io_caching section 4.1, formula (1): the misses within T must fit in BW x T, or inference is delayed by the
-    deficit. A stalled slice delays the next ones as a whole, so no backlog is carried over. As in the formula, only the
-    bandwidth counts, not the setup latency. A slice contains the rows that begin in it: a run of the trace is not
-    split.
+    Source: io_caching section 4.1, formula (1): misses beyond BW x T delay inference. A stalled slice delays the next ones
+    as a whole, so no backlog is carried over. Only the bandwidth counts, not the setup latency. A slice contains the rows
+    that begin in it.
     """
 
     def __init__(self, period_ns: int, bandwidths: tuple[int, ...]) -> None:

@@ -1,11 +1,8 @@
 """Streams: sort the accesses to one file into sequential walks, even if several clients read the file at the same time.
 
-A run of blocks that begins within `WINDOW` blocks of the expected position of a stream belongs to that stream, because
-readahead and threads access the blocks of a window in any order. Streams go up or down, and may have a stride. A table
-contains at most `MAX_STREAMS` streams, indexed by expected position for O(1) lookups.
-
-A stream becomes *sequential* once it has covered `WINDOW` blocks in order; shorter ones result from readahead around
-single accesses. Each further window is tested again. Each tested window is returned as a `Walk`.
+A run that begins within `WINDOW` blocks of the expected position of a stream belongs to it, because readahead and threads
+access the blocks of a window in any order. Streams go up or down, and may have a stride. A stream becomes *sequential*
+once it has covered `WINDOW` blocks in order. Each further window is tested again, and returned as a `Walk`.
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ class BlockRun(NamedTuple):
 class Walk:
     """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream that began at `born`.
 
-    `mask`: bit i stands for block first + i; 0 if all blocks were accessed. `stride`: distance of the runs of `width`
-    blocks, 0 without holes. Not `sequential`: accesses close to each other, in no order.
+    `mask`: bit i stands for block first + i; 0 for all. `stride`: distance of the runs of `width` blocks; 0 without holes.
+    Not `sequential`: accesses close to each other, in no order.
     """
 
     stream: int

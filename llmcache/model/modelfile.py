@@ -40,16 +40,12 @@ _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def model_bytes(path: str) -> ModelBytes:
-    """Return the bytes that a token reads of the model at `path`.
+    """Return the bytes that a token reads of the model at `path`; `loop_bytes` includes all experts.
 
     `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
-    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in
-    Ollama's store.
-
-    `loop_bytes` includes all experts. The number of experts that a token uses comes from the header of a GGUF, or from
-    the config.json in the directory of the safetensors.
-    Raises UsageError (no such file), DataError (damaged file, not a model, missing shard) or MissingRequirement (the file
-    cannot be read).
+    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or a manifest in Ollama's store. The
+    number of experts that a token uses comes from the header of a GGUF, or from the config.json next to the safetensors.
+    Raises UsageError (no such file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
@@ -118,11 +114,7 @@ def _files(path: str) -> list[str]:
 
 
 def _named_file(path: str) -> str:
-    """Resolve a path to a model file whose name leads to its shards.
-
-    A directory resolves to the model in it, an Ollama manifest to its model layer, and a file in the `blobs` of a hub
-    cache to the link to it. Any other path is returned unchanged.
-    """
+    """Return the file that a path names: the model in a directory or an Ollama manifest, the link to a hub cache's blob."""
     if os.path.isdir(path):
         return _in_directory(path)
     absolute = os.path.abspath(path)
@@ -242,10 +234,9 @@ UNKNOWN = Models()  # finds no models
 
 
 class ModelHeaders(Models):
-    """Layouts of the model files of a trace.
+    """Layouts of the model files of a trace, read if the path still has the recorded size (and inode, if the trace has it).
 
-    A file of the trace is read if its path still has the recorded size (and inode, if the trace has it). Each path in
-    `models` stands for the files of the trace that have its name, or else its size.
+    Each path in `models` stands for the files of the trace that have its name, or else its size.
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:

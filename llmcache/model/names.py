@@ -6,12 +6,10 @@
 The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames` scans a directory for symbolic links,
 manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
 
-All input is untrusted. Links are resolved from their texts, no file is opened through a link, and no name leads out of the
-directory. Documents that are too large or malformed are ignored. A scan visits the directories that have changed since the
-last scan, and ends after SCAN_S.
+All input is untrusted: links are resolved from their texts, no name leads out of the directory, and documents that are
+too large or malformed are ignored. A scan visits directories that have changed, and ends after SCAN_S.
 
-Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`
-without a lock.
+Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`.
 """
 
 from __future__ import annotations
@@ -491,8 +489,8 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
     """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
 
-    `path` begins with the name of the scanned directory; `below` is relative to it. The longer names tell apart two
-    revisions with the same file, and the same model in two caches.
+    `path` begins with the name of the scanned directory; `below` is relative to it. Longer names tell apart two revisions,
+    and two caches.
     """
     found = _SNAPSHOT.fullmatch(path)
     if found is None:

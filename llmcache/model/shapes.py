@@ -1,9 +1,8 @@
 """Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Supported are config.json files of Hugging Face for decoders with one KV cache per layer: llama, mistral, qwen, qwen2,
-qwen3, opt, gpt2, gpt_neox, phi and others with the same names for their sizes, with plain MLPs or as MoE models
-(mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, llama4). Models without such a cache are rejected by name: MLA, state
-spaces, linear attention, encoders.
+Supported are config.json files of Hugging Face for decoders with one KV cache per layer, with plain MLPs or as MoE
+models: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral, glm4_moe, gpt_oss, llama4 and others with the same names
+for their sizes. Models without such a cache are rejected by name: MLA, state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Content of a model file: its tensors, the order in which a decoder uses them, their layers and their experts.
 
-The order is derived from tensor names (GGUF and Hugging Face conventions). It is a first guess; the observed order of
-accesses replaces it.
+The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice*
+is the part of one tensor that belongs to one expert. GGUF stacks the experts of a layer in one tensor (`*_exps`);
+safetensors do so too (fused), or have one tensor per expert. A token uses all slices of an expert.
 
-A *slice* is the part of one tensor that belongs to one expert of an MoE model. GGUF stacks the experts of a layer in one
-tensor (`*_exps`, last dimension). Safetensors do so too (fused), or have one tensor per expert. The slices of one expert
-(gate, up and down) are used together: a token uses a few experts of each layer, each whole.
-
-`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, in the
-order of computation, and runs of tensors beyond RUNS_MAX share the name OTHERS.
+`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, and runs
+of tensors beyond RUNS_MAX, share the name OTHERS.
 """
 
 from __future__ import annotations
@@ -243,9 +240,8 @@ class ModelLayout:
     def regions(self, tied: bool | None = None) -> tuple[Region, ...]:
         """Return the header and the tensors, in the order a decoder computes.
 
-        `tied`: the token embedding is also the output projection, hence read whole for each token. Default: True if the
-        file is a whole model without an output projection. A single shard counts as not tied, because the output
-        projection may be in another shard.
+        `tied`: the token embedding is also the output projection, hence read whole for each token. Default: True if the file
+        is a whole model without an output projection.
         """
         if tied is None:
             tied = self.shard is None and not self.has_output

@@ -1,8 +1,7 @@
 """Base class of all policies: state arrays over dense block ids, and a compiled loop that replays runs over them.
 
-All policies share these conventions, so that their hit ratios are comparable: a missed block is always inserted (no
-bypass), every block takes one place, reads and writes are both references. On a loop of N blocks this limits Belady to
-(S-1)/(N-1).
+All policies insert every missed block (no bypass), and count reads and writes alike, so that their hit ratios are
+comparable. On a loop of N blocks this limits Belady to (S-1)/(N-1).
 """
 
 from __future__ import annotations
@@ -57,19 +56,18 @@ def kernel(function: F, **options: bool) -> F:
 def subroutine(function: F) -> F:
     """Mark `function` for inlining into kernels that call it; outside of them it is plain Python.
 
-    If the parts of a policy are kernels of their own, cached and callable, compilation takes twice as long. A
-    subroutine is compiled once per combination of argument types (int32 or int64, an integer or a bool), so callers
-    should use the same types.
+    If the parts of a policy were kernels of their own, compilation would take twice as long. A subroutine is compiled once
+    per combination of argument types, so callers should use the same types.
     """
     registered: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
     return registered
 
 
 def lean_kernel(function: F) -> F:
-    """Compile a `kernel` that allocates nothing, without reference counts of its arrays (2 to 8 times as fast).
+    """Compile a `kernel` that allocates nothing, without reference counts of its arrays: 2 to 8 times as fast.
 
-    Numba counts references to arrays atomically at every call and branch unless it can prove that this is unnecessary.
-    Without its runtime such a function cannot allocate, as intended for a replay: an allocation fails to compile.
+    Numba counts references to arrays atomically at every call and branch. Without its runtime, an allocation fails to
+    compile.
     """
     return kernel(function, _nrt=False)
 

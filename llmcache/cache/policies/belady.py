@@ -1,8 +1,7 @@
 """Belady's MIN: evict the block whose next use is furthest away. It needs the whole trace, without gaps.
 
-A cached block is represented by the time of its next use. The state is a set of times, and a reference is a hit if its
-own time is in the set. Next uses are stored as segments of consecutive blocks that are used again in the same order, so
-that memory depends on the number of runs, not of blocks.
+The state is the set of the times at which cached blocks are used next; a reference is a hit if its own time is in it.
+Next uses are stored as segments of consecutive blocks that are used again in the same order.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ class Belady(Policy):
                 if cache is full: evict the block with the latest next use, preferably one that is never used again
                 insert b; miss
 
-    1 bit per reference of the trace, 16 bytes per segment (at most one per reference, about two per run in loops), 8
-    per block of capacity, and 8 per id during the search for next uses. `resident` is only valid before and after the
-    replay, which is a single call.
+    1 bit per reference, 16 bytes per segment (about two per run in loops), 8 per block of capacity, and 8 per id during the
+    search for next uses. `resident` is only valid before and after the replay, which is a single call.
 
-    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2),
-    1966.
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
     """
 
     name = "belady"
