@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llmcache.cli import types
-from llmcache.errors import EXIT_CODES
+from llmcache.errors import EXIT_INTERRUPTED, EXIT_OK, exit_codes, is_interrupt
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -24,12 +24,28 @@ HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_def
 
 
 class Command(click.Command):
-    """A command whose help ends with the exit codes."""
+    """A command whose help ends with the exit codes.
+
+    `interrupted`: the exit code after Ctrl-C. Commands of version 1.0 keep the 0 that its documentation promised.
+    """
+
+    def __init__(self, *args: Any, interrupted: int = EXIT_OK, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.interrupted = interrupted
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; return its exit code if Ctrl-C ended it."""
+        try:
+            return super().invoke(ctx)
+        except BaseException as error:
+            if not is_interrupt(error):
+                raise
+            return self.interrupted
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog of the command, then the exit codes."""
         super().format_epilog(ctx, formatter)
-        codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
+        codes = ", ".join(f"{code} {short}" for code, (short, _) in exit_codes(self.interrupted).items())
         formatter.write_paragraph()
         formatter.write_text(f"Exit codes: {codes}.")
 
@@ -51,7 +67,7 @@ class LazyGroup(Command, click.Group):
 
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         # Set it here, because versions of click differ in its brackets.
-        super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", **kwargs})
+        super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", "interrupted": EXIT_INTERRUPTED, **kwargs})
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:

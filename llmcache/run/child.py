@@ -124,20 +124,21 @@ class Child:
         self.user, self.group = user, group
         self.dies_with_parent, parent = dies_with_parent, os.getpid()
         self.status: int | None = None
-        gate, self._gate = os.pipe2(os.O_CLOEXEC)
+        gate, held = os.pipe2(os.O_CLOEXEC)
+        self._gate: int | None = held
         self._report, report = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._gate)
+            os.close(held)
             os.close(self._report)
             self._become(gate, report, private, parent)
         os.close(gate)
         os.close(report)
         if failed := self._read_report():
             self.wait()
-            os.close(self._gate)
+            self._close_gate()
             os.close(self._report)
             raise OSError(failed, os.strerror(failed))
 
@@ -195,9 +196,10 @@ class Child:
 
     def release(self) -> None:
         """Let the command execute the program, unless a signal has ended it already. NotRunnable; MissingRequirement."""
+        assert self._gate is not None
         with contextlib.suppress(BrokenPipeError):
             os.write(self._gate, b"\n")
-        os.close(self._gate)
+        self._close_gate()
         failed = self._read_report()
         os.close(self._report)
         if failed:
@@ -209,6 +211,11 @@ class Child:
                 hint = "the first line of a script (#!) names its interpreter; file(1) shows the loader of a program"
                 raise NotRunnable(self.words[0], NOT_FOUND, "its interpreter or loader does not exist", hint)
             raise NotRunnable(self.words[0], NOT_EXECUTABLE, os.strerror(failed))
+
+    def _close_gate(self) -> None:
+        if self._gate is not None:
+            os.close(self._gate)
+            self._gate = None
 
     def has_ended(self) -> bool:
         """Return whether the command has ended; its status is taken then."""
@@ -225,11 +232,11 @@ class Child:
 
     def cancel(self) -> None:
         """End the command if it was not released yet, or by SIGTERM if it runs."""
-        with contextlib.suppress(OSError):
-            os.close(self._gate)
+        self._close_gate()
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGCONT)  # it may be stopped
             self.wait()
 
     @contextlib.contextmanager
@@ -247,16 +254,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of the ended command, or the negative number of the signal that ended it."""
+        assert self.status is not None
+        return os.waitstatus_to_exitcode(self.status)
+
     def end_alike(self) -> int:
         """Return the exit code of the command; if a signal ended it, end this process by the same one."""
-        assert self.status is not None
-        code = os.waitstatus_to_exitcode(self.status)
-        if code >= 0:
-            return code
-        return end_by_signal(-code)
+        return self.exit_code if self.exit_code >= 0 else _end_by_signal(-self.exit_code)
 
 
-def end_by_signal(number: int) -> int:
+def _end_by_signal(number: int) -> int:
     """End this process by a signal, without a core dump; return 128 + `number` if it is blocked."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -266,15 +275,6 @@ def end_by_signal(number: int) -> int:
     os.kill(os.getpid(), number)
     time.sleep(1.0)  # until the signal arrives
     return 128 + number
-
-
-@contextlib.contextmanager
-def ending_by_interrupt() -> Iterator[None]:
-    """End this process by SIGINT on Ctrl-C before the command starts: the exit code must not be that of success."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(end_by_signal(signal.SIGINT))
 
 
 def _is_ignored(number: signal.Signals) -> bool:

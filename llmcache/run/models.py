@@ -14,7 +14,8 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
+from llmcache import procfs
+from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
@@ -22,7 +23,7 @@ from llmcache.model.names import ModelNames
 from llmcache.model.safetensors import begins_safetensors
 from llmcache.model.tensors import shard_names
 from llmcache.mount.copies import Copied, client_facts, find_copy
-from llmcache.procfs import descendants, mappings, mounts, status_of
+from llmcache.procfs import descendants, mappings, mounts
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
@@ -159,19 +160,7 @@ def of_process(pid: int) -> list[str]:
 
 def check_process(option: str, pid: int) -> None:
     """Raise an error unless `pid` is a process, other than this one, that this user may examine."""
-    hint = "list processes with: ps -e"
-    try:
-        fields = status_of(pid)
-    except OSError:
-        raise MissingRequirement(f"{option}: process {pid} does not exist", hint) from None
-    if pid == os.getpid():
-        raise UsageError(f"{option}: {pid} is llmcache itself", hint)
-    if int(fields["Tgid"]) != pid:
-        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"use {option} {fields['Tgid']}")
-    if fields["State"][0] in "ZX":
-        raise MissingRequirement(f"{option}: process {pid} has ended", hint)
-    if "VmSize" not in fields:
-        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a kernel thread, which reads no model", hint)
+    fields = procfs.check_process(option, pid)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise MissingRequirement(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 

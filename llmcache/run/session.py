@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import itertools
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -27,9 +25,9 @@ from llmcache.memory import oom_kills, tightest
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control
 from llmcache.mount.client.mountpoint import check_machine, made_point
-from llmcache.procfs import IN_MEMORY, fstype_at
+from llmcache.procfs import IN_MEMORY, RunningProcesses, fstype_at
 from llmcache.run import models, steering
-from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
+from llmcache.run.child import Child, User, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.tokens.render import summary_lines
@@ -204,7 +202,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
     has_ended = False
     try:
-        with ending_by_interrupt(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if settings.memory_bytes is not None:
                 session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
             stack.callback(session.close)
@@ -228,9 +226,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
             began = time.monotonic()
             with child.forwarding():
                 child.release()
-                end = os.pidfd_open(child.pid)
-                stack.callback(os.close, end)
-                _watch(session, child.pid, end, os.getpid() if is_root and reason is None else None)
+                _watch(session, child.pid, os.getpid() if is_root and reason is None else None)
                 child.wait()
             has_ended = True
             session.renew(None)
@@ -341,20 +337,17 @@ def attach(pid: int, settings: RunSettings) -> int:
             "files that are already open can only be steered in place: use sudo, or start the command with llmcache run",
         )
     session = Session(settings)
-    try:
-        end = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise MissingRequirement(f"--pid: process {pid} has ended") from None
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, end)
         stack.callback(session.close)
-
         tokens = stack.enter_context(_tokens_of(pid))
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             if not models.opened_by(pid):
                 say(f"process {pid} has no model file open: waiting until it opens one or ends")
-            _watch(session, pid, end, os.getpid())
+            _watch(session, pid, os.getpid())
+        except KeyboardInterrupt:
+            _summarize(session, time.monotonic() - began, tokens.stop())
+            raise
         _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
 
@@ -371,13 +364,13 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
             tokens.stop()
 
 
-def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
-    """Return at the end of a process (`end`: its pidfd). Until then, in place (`owner_pid`), steer files that it opens."""
+def _watch(session: Session, pid: int, owner_pid: int | None) -> None:
+    """Return at the end of a process. Until then, in place (`owner_pid`), steer the files that it opens."""
     began = time.monotonic()
-    pauses = itertools.chain((FIRST_LOOK_S,), _looks(began))
-    said: set[object] = set()
-    due = began + COPIES_S
-    while not _ends_within(end, next(pauses)):
+    pause_s, due, said = FIRST_LOOK_S, began + COPIES_S, set[object]()
+    running = RunningProcesses([pid])
+    while running.pids and not running.wait(pause_s):
+        pause_s = LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
         try:
             if owner_pid is not None:
                 for source in session.without_memory(session.add(models.opened_by(pid))):
@@ -395,18 +388,7 @@ def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
             if repr(error) not in said:
                 said.add(repr(error))
                 say(f"cannot examine the files of the command: {error!r}")
-
-
-def _ends_within(end: int, seconds: float) -> bool:
-    """Return whether a process, of which `end` is a pidfd, ends within a time."""
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-def _looks(began: float) -> Iterator[float]:
-    while True:
-        yield LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
+    running.close()
 
 
 def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:

@@ -15,12 +15,11 @@ import fnmatch
 import json
 import os
 import platform
-import select
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ import pyarrow.parquet as pq
 from llmcache.arrays import Records, Uint32s
 from llmcache.errors import MissingRequirement, UsageError, printable
 from llmcache.files import Output, writing
+from llmcache.procfs import RunningProcesses
 from llmcache.trace.files import AskLocked, FileTable, LockedBytes
 from llmcache.trace.formats import PARQUET
 from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
@@ -265,7 +265,11 @@ class _Capture:
     def run(self, stopped: list[str]) -> Captured:
         """Record until the end; write the trace and return the summary."""
         self._say_begin()
-        self._target.release()
+        try:
+            self._target.release()
+        except UsageError:
+            self._recording.discard()
+            raise
         self._started_s = time.monotonic()
         ending = self._loop(stopped)
         self._source.stop()
@@ -290,7 +294,7 @@ class _Capture:
         end_s = self._started_s + self._settings.seconds if self._settings.seconds else None
         flush_s = shown_s = self._started_s
         shown_lines = 0
-        with _woken_by(self._target.pid) as sleep:
+        with RunningProcesses([self._target.pid]) as running:
             while True:
                 # Checked before draining: if the process has ended, all of its events are in the buffers now.
                 alive = self._source.alive()
@@ -310,7 +314,7 @@ class _Capture:
                     return "the process has ended"
                 if end_s is not None and now_s >= end_s:
                     return "the time is over"
-                sleep(POLL_S if end_s is None else min(POLL_S, end_s - now_s))
+                running.wait(POLL_S if end_s is None else min(POLL_S, max(0.0, end_s - now_s)))
 
     def _take(self, records: Records) -> None:
         """Add accesses to the trace, requests and samples to their files, fills and evictions to the counters."""
@@ -418,23 +422,6 @@ def say(text: str) -> None:
     with suppress(OSError, ValueError):
         shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         print(shown, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _woken_by(pid: int) -> Iterator[Callable[[float], None]]:
-    """Yield a function that sleeps for some seconds, but returns at once when process `pid` ends."""
-    poll = select.poll()
-
-    def sleep(seconds: float) -> None:
-        for ended, _ in poll.poll(max(0.0, seconds * 1000)):
-            poll.unregister(ended)  # it would stay ready, and children may still run
-
-    with ExitStack() as stack:
-        with suppress(OSError):  # the process has ended, or the kernel is older than 5.3
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            poll.register(fd, select.POLLIN)
-        yield sleep
 
 
 _COLUMNS = pa.schema(

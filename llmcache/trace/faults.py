@@ -26,13 +26,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from llmcache.arrays import Records, Uint64s
 from llmcache.bpf.perf import Attributes, is_known_processor, open_event
 from llmcache.bpf.ring import Fence
 from llmcache.errors import MissingRequirement
-from llmcache.procfs import FileMapping, descendants, mappings, status_of
+from llmcache.procfs import FileMapping, RunningProcesses, descendants, mappings, status_of
 from llmcache.trace.formats.strace import StraceLog
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
 from llmcache.trace.records import ACCESS, RECORD, Key, Scope, Source, no_records
@@ -59,7 +58,6 @@ _ROOT_RING_BYTES = 1 << 20
 
 _SETTLED_NS = 50_000_000  # strace may report a call this late
 _LOOK_S = 0.1
-_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _ATTACH_S = 60.0  # generous: strace attaches or fails within milliseconds unless the machine is stalled
 _PIPE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -351,44 +349,6 @@ def _tracer(pid: int) -> int:
         return 0
 
 
-class _Processes:
-    """The recorded processes that still run. With `follow`, their children are added when /proc shows them."""
-
-    def __init__(self, pids: Iterable[int], follow: bool) -> None:
-        self._follow = follow
-        self._known: dict[int, psutil.Process] = {}
-        self._looked_s = 0.0
-        self._add(pids)
-
-    def note(self, pids: Iterable[int]) -> None:
-        """Add processes that appeared in records."""
-        if self._follow:
-            self._add(pid for pid in pids if pid not in self._known)
-
-    def alive(self) -> bool:
-        """Return whether any of them runs; /proc is read at most ten times a second."""
-        now_s = time.monotonic()
-        if self._known and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            for pid in list(self._known):
-                self.note(descendants(pid))
-            self._known = {pid: process for pid, process in self._known.items() if _runs(process)}
-        return bool(self._known)
-
-    def _add(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            with suppress(psutil.NoSuchProcess):
-                self._known[pid] = psutil.Process(pid)
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs: False for a zombie, and if the kernel has reused its number."""
-    try:
-        return bool(process.is_running() and process.status() not in _DEAD)
-    except psutil.NoSuchProcess:
-        return False
-
-
 class FaultSource(Source):
     """See `sees` and `cannot_see`."""
 
@@ -406,7 +366,9 @@ class FaultSource(Source):
         super().__init__()
         self._rings: dict[int, EventRing] = {}  # by processor
         self._spaces = AddressSpaces(self.paths)
-        self._processes = _Processes((), False)
+        self._running = RunningProcesses()
+        self._follow = False
+        self._looked_s = 0.0
         self._strace: Strace | None = None
 
     @classmethod
@@ -424,8 +386,9 @@ class FaultSource(Source):
 
     def start(self, scope: Scope) -> None:
         """See Source."""
-        self._processes = _Processes(scope.targets, scope.follow)
-        if not self._processes.alive():
+        self._follow = scope.follow
+        self._add(scope.targets)
+        if not self.alive():
             raise scope.nobody()
         try:
             self._attach(scope)
@@ -471,7 +434,8 @@ class FaultSource(Source):
         if self._strace is not None:
             parts.append(self._strace.drain())
         records = np.concatenate(parts)
-        self._processes.note(np.unique(records["pid"]).tolist())
+        if self._follow:
+            self._add(np.unique(records["pid"]).tolist())
         if self._stopped:
             self._close()
         return self._order.put(records, horizon)
@@ -489,8 +453,17 @@ class FaultSource(Source):
         return in_files
 
     def alive(self) -> bool:
-        """See Source."""
-        return self._processes.alive()
+        """See Source. Children that have touched no file are looked for in /proc, at most ten times a second."""
+        self._running.wait(0)
+        now_s = time.monotonic()
+        if self._follow and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._add(child for pid in self._running.pids for child in descendants(pid))
+        return bool(self._running.pids)
+
+    def _add(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._running.add(pid)
 
     @property
     def lost(self) -> int:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from llmcache.bpf import perf
 from llmcache.model import read_layout
 from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
-from tests.mount.live import llmcache, wait_for
+from tests.mount.live import llmcache
 from tools.bench.sides import environment
 from tools.make_model import main as make_model
 
@@ -66,7 +67,7 @@ def watched(command: Sequence[str]) -> tuple[list[Token], TokenSummary]:
         try:
             watch.start()
             process.wait(120)
-            wait_for(lambda: not watch.has_processes or not watch.is_alive, "the end of the process is observed")
+            watch.wait(60)
         finally:
             process.kill()
             summary = watch.stop()
@@ -191,6 +192,19 @@ def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> No
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["kind"] == "summary"
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_an_observation_with_its_summary(model: Path, number: signal.Signals, code: int) -> None:
+    with subprocess.Popen(client(model, 600, "--pause", 0.1), env=environment(), stdout=subprocess.DEVNULL) as process:
+        command = [sys.executable, "-m", "llmcache", "tokens", "--json", str(process.pid)]
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None and watching.stdout.readline()
+            watching.send_signal(number)
+            out, _ = watching.communicate(timeout=60)
+        assert watching.returncode == code and json.loads(out.splitlines()[-1])["kind"] == "summary"
+        assert process.poll() is None
+        process.kill()
 
 
 def test_without_tracepoints_of_files_tokens_are_observed_but_layers_are_not(

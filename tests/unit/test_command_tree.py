@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup
-from llmcache.errors import EXIT_CODES, MissingRequirement, UsageError
+from llmcache.cli.base import HELP_OPTIONS, Command, LazyGroup
+from llmcache.errors import MissingRequirement, UsageError, exit_codes
 from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools import make_man
 from tools.make_man import TARGET, made, walk
@@ -39,9 +39,14 @@ def test_help_has_examples_and_exit_codes_within_79_columns(words: str, monkeypa
     text = shown(ALL[words], words, monkeypatch)
     assert "\n  Examples:\n" in text
     flat = " ".join(text.split())
-    assert all(f"{code} {short}" in flat for code, (short, _) in EXIT_CODES.items())
+    assert all(f"{code} {short}" in flat for code, (short, _) in exit_codes(interrupted_of(ALL[words])).items())
     assert [line for line in text.splitlines() if len(line) > 79] == []
     assert [option.opts for option in options(ALL[words]) if not option.help] == []
+
+
+def interrupted_of(command: click.Command) -> int:
+    assert isinstance(command, Command)
+    return command.interrupted
 
 
 def options(command: click.Command) -> list[click.Option]:
@@ -199,7 +204,7 @@ def test_a_manual_page_has_all_sections_options_and_exit_codes(words: str) -> No
     command = COMMANDS.get(words, COMMANDS["llmcache mount"])
     named = [name for option in options(command) for name in option.opts]
     assert [name for name in named if make_man.bold(name) not in text] == []
-    assert all(f".TP\n\\fB{code}\\fP\n" in text for code in EXIT_CODES)
+    assert all(f".TP\n\\fB{code}\\fP\n" in text for code in exit_codes(interrupted_of(command)))
 
 
 def test_manual_pages_refer_to_existing_pages() -> None:
