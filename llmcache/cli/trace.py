@@ -45,7 +45,8 @@ def command(
       llmcache classify run.parquet
 
     Ctrl-C ends the recording and completes the trace; the exit code is then 0. At the end, llmcache sends SIGTERM to a
-    command that it started; other processes continue. If the recorder is killed, FILE.recording remains: info, classify and convert read it.
+    command that it started; other processes continue. If the recorder is killed, FILE.recording remains: info, classify and
+    convert read it.
 
     Tiers, best first: filemap, fexit and syscalls use BPF; they need root and libbpf. faults records page faults, and
     reads if strace is installed; it needs no root for your own processes. By default, llmcache uses the best tier that

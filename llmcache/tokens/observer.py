@@ -22,7 +22,7 @@ from llmcache.tokens.passes import Event, Role
 
 OBJECT = OBJECTS / "tokens.bpf.o"
 _RING_BYTES = 1 << 22
-_FRAME = struct.Struct("<IIQIIQQQ6Q")
+_FRAME = struct.Struct("<IIQIIQQQ7Q")
 _HITS = {Role.FIRST: "hit_first", Role.LATER: "hit_later"}
 _ATTACHED = ("switched", "ended")
 _FILES = {"fault_page": "mm_filemap_fault", "read_pages": "mm_filemap_get_pages"}

@@ -19,7 +19,8 @@ from llmcache.bpf import perf
 from llmcache.model import read_layout
 from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
-from tests.mount.live import llmcache
+from llmcache.tokens.passes import Event
+from tests.mount.live import llmcache, wait_for
 from tools.bench.sides import environment
 from tools.make_model import main as make_model
 
@@ -225,6 +226,27 @@ def test_without_hardware_breakpoints_no_tokens_are_observed(model: Path, monkey
     found, summary = watched(client(model, 6, "--cold"))
     assert not found
     assert "hardware breakpoints" in str(summary.why_not)
+
+
+def test_waiting_for_a_processor_is_not_idle_time() -> None:
+    processor = min(os.sched_getaffinity(0))
+    spin = ["taskset", "-c", str(processor), sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spin) as one, subprocess.Popen(spin) as other:
+        watching = observer.Observer()
+        try:
+            watching.look(one.pid)
+            events: list[Event] = []
+            wait_for(lambda: bool(watching.look(one.pid) and _queued(events, watching.events())), "it waits")
+        finally:
+            watching.close()
+            one.kill()
+            other.kill()
+    assert events[-1].idle_ns < events[-1].queued_ns
+
+
+def _queued(events: list[Event], new: list[Event]) -> bool:
+    events += new
+    return bool(events) and events[-1].queued_ns > 200_000_000
 
 
 def test_two_observers_see_the_same_tokens(model: Path) -> None:

@@ -34,6 +34,7 @@ class Process:
     compute_ns: int = 0
     storage_ns: int = 0
     other_ns: int = 0
+    queued_ns: int = 0
 
     def compute(self, ms: float) -> None:
         self.now_ns += int(ms * MS)
@@ -48,6 +49,10 @@ class Process:
         self.now_ns += int(ms * MS)
         self.other_ns += int(ms * MS)
 
+    def wait_for_processor(self, ms: float) -> None:
+        self.sleep(ms)
+        self.queued_ns += int(ms * MS)
+
     def read(self, role: Role, times: int = 1) -> None:
         for _ in range(times):
             self._send(HIT, role)
@@ -57,7 +62,8 @@ class Process:
 
     def _send(self, kind: int, place: int) -> None:
         sums = (self.compute_ns, self.storage_ns, self.other_ns, self.storage_ns)
-        self.found += self.passes.take(Event(self.now_ns, kind, 1, place, 0, 0, *sums))
+        event = Event(self.now_ns, kind, 1, place, 0, 0, *sums, queued_ns=self.queued_ns)
+        self.found += self.passes.take(event)
 
     def token(self, compute_ms: float = 10, storage_ms: float = 0, rows: int = 1, has_later: bool = True) -> None:
         """Run one pass, a fifth of whose computation follows the layers."""
@@ -136,6 +142,18 @@ def test_rows_of_a_batch_are_counted_and_a_prompt_is_one_pass(process: Process) 
     process.token(rows=22)
     process.token()
     assert [(found.rows, found.time_ns // MS) for found in process.found] == [(1, 10), (150, 30)]
+
+
+def test_a_wait_for_a_processor_is_part_of_a_prompt(process: Process) -> None:
+    process.token()
+    process.token(rows=64, has_later=False)
+    process.wait_for_processor(2000)
+    process.look()
+    process.token(rows=22)
+    process.wait_for_processor(100)
+    process.look()
+    process.token()
+    assert [(found.rows, found.time_ns // MS) for found in process.found] == [(1, 10), (86, 2120)]
 
 
 def test_an_aborted_prompt_ends_before_the_next_one(process: Process) -> None:
