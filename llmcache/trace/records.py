@@ -30,6 +30,7 @@ DIRECT = 1  # O_DIRECT: bypasses the page cache
 AROUND = 2  # mapped together with a faulting page: the process may not have touched every block
 STORED = 4  # a write through a mapping: recorded when a clean folio becomes dirty, for the whole folio
 MATCHED = 8  # in BLOCK records: dev, inode and first are those of the file, not of the disk
+COPIED = 16  # only in the ring: the record may come again, with more blocks (bpf/flush.h)
 
 RECORD = np.dtype(
     [

@@ -156,7 +156,7 @@ def test_codes_match_the_source() -> None:
     source = (ROOT / "bpf" / "record.h").read_text()
     assert "enum { READ, WRITE, MAP };" in source
     assert "enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };" in source
-    assert "enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8 };" in source
+    assert "enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8, COPIED = 16 };" in source
     reasons = re.findall(r"LOST_\w+", re.search(r"enum \{ (LOST_.*) LOSSES", source)[1])  # type: ignore[index]
     assert len(reasons) == len(kernel.LOSSES)
 
