@@ -34,7 +34,6 @@ class Command(click.Command):
         self.interrupted = interrupted
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; return its exit code if Ctrl-C ended it."""
         try:
             return super().invoke(ctx)
         except BaseException as error:
@@ -43,7 +42,6 @@ class Command(click.Command):
             return self.interrupted
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the epilog of the command, then the exit codes."""
         super().format_epilog(ctx, formatter)
         codes = ", ".join(f"{code} {short}" for code, (short, _) in exit_codes(self.interrupted).items())
         formatter.write_paragraph()
@@ -54,7 +52,6 @@ class CommandAfterDashes(Command):
     """A command that keeps `--` in its arguments, because it distinguishes a command from a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but keep the first `--`."""
         at = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
 
@@ -71,11 +68,9 @@ class LazyGroup(Command, click.Group):
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None if there is no such command."""
         if cmd_name not in self.table:
             return None
         module, _, attribute = self.table[cmd_name][0].partition(":")
@@ -92,7 +87,6 @@ class LazyGroup(Command, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 

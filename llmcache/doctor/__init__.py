@@ -36,7 +36,6 @@ class Diagnosis:
     areas: dict[str, list[Check]]
 
     def count(self, status: str) -> int:
-        """Return the number of checks with `status`."""
         return sum(check.status == status for checks in self.areas.values() for check in checks)
 
     @property
@@ -45,7 +44,6 @@ class Diagnosis:
         return MissingRequirement.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         counts = {status: self.count(status) for status in (OK, LIMITED, FAILED, SKIPPED)}
         findings = [{"area": area, **asdict(check)} for area, checks in self.areas.items() for check in checks]
         return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": findings}

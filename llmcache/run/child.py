@@ -64,7 +64,6 @@ class User:
     shell: str
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment `own` with what belongs to the user."""
         changed = {"HOME": self.home, "USER": self.name, "LOGNAME": self.name, "SHELL": self.shell}
         kept = {name: value for name, value in own.items() if name not in ("XDG_RUNTIME_DIR", "MAIL")}
         if os.path.isdir(runtime := f"/run/user/{self.uid}"):
@@ -72,7 +71,6 @@ class User:
         return kept | changed
 
     def become(self) -> None:
-        """Change this process to the user permanently."""
         os.initgroups(self.name, self.gid)
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
@@ -218,7 +216,6 @@ class Child:
             self._gate = None
 
     def has_ended(self) -> bool:
-        """Return whether the command has ended; its status is taken then."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -226,7 +223,6 @@ class Child:
         return self.status is not None
 
     def wait(self) -> None:
-        """Wait for the end of the command."""
         if self.status is None:
             _, self.status = os.waitpid(self.pid, 0)
 

@@ -60,7 +60,6 @@ class RunSettings:
     as_json: bool = False
 
     def named(self) -> list[str]:
-        """Return the files that --files names by a path."""
         return [path for glob_of in self.globs for path in sorted(glob(os.path.expanduser(glob_of)))]
 
     def wants(self, path: str) -> bool:
@@ -83,7 +82,6 @@ class Session:
     group: Cgroup | None = None
 
     def add(self, paths: Sequence[str]) -> list[str]:
-        """Add model files; return the directories with files that were not known."""
         new = [path for path in paths if path not in self.files and self.settings.wants(path)]
         self.files += new
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
@@ -146,7 +144,6 @@ class Session:
                     self.steer(source, source, "inplace", owner_pid)
 
     def close(self) -> None:
-        """End all mounts that were made here."""
         for mounted in self.steered.values():
             mounted.stop()
         if self.namespaces is not None:
@@ -392,7 +389,6 @@ def _watch(session: Session, pid: int, owner_pid: int | None) -> None:
 
 
 def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
-    """Report the tokens and the reads of the command, or print them as JSON."""
     found = [(mounted, mounted.stats()) for mounted in session.steered.values()]
     if session.settings.as_json:
         steered = [

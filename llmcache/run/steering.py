@@ -35,18 +35,15 @@ class Steered:
 
     @property
     def mode(self) -> str:
-        """Return inplace, steer or arena."""
         return str(self.document["mode"])
 
     def stats(self) -> dict[str, Any] | None:
-        """Return the counters of the daemon; None if it does not answer."""
         try:
             return control.request(self.point, {"op": "stats"}, uid=self.uid, timeout_s=5.0)
         except LlmcacheError:
             return None
 
     def is_alive(self) -> bool:
-        """Return whether its daemon lives."""
         return control.is_locked(control.files(self.point, self.uid))
 
     def stop(self) -> None:

@@ -35,7 +35,6 @@ class Settings:
     as_json: bool = False
 
     def __post_init__(self) -> None:
-        """UsageError for a duration of nothing."""
         if self.seconds is not None and self.seconds <= 0:
             raise UsageError("-d: the duration must be more than 0", "omit -d to observe until the process ends")
 
@@ -85,7 +84,6 @@ def _observe_command(command: Sequence[str], settings: Settings) -> int:
 
 
 def _checked(word: str) -> int:
-    """Return the process that a number names. LlmcacheError."""
     check_process("PID", int(word[:10]))
     return int(word)
 
@@ -125,11 +123,9 @@ class _Lines:
         self._watch: TokenWatch | None = None
 
     def __enter__(self) -> _Lines:
-        """Print until the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         if self._is_file:
             self._stream.close()
 
@@ -139,7 +135,6 @@ class _Lines:
         return self._watch
 
     def close(self, summary: TokenSummary) -> None:
-        """Print the summary."""
         if self._as_json:
             self._print(json.dumps(summary.document()))
         else:

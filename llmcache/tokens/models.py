@@ -34,7 +34,6 @@ class Model:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.size_bytes for layout in self.layouts.values() for tensor in layout.tensors)
 
     def address_of(self, place: Place) -> int | None:
@@ -53,7 +52,6 @@ class ModelFinder:
     _known: dict[tuple[Key, int], ModelLayout | None] = field(default_factory=dict)
 
     def models(self, pid: int) -> list[Model]:
-        """Return the models that a process maps now, largest first."""
         mapped: dict[Key, list[FileMapping]] = {}
         for mapping in mappings(pid):
             if mapping.inode and mapping.path.startswith("/") and ".so" not in os.path.basename(mapping.path):
@@ -123,7 +121,6 @@ class ProcessTree:
         self._pids = {pid}
 
     def __call__(self) -> set[int]:
-        """Return the processes of the tree that run."""
         alive = {pid for pid in self._pids if is_running(pid)}
         self._pids = alive.union(*(descendants(pid) for pid in alive))
         return set(self._pids)

@@ -89,7 +89,6 @@ class Pass:
 
     @property
     def time_ns(self) -> int:
-        """Return the time of the pass without idle time."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
 
@@ -117,7 +116,6 @@ class Passes:
         self._is_first = True
 
     def take(self, event: Event) -> Iterator[Pass]:
-        """Take the next read or look; yields the pass that it ends, if it ends one."""
         if event.kind == LOOK:
             yield from self._look(event)
             return
@@ -132,7 +130,6 @@ class Passes:
         self._last = event
 
     def wait(self, where: Where, wait_ns: int) -> None:
-        """Take a wait of a thread for a page of the model."""
         if self._start is not None:
             self._waits[where] = self._waits.get(where, 0) + wait_ns
 

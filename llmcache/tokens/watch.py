@@ -55,7 +55,6 @@ class _Process:
 
     @property
     def model(self) -> Model:
-        """The model whose clock is set."""
         return self.clocks[self.at][0]
 
 
@@ -111,11 +110,9 @@ class TokenWatch:
         self._finished.wait(seconds)
 
     def cancel(self) -> None:
-        """End the observation soon; `stop` still returns its summary."""
         self._over.set()
 
     def stop(self) -> TokenSummary:
-        """End the observation; return its summary."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -124,7 +121,6 @@ class TokenWatch:
         return self.summary()
 
     def summary(self) -> TokenSummary:
-        """Return the summary until now."""
         observed_ns = max(1, self._ended_ns - self._began_ns)
         now = pressure()
         shares = {name: min(1.0, (now[name] - us) * 1e3 / observed_ns) for name, us in self._pressure.items() if name in now}
@@ -187,7 +183,6 @@ class TokenWatch:
             self._give_up(problem)
 
     def _count(self) -> None:
-        """Read the counters of /proc at intervals."""
         counters = CountersOfAll()
         counters.growth(self._find())
         last_ns = time.monotonic_ns()
@@ -391,7 +386,6 @@ class TokenWatch:
 
 
 def _addresses(model: Model, clock: Clock) -> dict[Role, int]:
-    """Return the addresses of the tensors of a clock that are mapped."""
     found = {role: model.address_of(place) for role, place in clock.places.items()}
     return {role: address for role, address in found.items() if address is not None}
 

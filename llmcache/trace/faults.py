@@ -105,7 +105,6 @@ class EventRing:
         self._fence = Fence()
 
     def add(self, fd: int) -> None:
-        """Send the events of descriptor `fd`, of the same CPU, to this ring as well."""
         self._fds.append(fd)
         if _libc.ioctl(fd, ctypes.c_ulong(_SET_OUTPUT), ctypes.c_int(self._fds[0])):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -136,12 +135,10 @@ class EventRing:
         return samples, others
 
     def stop(self) -> None:
-        """Disable the events; those in the ring can still be read."""
         for fd in self._fds:
             _libc.ioctl(fd, ctypes.c_ulong(_DISABLE), 0)
 
     def close(self) -> None:
-        """Close the descriptors and unmap the ring."""
         for fd in self._fds:
             os.close(fd)
         del self._control
@@ -193,7 +190,6 @@ class AddressSpaces:
         self._changes: list[tuple[int, int, FileMapping | int]] = []  # time, process, its new mapping or its parent
 
     def look(self, pid: int) -> None:
-        """Read the current mappings of `pid`."""
         self._by_pid[pid] = AddressSpace(mappings(pid))
 
     def note(self, kind: int, record: bytes) -> None:
@@ -290,7 +286,6 @@ class Strace:
         return self._log.counts["guessed_offsets"]
 
     def drain(self) -> Records:
-        """Return the accesses logged since the last call, in the order of the log."""
         self._follow()
         found = []
         for t_ns, number, first, count, op, _, pid in self._log.rows:
@@ -316,7 +311,6 @@ class Strace:
                     self._log.take(os.fsdecode(line), self._lines)
 
     def _key(self, number: int) -> Key | None:
-        """Return device and inode of a file of the log; None if its path no longer exists."""
         if number not in self._keys:
             self._keys[number] = None
             path = self._log.path(number)
@@ -327,7 +321,6 @@ class Strace:
         return self._keys[number]
 
     def stop(self) -> None:
-        """End strace; the processes continue. Logged calls can still be drained."""
         if self._process.poll() is None:
             self._process.terminate()
             # strace may be blocked on a full pipe.
@@ -338,7 +331,6 @@ class Strace:
             self._process.stderr.close()
 
     def close(self) -> None:
-        """Close the pipe."""
         os.close(self._pipe)
 
 
@@ -373,7 +365,6 @@ class FaultSource(Source):
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source: perf events may be forbidden or not supported."""
         if not is_known_processor():
             return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
         try:
@@ -385,7 +376,6 @@ class FaultSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """See Source."""
         self._follow = scope.follow
         self._add(scope.targets)
         if not self.alive():
@@ -420,7 +410,6 @@ class FaultSource(Source):
             self._spaces.look(pid)
 
     def drain(self) -> Records:
-        """See Source."""
         horizon: int | None = None if self._stopped else time.monotonic_ns() - _SETTLED_NS
         samples: list[Records] = []
         for ring in self._rings.values():
@@ -467,12 +456,10 @@ class FaultSource(Source):
 
     @property
     def lost(self) -> int:
-        """See Source."""
         of_strace = self._strace.lost if self._strace else 0
         return self._lost + of_strace + sum(ring.lost for ring in self._rings.values())
 
     def stop(self) -> None:
-        """See Source."""
         self._stopped = True
         for ring in self._rings.values():
             ring.stop()

@@ -106,7 +106,6 @@ class FileTable:
         self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
 
     def _name(self, key: Key) -> None:
-        """Set the path of an unnamed file, if a process shows it now."""
         if named := self._known.get(key):
             number = self._ids[key]
             self.files[number] = dataclasses.replace(self.files[number], path=named.path, size_bytes=named.size_bytes)
@@ -207,7 +206,6 @@ class LockedBytes:
         self._before: dict[int, int] = {}
 
     def begin(self, files: Iterable[TraceFile]) -> None:
-        """Query the files that are new."""
         for file in files:
             if file.id not in self._before:
                 self._before[file.id] = self._bytes(file)

@@ -94,7 +94,6 @@ class RecordRing(Ring):
         self._framed = np.dtype([("length", "<u4"), ("page", "<u4"), ("record", record)])
 
     def read(self) -> Records:
-        """Return all complete records in the order of writing, and free their space in the ring."""
         frames = np.frombuffer(self.stretch(), self._framed)
         busy = np.flatnonzero(frames["length"] & np.uint32(BUSY))
         if len(busy):
@@ -196,11 +195,9 @@ class KernelPrograms:
         return int(result.live)
 
     def read(self) -> Records:
-        """Return the new records in the ring."""
         return self._copies.settle(self._ring.read())
 
     def lost(self) -> int:
-        """Return the number of lost events: for a reason in `LOSSES`, or because a program was busy."""
         counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         busy = sum(self._object.misses(name) for name in attached)
@@ -211,7 +208,6 @@ class KernelPrograms:
         self._object.detach()
 
     def close(self) -> None:
-        """Unload the object."""
         self._object.close()
 
 
@@ -254,13 +250,11 @@ class BpfSource(Source):
 
     @classmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
-        """Return the features to load for `scope`."""
         seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.pages else []
         return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source: no privilege, BTF or libbpf, or the kernel refuses a required program."""
         if reason := supported():
             return reason
         if os.geteuid() != 0 and not _has_capabilities():
@@ -274,7 +268,6 @@ class BpfSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """See Source: load and attach the programs."""
         try:
             self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
@@ -293,7 +286,6 @@ class BpfSource(Source):
                 self.remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
-        """See Source."""
         if self._kernel is None:
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
@@ -311,18 +303,15 @@ class BpfSource(Source):
         return self._residency.mark(records) if self.pages else unknown(records)
 
     def alive(self) -> bool:
-        """See Source; the state is that of the last `drain`."""
         return self._live > 0
 
     @property
     def lost(self) -> int:
-        """See Source."""
         if self._kernel is not None:
             self._lost = self._kernel.lost()
         return self._lost
 
     def stop(self) -> None:
-        """See Source."""
         if self._kernel is not None:
             self._kernel.detach()
         self._stopped = True
@@ -345,7 +334,6 @@ class FilemapSource(BpfSource):
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source; the check for the tracepoints comes first because it is the cheapest."""
         reason = supported()
         if reason is None and not _described():
             return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"

@@ -26,13 +26,11 @@ class Target:
         self._child = child
 
     def release(self) -> None:
-        """Let the command run, if llmcache started it. UsageError: it cannot be executed."""
         if self._child is not None:
             with _as_usage_error():
                 self._child.release()
 
     def end(self) -> None:
-        """End the command by SIGTERM if llmcache started it and it still runs; other processes are left alone."""
         if self._child is not None:
             self._child.cancel()
 
@@ -92,7 +90,6 @@ def _named(name: str) -> int:
 
 
 def _names(pid: int) -> set[str]:
-    """Return the names of a process; none for kernel threads and zombies, which have no command line."""
     try:
         command, own = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_bytes()
     except OSError:  # it has ended

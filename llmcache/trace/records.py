@@ -110,7 +110,6 @@ class Scope:
     coalesce: bool = True
 
     def nobody(self) -> MissingRequirement:
-        """Return the error for targets that do not run."""
         said = f"process {', '.join(map(str, self.targets))} does not exist"
         return MissingRequirement(said, "list processes with: ps -e")
 
@@ -221,7 +220,6 @@ class Residency:
 
 
 def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
-    """Return `records` with some rows replaced by their parts, in the same order."""
     replaced = np.concatenate([rows for rows, _ in split])
     keep = np.ones(len(records), bool)
     keep[replaced] = False

@@ -103,7 +103,6 @@ class SystemCall:
 
     @cached_property
     def words(self) -> list[str]:
-        """The arguments, each as written in the log."""
         return split(self.args)
 
 
@@ -196,12 +195,10 @@ class LoggedFile:
     is_size_known: bool = False
 
     def resize(self, size: int) -> None:
-        """Set the size from a call that reports or sets it."""
         self.size, self.is_size_known = size, True
         self.largest = max(self.largest, size)
 
     def reach(self, end: int) -> None:
-        """Extend the size to at least `end` bytes."""
         self.size = max(self.size, end)
         self.largest = max(self.largest, self.size)
 
@@ -215,7 +212,6 @@ class FileNames:
         self._generations: dict[str, int] = {}
 
     def named(self, path: str) -> LoggedFile | None:
-        """Return the file at `path`; None for paths below /dev, /proc and /sys."""
         if path.startswith(_NOT_FILES) and not path.startswith("/dev/shm/"):
             return None
         if path not in self._names:
@@ -226,11 +222,9 @@ class FileNames:
         return self._names[path]
 
     def remove(self, path: str) -> None:
-        """Remove the name `path`; the next file with this name is a different one."""
         self._names.pop(path, None)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename the file `old` to `new`."""
         file = self._names.pop(old, None)
         self.remove(new)
         if file is not None:
@@ -254,7 +248,6 @@ class Directory:
     path: str = ""
 
     def joined(self, path: str) -> str:
-        """Return `path` relative to this directory, without "." and ".."; symbolic links are not resolved."""
         return os.path.normpath(os.path.join(self.path, path))
 
 
@@ -267,7 +260,6 @@ class Task:
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
-        """Return the process or thread `tid`, created by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
             self.table if "CLONE_FILES" in flags else dict(self.table),
@@ -310,14 +302,12 @@ class Tasks:
         self._cloning[tid] = flags
 
     def cloned(self, tid: int, child: int, flags: str) -> None:
-        """Record that the clone of `tid` has returned `child`."""
         parent = self.get(tid)
         self._cloning.pop(tid, None)
         if self._early.pop(child, None) != tid:
             self._known[child] = parent.child(child, flags)
 
     def end(self, tid: int) -> None:
-        """Remove `tid`; the kernel may reuse its number."""
         if tid:
             self._known.pop(tid, None)
             self._cloning.pop(tid, None)
@@ -339,7 +329,6 @@ class StraceLog:
         self._command = ""
 
     def take(self, line: str, number: int) -> None:
-        """Parse one line; DataError if its time goes back."""
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of the expression is optional
         tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
@@ -369,16 +358,13 @@ class StraceLog:
                 self.counts["calls_not_understood"] += 1  # an unknown form of arguments, or a truncated line
 
     def path(self, number: int) -> str:
-        """Return the first path of file `number`."""
         return self._files.all[number].path
 
     def accessed(self) -> list[TraceFile]:
-        """Return the files of all rows."""
         chosen = (file for file in self._files.all if file.number in self._accessed)
         return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
     def provenance(self) -> Provenance:
-        """Return the provenance of a trace made from the log."""
         self.counts["threads_of_unknown_origin"] = self._tasks.adopted
         self.counts["clock_steps_back"] = self._clock.steps_back
         return Provenance(
@@ -390,7 +376,6 @@ class StraceLog:
         )
 
     def _note(self, call: SystemCall, task: Task, file: LoggedFile, offset: int, length: int, op: int) -> None:
-        """Add a row for an access to bytes offset .. offset + length - 1."""
         first = offset // BLOCK_BYTES
         self._accessed.add(file.number)
         count = (offset + length - 1) // BLOCK_BYTES - first + 1
@@ -440,7 +425,6 @@ class StraceLog:
         self._note(call, task, file, start, length, op)
 
     def _path(self, args: list[str], task: Task) -> str:
-        """Return the path for the arguments directory descriptor and path."""
         path = unquoted(args[1])
         found = re.match(r"\w+<((?:[^<>\\]|\\.)*)>", args[0])
         if found:
@@ -484,7 +468,6 @@ class StraceLog:
         task.table[call.result] = Description(None)
 
     def _pair(self, call: SystemCall, task: Task) -> None:
-        """Handle a pipe or a pair of sockets: two descriptors in brackets."""
         bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
         for fd in split(bracket.strip("[]")):
             if found := _FD.match(fd):
@@ -522,7 +505,6 @@ class StraceLog:
         self._access(call, task, target, WRITE, call.result)
 
     def _copy(self, call: SystemCall, task: Task) -> None:
-        """Handle a copy between descriptors (copy_file_range, splice)."""
         source, at, target, to = call.words[:4]
         self._access(call, task, source, READ, call.result, _offset_in(at))
         self._access(call, task, target, WRITE, call.result, _offset_in(to))
