@@ -184,6 +184,26 @@ def engine_variables(
     return {}
 
 
+@dataclass
+class _Command:
+    words: Sequence[str]
+    program: str
+    environment: dict[str, str]
+    user: User | None
+
+    def start(self, session: Session, stack: contextlib.ExitStack, *, private: bool = False) -> Child:
+        """Return the command as a process that waits, and that `stack` ends. OSError: see Child."""
+        child = Child(self.words, self.program, self.environment, user=self.user, group=session.group, private=private)
+        stack.callback(child.cancel)
+        return child
+
+    def move(self, points: Mapping[str, str]) -> None:
+        """Change paths of model files in arguments and variables to those on the mounts of their directories."""
+        own = self.environment
+        own |= {name: _moved(own[name], points) for name in models.VARIABLES if name in own}
+        self.words = [self.words[0], *(_moved(word, points) for word in self.words[1:])]
+
+
 def run(words: Sequence[str], settings: RunSettings) -> int:
     """Run a command with its model files steered; return its exit code. LlmcacheError: it was not started."""
     environment = dict(os.environ)
@@ -193,6 +213,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories, *settings.named()] or words[1:]
     if user is not None:
         environment = user.environment(environment)
+    command = _Command(words, program, environment, user)
     depth = models.DEPTH if settings.directories else 1
     sources = session.without_memory(session.add(models.in_words(given, environment, _directory(), depth)))
     is_root = os.geteuid() == 0
@@ -215,10 +236,11 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
                     say(f"setting {name}={value}, else llama.cpp copies more weights than fit in memory (see --no-env)")
             killed = oom_kills()
             if reason is None or all(map(steering.served_already, sources)):
-                child = _at_their_paths(session, words, program, environment, user, sources)
+                child = command.start(session, stack)
+                for source in sources:
+                    session.steer(source, source, "inplace", os.getpid(), is_starting=True)
             else:
-                child = _over_fuse(session, words, program, environment, user, sources, reason)
-            stack.callback(child.cancel)
+                child = _over_fuse(session, command, stack, sources, reason)
             tokens = stack.enter_context(_tokens_of(child.pid))
             began = time.monotonic()
             with child.forwarding():
@@ -251,41 +273,16 @@ def _not_found(given: Sequence[str]) -> str:
     return f"no model file is named in {looked} or in {models.VARIABLES[0]}"
 
 
-def _at_their_paths(
-    session: Session,
-    words: Sequence[str],
-    program: str,
-    environment: dict[str, str],
-    user: User | None,
-    sources: Sequence[str],
-) -> Child:
-    """Return the command with its directories steered in place, or by mounts that serve them already."""
-    child = Child(words, program, environment, user=user, group=session.group)
-    try:
-        for source in sources:
-            session.steer(source, source, "inplace", os.getpid(), is_starting=True)
-    except BaseException:
-        child.cancel()
-        raise
-    return child
-
-
 def _over_fuse(
-    session: Session,
-    words: Sequence[str],
-    program: str,
-    environment: dict[str, str],
-    user: User | None,
-    sources: Sequence[str],
-    reason: str,
+    session: Session, command: _Command, stack: contextlib.ExitStack, sources: Sequence[str], reason: str
 ) -> Child:
     """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
     steering.remove_abandoned()
     name = f"run-{os.getpid()}"
-    environment[control.SESSION] = os.environ[control.SESSION] = name
+    command.environment[control.SESSION] = os.environ[control.SESSION] = name
     try:
-        child = Child(words, program, environment, user=user, group=session.group, private=True)
+        child = command.start(session, stack, private=True)
         points = {source: source for source in sources}
         try:
             session.namespaces = Namespaces(child.pid)
@@ -295,26 +292,21 @@ def _over_fuse(
         way = "in a private mount namespace"
     except OSError as error:
         points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
-        environment |= {name: _moved(environment[name], points) for name in models.VARIABLES if name in environment}
-        rewritten = [words[0], *(_moved(word, points) for word in words[1:])]
-        child = Child(rewritten, program, environment, user=user, group=session.group)
+        command.move(points)
+        child = command.start(session, stack)
         way = f"by a separate mount, with the model paths in the arguments changed (no private namespace: {error.strerror})"
     say(f"steering over FUSE {way}; not in place: {reason}")
-    try:
-        for source in sources:
-            session.steer(source, points[source], "auto", child.pid, is_starting=True)
-        if not session.steered:
-            raise MissingRequirement(
-                "no model file can be steered on this machine",
-                "llmcache doctor shows what is missing; the command itself also runs without llmcache",
-            )
-    except BaseException:
-        child.cancel()
-        raise
+    for source in sources:
+        session.steer(source, points[source], "auto", child.pid, is_starting=True)
+    if not session.steered:
+        raise MissingRequirement(
+            "no model file can be steered on this machine",
+            "llmcache doctor shows what is missing; the command itself also runs without llmcache",
+        )
     return child
 
 
-def _moved(word: str, points: dict[str, str]) -> str:
+def _moved(word: str, points: Mapping[str, str]) -> str:
     """Return a word of a command, with a path in a steered directory (also after "=") changed to the mount of that."""
     option, equals, value = word.rpartition("=")
     path = os.path.normpath(os.path.join(_directory(), os.path.expanduser(value)))

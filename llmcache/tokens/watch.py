@@ -48,7 +48,6 @@ class _Process:
     trial_ns: int = field(default_factory=lambda: TRIAL_NS)
     busy_ns: int = 0  # as of the last sums
     busy_at_hit_ns: int = 0  # when the clock was set or read last
-    busy_unseen_ns: int = 0  # without any read
     tried: int = 0
     longest_ns: int = 0
     attributions: dict[str, Attribution] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from llmcache.arrays import Records, Uint32s
 from llmcache.errors import MissingRequirement, UsageError, printable
 from llmcache.files import Output, writing
 from llmcache.procfs import RunningProcesses
-from llmcache.trace.files import AskLocked, FileTable, LockedBytes
+from llmcache.trace.files import FileTable, LockedBytes, LockedQuery
 from llmcache.trace.formats import PARQUET
 from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
 from llmcache.trace.formats.recording import read as read_recording
@@ -106,7 +106,7 @@ def default_output(target: Target) -> str:
     return f"{program}-{target.pid}{PARQUET}"
 
 
-def record(target: Target, settings: CaptureSettings, locked: AskLocked) -> Captured:
+def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Captured:
     """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
 
     `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works on this machine, the

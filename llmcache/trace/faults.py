@@ -379,7 +379,7 @@ class FaultSource(Source):
         self._follow = scope.follow
         self._add(scope.targets)
         if not self.alive():
-            raise scope.nobody()
+            raise scope.missing()
         try:
             self._attach(scope)
             if shutil.which("strace"):

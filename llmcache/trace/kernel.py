@@ -278,7 +278,7 @@ class BpfSource(Source):
         self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            raise scope.nobody()
+            raise scope.missing()
         if scope.rerefs_s > 0:
             try:
                 self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)

@@ -677,13 +677,6 @@ class BlockSpace:
             parts.append(np.arange(start, stop, dtype=np.int64) - self._starts[index] + self._ids[index])
         return np.concatenate(parts)
 
-    def end_of(self, file: int) -> int:
-        """Return the block after the last touched block of `file`; 0 if none was touched."""
-        index = int(np.searchsorted(self._starts, (file << BLOCK_BITS) + (1 << BLOCK_BITS) - 1, side="right")) - 1
-        if index < 0 or int(self._starts[index]) >> BLOCK_BITS != file:
-            return 0
-        return int(self._ends[index]) - (file << BLOCK_BITS)
-
     def place(self, batch: Trace) -> Int64s:
         """Return the id of the first block of each run (int64, one per row); ValueError for a run outside of the space."""
         keys = _keys(batch)

@@ -109,7 +109,7 @@ class Scope:
     rerefs_s: float = 0.0
     coalesce: bool = True
 
-    def nobody(self) -> MissingRequirement:
+    def missing(self) -> MissingRequirement:
         said = f"process {', '.join(map(str, self.targets))} does not exist"
         return MissingRequirement(said, "list processes with: ps -e")
 
