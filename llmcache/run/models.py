@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmcache import procfs
 from llmcache.errors import LlmcacheError, MissingRequirement
+from llmcache.files import open_regular
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
@@ -45,26 +46,11 @@ def is_model(path: str) -> bool:
     return _begins_as_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
-def _opened_regular(path: str, dev: int, ino: int) -> int:
-    """Return a descriptor of a file that was seen to be a regular one. OSError: another file has its path by now.
-
-    Its kind is looked at before it is opened: root must not open the devices and pipes of other users.
-    """
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        status = os.fstat(place)
-        if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (dev, ino):
-            raise FileNotFoundError(path)
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(place)
-
-
 @functools.lru_cache(maxsize=4096)
 def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: int) -> bool:
     """Return whether a file begins as a model does. Its first bytes are read once: a mount observes each read."""
     try:
-        fd = _opened_regular(path, dev, ino)
+        fd = open_regular(path, lambda status: (status.st_dev, status.st_ino) == (dev, ino))
     except OSError:
         return False
     try:

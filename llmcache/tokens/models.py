@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llmcache.errors import DataError
+from llmcache.files import open_regular
 from llmcache.memory import stalled_us
 from llmcache.model import read_layout
 from llmcache.model.tensors import ModelLayout, shard_name
@@ -92,19 +92,13 @@ class ModelFinder:
 def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
     """Return a descriptor of a mapped file: through the mapping where that is allowed, else by its path in the process.
 
-    OSError: it is no regular file, and is not opened, because opening a device has effects; or another file has its path.
+    OSError: it is no regular file, or another file has its path.
     """
     try:
-        place, inode = os.open(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}", os.O_PATH | os.O_CLOEXEC), None
+        return open_regular(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
     except OSError:
-        place, inode = os.open(f"/proc/{pid}/root{mapping.path}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC), key[1]
-    try:
-        status = os.fstat(place)
-        if not stat.S_ISREG(status.st_mode) or inode not in (None, status.st_ino):
-            raise FileNotFoundError(mapping.path)
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(place)
+        path = f"/proc/{pid}/root{mapping.path}"
+        return open_regular(path, lambda status: status.st_ino == key[1], os.O_NOFOLLOW)
 
 
 def _name_of_all(path: str, layout: ModelLayout) -> str:

@@ -423,7 +423,7 @@ class FaultSource(Source):
         if self._strace is not None:
             parts.append(self._strace.drain())
         records = np.concatenate(parts)
-        if self._follow:
+        if self._follow and not self._stopped:
             self._add(np.unique(records["pid"]).tolist())
         if self._stopped:
             self._close()
@@ -443,6 +443,8 @@ class FaultSource(Source):
 
     def alive(self) -> bool:
         """See Source. Children that have touched no file are looked for in /proc, at most ten times a second."""
+        if self._stopped:
+            return False
         self._running.wait(0)
         now_s = time.monotonic()
         if self._follow and now_s - self._looked_s >= _LOOK_S:
@@ -468,6 +470,7 @@ class FaultSource(Source):
 
     def _close(self) -> None:
         self._lost = self.lost
+        self._running.close()
         for ring in self._rings.values():
             ring.close()
         self._rings = {}

@@ -16,7 +16,7 @@ from llmcache.tokens import watch as watch_module
 from llmcache.tokens.causes import Attribution, short_layer
 from llmcache.tokens.clock import Key, candidates
 from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role, Where
-from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
+from llmcache.tokens.render import summary_lines
 from llmcache.tokens.summary import Totals, quantile
 from tests.mount.live import wait_for
 
@@ -355,25 +355,6 @@ def test_a_prompt_with_unknown_rows_has_no_speed() -> None:
 def test_a_summary_without_tokens_gives_the_reason() -> None:
     (line,) = summary_lines(Totals().summary(why_not="weights were copied"))
     assert "no tokens were seen: weights were copied" in line
-
-
-def test_columns_of_a_token_line_up_with_the_heading() -> None:
-    for name, value in (
-        ("token", "7"),
-        ("batch", "1"),
-        ("compute", "0.010 s"),
-        ("storage", "0.090 s"),
-        ("read", "1.00 KB"),
-        ("missed", "-"),
-    ):
-        end = HEADING.index(name) + len(name)
-        assert token_line(token(7, 90))[:end].endswith(value)
-
-
-def test_columns_of_an_interval_line_up_with_the_heading() -> None:
-    row = interval_line(Interval(0, 1000 * MS, 900 * MS, 5000, 7))
-    for name, value in (("interval", "1.00 s"), ("CPU", "0.900 s"), ("read", "5.00 KB"), ("major faults", "7")):
-        assert row[: INTERVAL_HEADING.index(name) + len(name)].endswith(value)
 
 
 @pytest.mark.parametrize(("values", "share", "expected"), [([], 0.99, 0), ([5], 0.99, 5), (list(range(1, 101)), 0.99, 99)])
