@@ -344,25 +344,12 @@ class Trace:
         self.provenance = provenance
 
     @classmethod
-    def build(
-        cls,
-        t_ns: ArrayLike,
-        file: ArrayLike,
-        first: ArrayLike,
-        count: ArrayLike,
-        op: ArrayLike = 0,
-        miss: ArrayLike = 2,
-        pid: ArrayLike = 0,
-        *,
-        files: Sequence[TraceFile],
-        provenance: Provenance,
-    ) -> Trace:
-        """Return a trace of these columns (integers of any width; a number is repeated); DataError names an invalid one."""
-        given = {"t_ns": t_ns, "file": file, "first": first, "count": count, "op": op, "miss": miss, "pid": pid}
-        columns, table = columns_from(given), file_table(files)
-        check_rows(columns)
-        check_files(columns, table)
-        return cls(columns, table, provenance)
+    def build(cls, *columns: ArrayLike, files: Sequence[TraceFile], provenance: Provenance, **named: ArrayLike) -> Trace:
+        """Return a trace of columns, in the order of COLUMNS or by name; DataError names an invalid one."""
+        given, table = columns_from({**dict(zip(COLUMNS, columns, strict=False)), **named}), file_table(files)
+        check_rows(given)
+        check_files(given, table)
+        return cls(given, table, provenance)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
