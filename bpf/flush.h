@@ -11,9 +11,6 @@
  * event. */
 #define STALLED_NS 200000000
 
-extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern void bpf_task_release(struct task_struct *task) __ksym __weak;
-
 /* The number of recorded threads. `all` is set at the end, when the programs are detached: then all runs are sent. */
 struct flush_result { u32 live, all; };
 

@@ -21,10 +21,6 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define TASK_DEAD 0x80
 #define TASK_NOLOAD 0x400
 
-extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
-extern void bpf_task_release(struct task_struct *task) __ksym __weak;
-
 /* The threads of a process by state, the time since the last change of them, and the sums until then. */
 struct account {
 	s64 running, blocked, queued;
@@ -348,14 +344,10 @@ SEC("syscall")
 int watch(struct subject *subject)
 {
 	struct account fresh = { .pid = subject->pid }, *account;
-	struct task_struct *task = NULL;
+	struct task_struct *task = acquire_task(subject->pid);
 	u64 now = bpf_ktime_get_ns();
 	u32 tgid;
 
-	if (bpf_task_from_vpid)
-		task = bpf_task_from_vpid(subject->pid);
-	else if (bpf_task_from_pid)
-		task = bpf_task_from_pid(subject->pid);
 	if (!task)
 		return 0;
 	tgid = task->tgid;
