@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from llmcache import cli
-from llmcache.cli.base import LazyGroup
-from llmcache.errors import MissingRequirement, UsageError
+from llmcache.cli.base import HELP_OPTIONS, Command, LazyGroup
+from llmcache.errors import MissingRequirement, UsageError, exit_codes
 from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools.make_man import TARGET, made, walk
 
@@ -26,6 +26,26 @@ ALL = {"llmcache": cli.app, **dict(walk(cli.app, "llmcache"))}
 COMMANDS = {words: command for words, command in ALL.items() if not isinstance(command, LazyGroup)}
 # These print a script, help, or the log of a server.
 NO_DOCUMENT = {"llmcache completion", "llmcache help", "llmcache kv proxy", "llmcache serve-llama"}
+
+
+def shown(command: click.Command, words: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    return command.get_help(click.Context(command, info_name=words, **HELP_OPTIONS))
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_help_has_examples_and_exit_codes_within_79_columns(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(ALL[words], words, monkeypatch)
+    assert "\n  Examples:\n" in text
+    flat = " ".join(text.split())
+    assert all(f"{code} {short}" in flat for code, (short, _) in exit_codes(interrupted_of(ALL[words])).items())
+    assert [line for line in text.splitlines() if len(line) > 79] == []
+    assert [option.opts for option in options(ALL[words]) if not option.help] == []
+
+
+def interrupted_of(command: click.Command) -> int:
+    assert isinstance(command, Command)
+    return command.interrupted
 
 
 def options(command: click.Command) -> list[click.Option]:

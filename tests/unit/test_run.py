@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcache import procfs
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.mount.copies import ClientFacts, find_copy
 from llmcache.run import models, session
@@ -155,7 +156,7 @@ def test_a_program_without_its_interpreter_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
 def test_processes_without_memory_are_refused(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
-    monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
+    monkeypatch.setattr(procfs, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
     with pytest.raises(LlmcacheError, match=text):
         models.check_process("--pid", 5)
 
