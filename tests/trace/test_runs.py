@@ -72,7 +72,9 @@ def test_a_block_shared_by_successive_requests_counts_once(record: Record, file:
     assert found.requests == 40
 
 
-@pytest.mark.parametrize(("way", "passes", "blocks"), [("unaligned passes", 50, 1023), ("scan", 3, BLOCKS), ("slowly", 1, 64)])
+@pytest.mark.parametrize(
+    ("way", "passes", "blocks"), [("unaligned passes", 50, 1023), ("scan", 3, BLOCKS), ("slowly", 1, 64)]
+)
 def test_continuous_draining_changes_nothing(way: str, passes: int, blocks: int, record: Record, file: Path) -> None:
     """The flush may run at any moment and is often interrupted by other load on the machine."""
     warm(file)
