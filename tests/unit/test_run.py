@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,28 @@ def test_a_program_without_its_interpreter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotRunnable, match="its interpreter or loader does not exist") as raised:
         child.release()
     assert raised.value.exit_code == NOT_FOUND
+
+
+def test_ending_a_released_command_closes_no_descriptor_of_others() -> None:
+    child = Child(["sleep", "600"], resolve("sleep", os.environ["PATH"]), os.environ)
+    child.release()
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]
+    child.cancel()
+    assert child.exit_code == -signal.SIGTERM
+    for fd in opened:
+        os.close(fd)
+
+
+def test_the_end_of_a_process_wakes_a_waiting_thread() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process, procfs.RunningProcesses() as running:
+        running.add(process.pid)
+        assert running.wait(0) == set() and running.pids == {process.pid} and procfs.is_running(process.pid)
+        held = Child(["true"], "/bin/true", {})  # has copies of all descriptors until it executes the program
+        process.kill()
+        assert running.wait(60) == {process.pid} and running.pids == set(), "also while it is a zombie"
+        assert not procfs.is_running(process.pid)
+        assert running.wait(0) == set()
+        held.cancel()
 
 
 @pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
