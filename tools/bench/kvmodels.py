@@ -31,7 +31,7 @@ from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes,
 from llmcache.kv.tasks.english import Document, documents
 
 from .harness import measured_apart, workplace
-from .results import markdown, targets_table
+from .results import markdown, part_targets, targets_table
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
@@ -547,7 +547,10 @@ def table(document: dict[str, Any]) -> str:
         "policy",
         *map(str, BUDGETS),
     ]
-    tables = [targets_table(document, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    tables = [
+        targets_table(part_targets(document, TARGETS), "measured, real models"),
+        *([markdown(head, rows, texts=(0, 1))] if rows else []),
+    ]
     if "gpu" in parts:
         found = parts["gpu"]
         head = [found["device"]["gpu"], "cache", "prompt s", "token ms", "GPU memory of the cache GB"]

@@ -1,11 +1,7 @@
-"""Check the figures of `llmcache reproduce` that have a target; with --measure, measure first.
+"""Measure the figures of `llmcache reproduce` that are measured, and write them to `llmcache/papers/NAME.json`.
 
-`llmcache reproduce` reads its measured figures from `llmcache/papers/NAME.json`. --measure replaces these files: it measures
-small cases on this machine, with an emulated accelerator and SSD, and records machine and date. A figure that cannot be
-measured (torch is missing, the disk is full) is left out, with the reason.
-
-The speedups are modelled, for the paper's machine. `llmcache reproduce hillinfer` also shows other readings of the paper,
-how far each is from its claims, and why.
+The measurements are small cases on this machine, with an emulated accelerator and SSD; the files name machine and date. A
+figure that cannot be measured (torch is missing, the disk is full) is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -13,17 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from llmcache.cache.policies import policy_class
 from llmcache.errors import LlmcacheError, MissingRequirement
@@ -44,50 +38,13 @@ from llmcache.trace.record import BlockSpace, Trace
 from . import machine
 from .harness import ROOT
 from .kvtransformers import SMALL, by_length, stock_at
-from .results import Document, Target
 
-SCHEMA = "llmcache-bench-papers/1"
-COMMAND = "llmcache reproduce hillinfer"
-READING = "sizes"
-CLAIMS = {"speed-up-range": READING, "order": READING, "comparable-accuracy": "hillinfer"}
-"""For each claim, the finding that is judged."""
-ALPHA_LOSS = 0.01
 Tell = Callable[[str], None]
 MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
 POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
 PART = 4096  # tokens per append, to bound the memory
 REPEATS = 5  # replays of each policy, with a cache of half of the footprint
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measure", nargs="*", choices=list(MEASURES), help="measure these papers first [without names: all papers]"
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller and shorter measurements")
-
-
-def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield the claims with a target: verdict, words and values of each finding of `llmcache reproduce`."""
-    for name in [] if args.measure is None else args.measure or MEASURES:
-        save(name, args.quick, lambda what: print(what, file=sys.stderr))
-    command = [sys.executable, "-m", *COMMAND.split(), "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    findings = {claim["name"]: claim["findings"] for claim in json.loads(done.stdout)["claims"]}
-    yield {"claims": {name: findings[name] for name in CLAIMS}}
-
-
-def targets(document: Document) -> list[Target]:
-    """Return the targets: speedups and order (modelled), answers with a fifth of the tokens (measured)."""
-    found = {name: document["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
-    ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
-    order = "share of points with the baselines in the paper's order, on the paper's machine"
-    lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
-    return [
-        Target("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
-        Target("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
-        Target("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
-    ]
 
 
 def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
@@ -271,3 +228,14 @@ MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]
     "icecache": icecache,
 }
 """The measurement for each paper; kelle has none."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the papers that are named, or all of them; return 0."""
+    parser = argparse.ArgumentParser(prog="tools/bench papers", description=__doc__)
+    parser.add_argument("--measure", nargs="*", choices=list(MEASURES), help="papers to measure [without names: all]")
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter measurements")
+    args = parser.parse_args(argv)
+    for name in args.measure or MEASURES:
+        save(name, args.quick, lambda what: print(what, file=sys.stderr))
+    return 0
