@@ -8,8 +8,8 @@ share of the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Ea
 By default, mounts get no --cache: they choose their budget when they start, and shrink when clients allocate memory. With
 --budget given, --cache is the limit minus the clients' own memory and 64 MiB.
 
-Targets apply to the passes after the fifth: always to the bytes, with --repeat 3 or more to the time. Model files are
-generated once and kept in --dir.
+Targets apply to the passes after the fifth: to the bytes, with --repeat 3 or more to the time, and to the pages per row. Model
+files are generated once and kept in --dir.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ BYTES_OVER_PAGE_CACHE = 1.05
 ALLOWED_SHARE = 0.01
 """The share of the loop that a mount may additionally read in a pass."""
 TIMED_REPEATS = 3
+PAGES_PER_ROW = 1.2
 
 Result = dict[str, Any]
 
@@ -313,6 +314,12 @@ def targets(document: Document) -> list[Target]:
             for name, one in cases
         )
         found += worst(read, f"bytes.{mode}", f"{mode}: bytes read / (1.05 x page cache's bytes + 1 % of the loop)")
+        rows = (
+            Target("", name, pages_per_row(one, mode), "<=", PAGES_PER_ROW, command=command)
+            for name, one in cases
+            if one["rows"] is not None and one["share"] > 1  # elsewhere, the reads of the loop vary by more
+        )
+        found += worst(rows, f"rows.{mode}", f"{mode}: pages read per row of one page")
         repeats = [len({run["repeat"] for run in one["runs"]}) for _, one in cases]
         if mode == "inplace" and min(repeats) >= TIMED_REPEATS:
             ratios = (
