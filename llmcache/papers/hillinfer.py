@@ -340,7 +340,6 @@ class HillInferResults:
         )
 
     def ours(self) -> Ours:
-        """Return our values for every claim; missing measurements are left out."""
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
             return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
@@ -370,7 +369,6 @@ class HillInferResults:
         return found
 
     def document(self) -> dict[str, Any]:
-        """Return the contents of a JSON document besides the claims."""
         here = {key: self.measured[key] for key in ("systems", "beta", "accuracy", "missing", "machine", "date", "quick")}
         layers = {"modelled": MODELS[QWEN].layers, "measured": (self.measured["transfers"] or {}).get("layers", 0)}
         transfers = {kind: transfers_document(kind, layers[kind], of) for kind, of in self.transfers.items()}

@@ -505,7 +505,6 @@ def _long_inputs() -> dict[str, float | Values]:
 
 
 def _half_bandwidth() -> dict[str, float | Values]:
-    """Return values for 8.3.7: eDRAM of half the bandwidth."""
 
     def halved(system: AcceleratorSystem) -> AcceleratorSystem:
         return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system

@@ -98,7 +98,6 @@ class Reproduction:
         return Table("Number of findings by verdict", ["claims about", "variant", *WORDS], rows)
 
     def _claims(self, about: str, judged: Sequence[Judged]) -> Table:
-        """Return the quotes, with a row for each variant: verdict and number."""
         rows: list[list[Cell]] = []
         for one in judged:
             paper: list[Cell] = [f"“{one.claim.quote}”", one.claim.section]
@@ -223,7 +222,6 @@ class IndexEntry:
 
     @property
     def counts(self) -> list[int]:
-        """Number of findings by verdict."""
         claims = [] if self.done is None else [one for judged in self.done.claims.values() for one in judged]
         found = Counter(finding.verdict for one in claims for finding in one.findings.values())
         return [found[verdict] for verdict in Verdict]

@@ -59,7 +59,6 @@ class Saved:
 
     @property
     def is_sweep(self) -> bool:
-        """True for a document of `llmcache edram sweep`."""
         return self.schema == SWEEP_SCHEMA
 
 

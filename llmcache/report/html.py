@@ -158,7 +158,6 @@ class Section:
     blocks: Sequence[HtmlBlock]
 
     def html(self, anchor: str) -> str:
-        """Return the section as HTML; links within the page reach it at `anchor`."""
         inner = "\n".join(block.html() for block in self.blocks)
         return f'<section id="{anchor}"><h2>{_text(self.title)}</h2>\n{inner}\n</section>'
 

@@ -144,7 +144,6 @@ class Written:
     size_bytes: int
 
     def show(self, schema: str) -> None:
-        """Print it on stdout as the JSON document called `schema`."""
         print(json.dumps({"schema": schema, "path": str(self.path), "size_bytes": self.size_bytes}))
 
 
@@ -185,7 +184,6 @@ class Progress:
         self._compiling: bars.TaskID | None = None
 
     def __call__(self, trace: str, done: int, in_all: int) -> None:
-        """Show that `done` of `in_all` rows of `trace` are replayed."""
         if trace not in self._traces:
             self._traces[trace] = self._shown.add_task(trace.replace("[", r"\["), total=in_all)
         self._shown.update(self._traces[trace], completed=done, total=in_all)

@@ -53,7 +53,6 @@ class SuiteEntry:
     on_request: bool = False
 
     def command(self, quick: bool = False) -> str:
-        """Return the command line of a full or quick run, for display."""
         return " ".join((f"tools/bench {self.name}", *(self.quick if quick else self.words)))
 
 

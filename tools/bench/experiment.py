@@ -131,7 +131,6 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def bound_s(self) -> float:

@@ -69,7 +69,6 @@ class Kernel(NamedTuple):
     target: float | None = None
 
     def seconds(self) -> float:
-        """Return the duration of one run."""
         start = time.perf_counter()
         self.run()
         return time.perf_counter() - start

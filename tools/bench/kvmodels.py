@@ -85,11 +85,9 @@ class BenchScope:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models."""
         return list(TASK_MODELS)[:1] if self.quick else list(TASK_MODELS)
 
     def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return `contexts`; in a quick run a short one instead."""
         return (512,) if self.quick else contexts
 
     def chosen(self, contexts: Sequence[int]) -> Sequence[int]:
@@ -102,7 +100,6 @@ class BenchScope:
         return self.lengths(found)
 
     def setup(self, task: str, model: str, context: int, cases: int) -> TaskSetup:
-        """Return the set-up of a task."""
         cases = 1 if self.quick else cases
         return TaskSetup(task, model_of(model), (context,), (), BUDGETS, self.directory, cases=cases, threads=self.threads)
 

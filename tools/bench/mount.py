@@ -159,7 +159,6 @@ class CasePlan:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the number of steps and of warm-up steps among them."""
         return (6, 2) if self.quick else (9, TOKEN_WARMUP)
 
     def llama(self, case: str, label: str, share: float, steps: int, warmup: int, **limits: Any) -> Iterator[Experiment]:

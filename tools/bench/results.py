@@ -52,21 +52,17 @@ class Target:
 
     @property
     def passed(self) -> bool:
-        """Return whether the target is met."""
         return math.isfinite(self.value) and SENSES[self.sense](self.value, self.limit)
 
     @property
     def shown(self) -> str:
-        """Return the value with its unit, for display."""
         return f"{figure(self.value)} {self.unit}".rstrip()
 
     @property
     def wanted(self) -> str:
-        """Return sense and limit, for display."""
         return f"{self.sense} {figure(self.limit)} {self.unit}".rstrip()
 
     def to_json(self) -> Document:
-        """Return plain data; a value that is not finite becomes null."""
         return {**asdict(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
 
 

@@ -89,7 +89,6 @@ class ClientRun:
 
     @property
     def ok(self) -> bool:
-        """Return whether the client exited without an error and read no wrong byte."""
         return not self.hung and self.exit_code == 0 and self.wrong == 0
 
     def measured(self, warmup: int) -> list[ClientStep]:
@@ -168,7 +167,6 @@ class _ClientProcess:
         self.run.error = self.process.stderr.read()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the exit; mark the run as hung at the timeout."""
         try:
             self.run.exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -106,7 +106,6 @@ class Throughput:
 
     @property
     def name(self) -> str:
-        """Return the name of the policy in the results."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
     def run(self, path: Path) -> float:
@@ -129,7 +128,6 @@ class Throughput:
         return time.perf_counter() - start
 
     def to_json(self, seconds: list[float]) -> Document:
-        """Return plain data; the rate is that of the median run."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
         rate = self.blocks / statistics.median(seconds)
         return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.target or None}

@@ -211,7 +211,6 @@ class Point:
         return min(statistics.median(times) for times in self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**asdict(self), "median_s": self.median_s}
 
     def __str__(self) -> str:
@@ -301,7 +300,6 @@ class Sweeper:
         return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
 
     def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
-        """Add the passes of one mount with the budget of `point`."""
         forget(file)
         mounted = Mounted(options=("--mode", sweep.mode))
         with (
@@ -331,7 +329,6 @@ class Knee:
     slope: float
 
     def seconds(self, cache_bytes: float) -> float:
-        """Return the fitted duration of a pass."""
         return max(self.plateau_s, self.at_zero_s + self.slope * cache_bytes)
 
 

@@ -8,7 +8,7 @@ share of the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Ea
 By default, mounts get no --cache: they choose their budget when they start, and shrink when clients allocate memory. With
 --budget given, --cache is the limit minus the clients' own memory and 64 MiB.
 
-Targets apply to the passes after the fifth: to the bytes, with --repeat 3 or more to the time, and to the pages per row. Model
+Targets apply to the passes after the fifth: to the bytes, to the time with --repeat 3 or more, and to the pages per row. Model
 files are generated once and kept in --dir.
 """
 
@@ -194,7 +194,6 @@ class Zoo:
         return self.scratch / f"stage-{stage}.json"
 
     def _calibrate(self) -> int:
-        """Return the clients' private memory, from a run with everything in memory."""
         with read_ahead(self.source, READ_AHEAD_KB), Cgroup("anon", directory=self.source) as group:
             return max(one.anon_bytes for one in self._clients(group, self.source))
 
@@ -286,7 +285,6 @@ def pages_per_row(result: Result, side: str) -> float:
 
 
 def _runs(result: Result, side: str) -> list[Document]:
-    """Return the runs of a side; none if one of them lacks a pass."""
     runs = [run for run in result["runs"] if run["side"] == side]
     return [] if any(len(run["seconds"]) < result["passes"] for run in runs) else runs
 

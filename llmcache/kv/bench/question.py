@@ -70,7 +70,6 @@ class BenchOptions:
 
     @property
     def without(self) -> list[str]:
-        """Designs to omit from HillInfer."""
         return [part for part in DESIGNS if getattr(self, f"no_{part}")]
 
     @property

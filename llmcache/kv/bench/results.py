@@ -59,7 +59,6 @@ class Row:
     observed: Observed | None = None
 
     def speedup_over(self, other: Row) -> float:
-        """Return the speed-up over `other`."""
         return other.token_ns / self.token_ns
 
 
@@ -100,7 +99,6 @@ class Bench:
         return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
         rows = [{**asdict(row), "speedup_over": self.speedups(row)} for row in self.rows]
         marks = self.marks
         marks_values = None if marks is None else {**asdict(marks), "rule": marks.rule, "expected": marks.expected}
@@ -136,7 +134,6 @@ class Answers:
 
     @property
     def questions(self) -> int:
-        """Total number of questions."""
         return sum(self.asked)
 
     @property
@@ -219,7 +216,6 @@ class TaskRow:
 
     @property
     def name(self) -> str:
-        """Title and budget."""
         return self.title if self.budget is None else f"{self.title} {self.budget}"
 
 
@@ -237,7 +233,6 @@ class TaskBench:
         return sorted({row.context for row in self.rows})
 
     def stock(self, context: int) -> TaskRow:
-        """Return the row of transformers' own cache at a context."""
         return next(row for row in self.rows if row.policy == STOCK and row.context == context)
 
     def kept(self, row: TaskRow) -> float | None:
@@ -256,11 +251,9 @@ class TaskBench:
         return mean_of([one - other for one, other in zip(row.losses, full, strict=True)])
 
     def at(self, context: int) -> list[TaskRow]:
-        """Return the rows of a context."""
         return [row for row in self.rows if row.context == context]
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready values, with derived values."""
         rows = []
         for row in self.rows:
             values = asdict(row)

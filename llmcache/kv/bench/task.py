@@ -85,7 +85,6 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Name in tables."""
         if self.policy == STOCK:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
@@ -134,7 +133,6 @@ class Told:
         self.divergences.append(float((np.exp(full) * (full - log_p)).sum(1, dtype=np.float64).mean()))
 
     def answers(self) -> Answers:
-        """Return all answers."""
         return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None, tuple(self.kept))
 
 

@@ -61,11 +61,9 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The policy, followed by "-no-" and the name of each omitted design."""
         return "-no-".join([self.policy, *self.without])
 
     def titled(self, title: str) -> str:
-        """Return the title of the policy, with the omitted designs."""
         return title + (f" without {', '.join(self.without).upper()}" if self.without else "")
 
 
@@ -132,7 +130,6 @@ class Latency:
         return 1 - self.stages["compute"] / self.token_ns
 
     def end_to_end_ns(self, output_tokens: int) -> float:
-        """Return the time of prefill and `output_tokens` decode steps."""
         return self.prefill_ns + output_tokens * self.token_ns
 
     def to_json(self) -> dict[str, Any]:

@@ -115,7 +115,6 @@ class MachineProfile:
     storage: StorageSpeeds
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, as in its file."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod

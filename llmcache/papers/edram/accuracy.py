@@ -128,7 +128,6 @@ class AccuracySetup:
 
     @property
     def everything(self) -> AerpSettings:
-        """Settings with a budget that evicts nothing."""
         return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
@@ -136,7 +135,6 @@ class AccuracySetup:
         return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
 
     def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
-        """Return a variant that evicts nothing and loses bits at `rates`."""
         return CacheVariant(name, self.everything, CellSettings(how or self.format, rates, sticky=sticky))
 
 
@@ -218,7 +216,6 @@ class Accuracies:
     rows: tuple[VariantAccuracy, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data of `SCHEMA`."""
         rows = [asdict(row) for row in self.rows]
         for row in rows:
             row["harm_nats"] = row.pop("harm")

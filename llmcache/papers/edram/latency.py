@@ -256,12 +256,10 @@ class Prefill:
 
     @property
     def latency_s(self) -> Doubles:
-        """The longer of both times."""
         return np.maximum(self.array_s, self.dram_s)
 
     @property
     def dram_bytes(self) -> Doubles:
-        """All bytes over DRAM."""
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
 

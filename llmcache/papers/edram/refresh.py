@@ -141,7 +141,6 @@ class EdramRun:
 
     @property
     def steps(self) -> int:
-        """The number of recorded steps."""
         return len(self.flows["kv"])
 
     def half_bytes(self, kind: str) -> int:
@@ -149,7 +148,6 @@ class EdramRun:
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
     def column(self, kind: str, flow: str) -> Doubles:
-        """Return one number of `Flow` for every step."""
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
@@ -159,7 +157,6 @@ class EdramRun:
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data of `SCHEMA`."""
         steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
         for kind in KINDS:
             steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
@@ -340,7 +337,6 @@ class RunRecorder:
         self._now = dict.fromkeys(KINDS, Flow())
 
     def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
-        """End the recording and return the run."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
         flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
@@ -383,7 +379,6 @@ class RefreshAccount:
 
     @property
     def watts(self) -> float:
-        """The mean power of refreshing."""
         return self.joules / self.seconds
 
     @property
@@ -457,7 +452,6 @@ def _loads(run: EdramRun) -> Doubles:
 
 
 def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
-    """Return the share of the `living` bytes that is pinned in each step."""
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:
