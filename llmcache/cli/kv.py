@@ -164,10 +164,10 @@ def bench_command(
     if (bool(flips), edram_run is not None, task is not None).count(True) > 1:
         raise click.UsageError("--flips, --edram-run, --task: give only one of them")
     if flips:
-        from llmcache.report import edram_accuracy
+        from llmcache.papers.edram import accuracy
 
-        asked = edram_accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
-        edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
+        asked = accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
+        accuracy.show(accuracy.answer(asked, tell), as_json)
     elif edram_run is not None:
         from llmcache.papers.edram.kelle import record_stream
 

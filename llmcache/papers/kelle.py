@@ -42,6 +42,7 @@ from llmcache.papers.edram.constants import (
     RefreshIntervals,
 )
 from llmcache.papers.edram.latency import DECLARED_SHARE, PASSES_16_BY_8
+from llmcache.papers.edram.plot import energy_figure, refresh_figure, roofline_figure, saved
 from llmcache.papers.edram.retention import Points, paper_curve
 from llmcache.papers.edram.systems import (
     BASELINE,
@@ -57,10 +58,9 @@ from llmcache.papers.edram.systems import (
     Configuration,
     GenerationWorkload,
 )
+from llmcache.papers.edram.tables import compare, document, joules
 from llmcache.papers.judge import Claim, Judged, Paper, Values, judge, number, read_paper
 from llmcache.papers.reproduce import Blocks, Reproduction, Tell, picture
-from llmcache.report.edram_model import compare, document, joules
-from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table
 from llmcache.report.theme import INK, Curve, Look, curves_figure
 
@@ -615,15 +615,15 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
 
 def _example(paper: Paper) -> Iterator[HtmlBlock]:
     found = saved(json.loads(json.dumps(document(compare()))))
-    energies = "; ".join(f"{row['system']}, {row['profile']}: {joules(row['energy_j'])}" for row in found.rows)
-    shares = "; ".join(f"{row['system']}, {row['profile']}: {row['refresh_share']:.1%}" for row in found.rows)
-    rates = ((roof.system, name, rate) for roof in found.roofs for name, _, rate in roof.points)
-    points = "; ".join(f"{system}: {name} {rate / 1e9:.0f} G/s" for system, name, rate in rates)
-    yield picture(paper, "example", energy_figure(found.rows), told=energies)
-    yield picture(paper, "example", refresh_figure(found.rows), told=shares)
+    energies = "; ".join(f"{row.system}, {row.profile}: {joules(row.energy_j)}" for row in found.results)
+    shares = "; ".join(f"{row.system}, {row.profile}: {row.refresh_share:.1%}" for row in found.results)
+    rates = ((system, point) for system, roof in found.rooflines.items() for point in roof.points)
+    points = "; ".join(f"{system}: {point.name} {point.ops_per_s / 1e9:.0f} G/s" for system, point in rates)
+    yield picture(paper, "example", energy_figure(found.results), told=energies)
+    yield picture(paper, "example", refresh_figure(found.results), told=shares)
     rows: list[list[Cell]] = [[name, *map(joules, strategy_j(p).values())] for name, p in PROFILES.items()]
     yield Table("Energy by refresh strategy (section 8.3.3, modelled)", ["profile", *STRATEGIES], rows)
-    yield picture(paper, "roofline", roofline_figure(found.roofs), told=points)
+    yield picture(paper, "roofline", roofline_figure(found.rooflines), told=points)
 
 
 def _constants(caption: str, parts: Mapping[str, Any]) -> Table:

@@ -7,15 +7,14 @@ rule and by memory (hillinfer.txt, section 4.4 and figure 11b). A task is drawn 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
+from llmcache.documents import read_json
 from llmcache.errors import DataError, UsageError
 from llmcache.kv.bench import task
 from llmcache.kv.bench.question import BenchOptions, run
@@ -198,7 +197,6 @@ def _draw(panel: Axes, row: Row, timeline: Timeline) -> None:
     panel.set_title(f"{row.title}: accelerator idle {row.idle_share:.0%} of the time")
 
 
-_LARGEST_BYTES = 1 << 28
 _LEAD = "KV cache policies choose the keys and values that a decode step attends to. All values are {kind}."
 
 
@@ -207,14 +205,7 @@ def plot(run: str, output: str, force: bool) -> Written:
 
     UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """
-    form, hint = form_of("-o", output, force), "create one with 'llmcache kv bench --json'"
-    try:
-        with Path(run).open("rb") as stream:
-            document = json.loads(stream.read(_LARGEST_BYTES))
-    except OSError as error:
-        raise UsageError(f"{run}: cannot be read: {error.strerror}", hint) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{run}: not JSON: {error}", hint) from error
+    form, document = form_of("-o", output, force), read_json(run, "create one with 'llmcache kv bench --json'")
     if isinstance(document, dict) and document.get("schema") == TASK_SCHEMA:
         return write_target("-o", output, kv_task.drawn(read_task(document, run), form), force)
     return write_target("-o", output, drawn(read_bench(document, run), run, form), force)

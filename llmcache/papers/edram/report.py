@@ -14,8 +14,8 @@ from llmcache.papers.edram import retention
 from llmcache.papers.edram.catalogue import listed, read_constants
 from llmcache.papers.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
 from llmcache.papers.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
+from llmcache.papers.edram.tables import MODELLED, joules, watts
 from llmcache.report import output
-from llmcache.report.edram_model import MODELLED, joules, watts
 from llmcache.report.output import titled_table
 from llmcache.units import format_duration, format_size
 
