@@ -64,7 +64,7 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
     if kind in (int, float):
         if isinstance(data, bool) or not isinstance(data, int | float) or not _is_finite(data):
             raise ValueError(f"{name}: '{data}' is not a number")
-        return float(data) if kind is float else _a(int, data, name)
+        return data if kind is float else _a(int, data, name)
     return _a(kind, data, name) if kind in (str, bool) else data
 
 

@@ -267,6 +267,6 @@ def accuracy_command(as_json: bool, **options: Any) -> None:
       llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
     from llmcache.papers.edram import accuracy
-    from llmcache.report.output import tell
+    from llmcache.report.output import progress_line
 
-    accuracy.show(accuracy.answer(accuracy.AccuracyOptions(**options), tell), as_json)
+    accuracy.show(accuracy.answer(accuracy.AccuracyOptions(**options), progress_line), as_json)

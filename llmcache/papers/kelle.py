@@ -60,7 +60,7 @@ from llmcache.papers.edram.systems import (
 )
 from llmcache.papers.edram.tables import compare, document, joules
 from llmcache.papers.judge import Claim, Judged, Paper, Values, judge, number, read_paper
-from llmcache.papers.reproduce import Blocks, Reproduction, Tell, picture
+from llmcache.papers.reproduce import Blocks, Progress, Reproduction, picture
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table
 from llmcache.report.theme import INK, Curve, Look, curves_figure
 
@@ -542,9 +542,9 @@ def facts() -> dict[str, Any]:
 # The reproduction
 
 
-def reproduce(quick: bool, tell: Tell) -> Reproduction:
+def reproduce(quick: bool, progress: Progress) -> Reproduction:
     """Return the paper recomputed. `quick` has no effect: this takes a second."""
-    tell("modelling the accelerator")
+    progress("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)
     paper = replace(paper, claims=[*claims, *paper.claims])
@@ -570,7 +570,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
     ):
         named = {one.claim.name: one for one in judged[about]}
         printed = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
-        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=printed)]
+        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), values=printed)]
     example = "LLaMA2-7B on PG19, by component (as in figures 13, 15b and 16a)"
     columns = ["where", "what", "reason"]
     facts = paper.facts
@@ -619,11 +619,11 @@ def _example(paper: Paper) -> Iterator[HtmlBlock]:
     shares = "; ".join(f"{row.system}, {row.profile}: {row.refresh_share:.1%}" for row in found.results)
     rates = ((system, point) for system, roof in found.rooflines.items() for point in roof.points)
     points = "; ".join(f"{system}: {point.name} {point.ops_per_s / 1e9:.0f} G/s" for system, point in rates)
-    yield picture(paper, "example", energy_figure(found.results), told=energies)
-    yield picture(paper, "example", refresh_figure(found.results), told=shares)
+    yield picture(paper, "example", energy_figure(found.results), values=energies)
+    yield picture(paper, "example", refresh_figure(found.results), values=shares)
     rows: list[list[Cell]] = [[name, *map(joules, strategy_j(p).values())] for name, p in PROFILES.items()]
     yield Table("Energy by refresh strategy (section 8.3.3, modelled)", ["profile", *STRATEGIES], rows)
-    yield picture(paper, "roofline", roofline_figure(found.rooflines), told=points)
+    yield picture(paper, "roofline", roofline_figure(found.rooflines), values=points)
 
 
 def _constants(caption: str, parts: Mapping[str, Any]) -> Table:

@@ -15,12 +15,8 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from llmcache.documents import read_json
-from llmcache.errors import DataError, UsageError
-from llmcache.kv.bench import task
-from llmcache.kv.bench.question import BenchOptions, run
-from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Row, read_bench, read_task
-from llmcache.kv.bench.synthetic import Progress
-from llmcache.kv.bench.task import TaskSetup
+from llmcache.errors import DataError
+from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Row, TaskBench, read_bench, read_task
 from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Timeline
 from llmcache.report import kv_task, output, theme
 from llmcache.report.html import Facts, Section, html_page
@@ -38,9 +34,12 @@ _KIND_TEXTS = {
 }
 
 
-def show(bench: Bench, as_json: bool) -> None:
+def show(bench: Bench | TaskBench, as_json: bool) -> None:
     """Print `bench` on stdout."""
-    output.show(as_json, bench.document, _parts(bench))
+    if isinstance(bench, TaskBench):
+        kv_task.show(bench, as_json)
+    else:
+        output.show(as_json, bench.document, _parts(bench))
 
 
 def _parts(bench: Bench) -> Iterator[str | Table]:
@@ -206,37 +205,17 @@ def plot(run: str, output: str, force: bool) -> Written:
     UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """
     form, document = form_of("-o", output, force), read_json(run, "create one with 'llmcache kv bench --json'")
-    if isinstance(document, dict) and document.get("schema") == TASK_SCHEMA:
-        return write_target("-o", output, kv_task.drawn(read_task(document, run), form), force)
-    return write_target("-o", output, drawn(read_bench(document, run), run, form), force)
+    is_task = isinstance(document, dict) and document.get("schema") == TASK_SCHEMA
+    bench = read_task(document, run) if is_task else read_bench(document, run)
+    return write_target("-o", output, drawn(bench, run, form), force)
 
 
-def drawn(bench: Bench, source: str, form: str) -> bytes:
+def drawn(bench: Bench | TaskBench, source: str, form: str) -> bytes:
     """Return the figure of `bench`, read from `source`, as a file of `form`; DataError if it has none."""
+    if isinstance(bench, TaskBench):
+        return kv_task.drawn(bench, form)
     figure = beta_figure(bench, source) if bench.marks is not None else timeline_figure(bench, source)
     return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
-
-
-def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_json: bool, tell: Progress) -> None:
-    """Run `asked`, print the result, and draw it as `output` if given.
-
-    UsageError names an invalid option, before anything runs.
-    """
-    form = ""
-    if output is not None:
-        form = form_of("--plot", output, force)
-    if isinstance(asked, TaskSetup):
-        answers = task.run(asked, tell)
-        kv_task.show(answers, as_json)
-        if output is not None:
-            write_target("--plot", output, kv_task.drawn(answers, form), force)
-        return
-    if output is not None and asked.profile == "paper" and not asked.sweep_beta:
-        raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
-    bench = run(asked, tell)
-    show(bench, as_json)
-    if output is not None:
-        write_target("--plot", output, drawn(bench, output, form), force)
 
 
 def _alt(bench: Bench) -> str:

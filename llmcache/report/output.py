@@ -204,7 +204,7 @@ def progress() -> Iterator[Progress]:
         yield Progress(shown)
 
 
-def tell(text: str) -> None:
+def progress_line(text: str) -> None:
     """Print on stderr what begins, if it is a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from llmcache.errors import UsageError
 from llmcache.kv.bench.results import STOCK
-from llmcache.kv.bench.task import Candidate, Told
+from llmcache.kv.bench.task import Candidate, CollectedAnswers
 from llmcache.model.tensors import ModelLayout, Tensor
 from tools.bench import all as suite
 from tools.bench import harness, kvmodels, kvstore, machine, mount, patterns, results, zoo
@@ -141,16 +141,22 @@ def test_a_server_may_read_a_little_more_than_the_page_cache(token_bytes: float,
 
 
 def test_losses_are_compared_with_half_of_the_best_press_each_relative_to_its_own_full_cache() -> None:
-    full = {Candidate(STOCK, None): Told(losses=[2.0, 3.0]), Candidate(kvmodels.PRESS_FULL, None): Told(losses=[2.5, 3.5])}
-    pressed = {Candidate(one, 64): Told(losses=[2.5 + above, 3.5 + above]) for above, one in enumerate(kvmodels.PRESSES, 1)}
+    full = {
+        Candidate(STOCK, None): CollectedAnswers(losses=[2.0, 3.0]),
+        Candidate(kvmodels.PRESS_FULL, None): CollectedAnswers(losses=[2.5, 3.5]),
+    }
+    pressed = {
+        Candidate(one, 64): CollectedAnswers(losses=[2.5 + above, 3.5 + above])
+        for above, one in enumerate(kvmodels.PRESSES, 1)
+    }
 
     def over(first: float, second: float) -> float:
-        own = {Candidate(kvmodels.OWN, 64): Told(losses=[2 + first, 3 + second])}
+        own = {Candidate(kvmodels.OWN, 64): CollectedAnswers(losses=[2 + first, 3 + second])}
         return kvmodels.excess({**full, **pressed, **own}, 64, kvmodels.PRESSES, kvmodels.HALF)
 
     assert over(0.5, 0.5) == pytest.approx(0) and over(0.25, 0.25) == pytest.approx(-0.25)
     assert over(0.75, 1.25) == pytest.approx(0.5 - 0.25), "less a standard error"
-    below = {Candidate(policy, 64): Told(losses=[1.9, 2.9]) for policy in (kvmodels.OWN, kvmodels.ORACLE)}
+    below = {Candidate(policy, 64): CollectedAnswers(losses=[1.9, 2.9]) for policy in (kvmodels.OWN, kvmodels.ORACLE)}
     assert kvmodels.excess({**full, **below}, 64) == pytest.approx(0), "a tenth of less than nothing is no more"
 
 

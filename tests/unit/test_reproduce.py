@@ -18,8 +18,8 @@ from llmcache.papers import hillinfer as hill
 from llmcache.papers import icecache as ice
 from llmcache.papers import io_caching as io
 from llmcache.papers import reproduce
-from llmcache.papers.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, read_paper, told
-from llmcache.papers.reproduce import Reproduction, Tell
+from llmcache.papers.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, read_paper, values_text
+from llmcache.papers.reproduce import Progress, Reproduction
 from llmcache.report import REPRODUCTIONS, theme
 from tests.unit.command_parts import called
 from tests.unit.report_parts import Page, check_alone
@@ -53,7 +53,7 @@ def test_conditions_are_evaluated_or_refused() -> None:
     for condition in ("a", "a = 1", "a <= 1 && b", "", "c > 1", "a > c"):
         with pytest.raises((ValueError, KeyError)):
             holds(condition, values)
-    assert told({"share_of_x": 0.25, "a_ns": 2e6, "b_bytes": 4e9, "c": -3.14159}) == (
+    assert values_text({"share_of_x": 0.25, "a_ns": 2e6, "b_bytes": 4e9, "c": -3.14159}) == (
         "share of x: 25.0%; a: 2.00 ms; b: 4.00 GB; c: -3.14"
     )
 
@@ -285,7 +285,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     """Return the errors to raise by paper; all other papers have one invented claim with two variants."""
     errors: dict[str, Exception] = {}
 
-    def make(name: str, quick: bool, _tell: Tell) -> Reproduction:
+    def make(name: str, quick: bool, _progress: Progress) -> Reproduction:
         assert quick
         if name in errors:
             raise errors[name]

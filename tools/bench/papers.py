@@ -39,7 +39,7 @@ from . import machine
 from .harness import ROOT
 from .kvtransformers import SMALL, by_length, stock_at
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
 POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
@@ -47,9 +47,9 @@ PART = 4096  # tokens per append, to bound the memory
 REPEATS = 5  # replays of each policy, with a cache of half of the footprint
 
 
-def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
+def save(name: str, quick: bool, progress: Progress, directory: Path = PAPERS) -> dict[str, Any]:
     """Measure the figures of a paper, replace its file, and return its content."""
-    found, missing = MEASURES[name](quick, tell)
+    found, missing = MEASURES[name](quick, progress)
     host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
     head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
     document = {**head, **found, "missing": missing}
@@ -59,12 +59,12 @@ def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[s
     return document
 
 
-def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def _tried(runs: dict[str, Callable[[], Any]], progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the result of each run, None for failed ones, and the messages of those."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
-        tell(f"{name}: started")
+        progress(f"{name}: started")
         try:
             found[name] = run()
         except LlmcacheError as error:
@@ -73,7 +73,7 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
     return found, missing
 
 
-def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def hillinfer(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return smaller versions of figures 3a, 8, 9 to 11a and 11b."""
 
     def setup(beta: float) -> Setup:
@@ -92,11 +92,11 @@ def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
     factors = (0.5, 1.0, 2.0) if quick else (0.25, 0.5, 1.0, 2.0, 4.0)
     runs: dict[str, Callable[[], Any]] = {
         "transfers": lambda: transfers(quick),
-        "systems": lambda: synthetic.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), tell).document(),
-        "beta": lambda: synthetic.sweep(setup(1.0), variants_of("hillinfer")[0], tell, factors).document(),
+        "systems": lambda: synthetic.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), progress).document(),
+        "beta": lambda: synthetic.sweep(setup(1.0), variants_of("hillinfer")[0], progress, factors).document(),
         "accuracy": lambda: accuracy(quick),
     }
-    return _tried(runs, tell)
+    return _tried(runs, progress)
 
 
 def transfers(quick: bool) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def accuracy(quick: bool) -> dict[str, Any]:
     return {"tokens": tokens, "answers": contexts * per_context, "full": full, "by_system": by_system}
 
 
-def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def icecache(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the recall model's answers to four tasks, and times of a model with random weights."""
     budgets, ours, rivals = (64, 128, 256), ("icecache", "icecache-dci", "icecache-pages"), ("quest", "h2o", "window")
     context, tries, contexts = (1024, 2, (1024,)) if quick else (4096, 4, (1024, 4096))
@@ -170,7 +170,7 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
     def run_task(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
         setup = TaskSetup(name, RECALL_MODEL, at, policies, sizes, directory, cases=cases, steps=4, threads=1)
-        document = task.run(setup, tell).document()
+        document = task.run(setup, progress).document()
         return {**document, "conditions": {**document["conditions"], "model": "the recall model"}}
 
     everyone = (*ours, *rivals)
@@ -181,25 +181,25 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
             "chain": lambda: run_task("chain", (context,), everyone, (round(0.1 * context),), tries),
             "needle": lambda: run_task("needle", contexts, ours, budgets[-1:], 8 * tries),
         },
-        tell,
+        progress,
     )
-    rows, slow = _tried({"lengths": lambda: _lengths(quick, tell)}, tell)
+    rows, slow = _tried({"lengths": lambda: _lengths(quick, progress)}, progress)
     times = {"shape": SMALL, "synthetic_prompt": True, "rows": rows["lengths"] or []}
     return {"tasks": {name: one for name, one in tasks.items() if one is not None}, "lengths": times}, missing | slow
 
 
-def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
+def _lengths(quick: bool, progress: Progress) -> list[dict[str, Any]]:
     """Return smaller versions of figures 1, 7b, 7c and 8; the largest length is the paper's 36 k."""
     names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
     everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
     at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
-    rows = by_length(SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, tell)
+    rows = by_length(SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, progress)
     return [row.document(stock_at(rows, row.tokens)) for row in rows]
 
 
-def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def io_caching(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the time that each policy takes to replay AI Notes (ns per block)."""
-    tell("timing the policies")
+    progress("timing the policies")
     return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
 
 
@@ -222,7 +222,7 @@ def overhead(trace: Trace, name: str) -> dict[str, Any]:
     return {"repeats": REPEATS, "trace": name, "ns_per_block": medians}
 
 
-MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]]] = {
+MEASURES: dict[str, Callable[[bool, Progress], tuple[dict[str, Any], dict[str, str]]]] = {
     "io-caching": io_caching,
     "hillinfer": hillinfer,
     "icecache": icecache,

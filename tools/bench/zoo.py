@@ -8,8 +8,8 @@ share of the bytes that the pattern uses. All sides have `read_ahead_kb` 128. Ea
 By default, mounts get no --cache: they choose their budget when they start, and shrink when clients allocate memory. With
 --budget given, --cache is the limit minus the clients' own memory and 64 MiB.
 
-Targets apply to the passes after the fifth: to the bytes, to the time with --repeat 3 or more, and to the pages per row. Model
-files are generated once and kept in --dir.
+Targets apply to the passes after the fifth: to the bytes, to the time with --repeat 3 or more, and to the pages per row.
+Model files are generated once and kept in --dir.
 """
 
 from __future__ import annotations

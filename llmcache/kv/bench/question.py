@@ -98,8 +98,10 @@ def _only(option: str, values: Sequence[int]) -> int:
     return values[0]
 
 
-def run(options: BenchOptions, progress: Progress = lambda _: None) -> Bench:
-    """Run the benchmark and return its results. UsageError names an invalid option."""
+def run(options: BenchOptions, progress: Progress = lambda _: None, drawn: bool = False) -> Bench:
+    """Run the benchmark and return its results; `drawn`: they will be drawn. UsageError names an invalid option."""
+    if drawn and options.profile == "paper" and not options.sweep_beta:
+        raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:

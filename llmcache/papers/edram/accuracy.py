@@ -81,11 +81,11 @@ def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
 
 
 def evaluate(
-    decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], tell: Callable[[str], None] = lambda _: None
+    decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
     """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
 
-    After each question the model gets the right answer. `tell` is called with a line of progress after each sequence.
+    After each question the model gets the right answer. `progress` is called with a line of progress after each sequence.
     """
     shape = asked.asked.shape
     found = {
@@ -105,7 +105,7 @@ def evaluate(
                 decoder.step(answer, cache)
             outcome.stored_bytes[sequence] = sum(layer.stored_bytes for layer in cache)
             outcome.lost_bits[sequence] = sum(layer.lost_bits for layer in cache)
-        tell(f"{sequence + 1} of {len(asked.ids)} sequences")
+        progress(f"{sequence + 1} of {len(asked.ids)} sequences")
     return found
 
 
@@ -234,11 +234,11 @@ def run(
     asked: Questions,
     setup: AccuracySetup,
     variants: dict[str, list[CacheVariant]],
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
     """Return the results of all `variants` and of the baseline, from one pass over the sequences."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
-    found = evaluate(decoder, asked, flat, tell)
+    found = evaluate(decoder, asked, flat, progress)
     base = found[BASELINE]
     rows = []
     for experiment, variant in ((name, variant) for name, group in variants.items() for variant in group):
@@ -305,7 +305,7 @@ class AccuracyOptions:
     force: bool = False
 
 
-def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
+def answer(options: AccuracyOptions, progress: Callable[[str], None]) -> Accuracies:
     """Return the results for `options`, and write the recorded run if requested; UsageError names an invalid option."""
     if options.record is not None:
         check_target("--record", options.record, options.force)
@@ -320,7 +320,7 @@ def answer(options: AccuracyOptions, tell: Callable[[str], None]) -> Accuracies:
     questions = recall(random, options.sequences, options.context, pairs=options.pairs, questions=options.questions)
     if options.record is not None:
         _record(options, options.record, decoder, questions)
-    return run(decoder, questions, setup, variants, tell)
+    return run(decoder, questions, setup, variants, progress)
 
 
 def _variants(options: AccuracyOptions, setup: AccuracySetup) -> dict[str, list[CacheVariant]]:

@@ -211,8 +211,8 @@ def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
         roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="limit of DRAM, then of the array")
         for point, look in zip(roof.points, _POINT_LOOKS, strict=False):
-            at, look_of = ([point.intensity], [point.ops_per_s / 1e9]), {"marker": look.marker, "color": look.colour}
-            panel.plot(*at, linestyle="", markersize=8, label=point.name, **look_of)
+            mark: dict[str, Any] = {"marker": look.marker, "color": look.colour, "linestyle": "", "markersize": 8}
+            panel.plot([point.intensity], [point.ops_per_s / 1e9], label=point.name, **mark)
         logarithmic(panel, "xy")
         panel.set(title=system, xlabel="8-bit operations per byte from DRAM")
         panel.set_ylabel("10⁹ operations/s (modelled)")

@@ -248,7 +248,7 @@ def _life(found: _SavedLife, steps: int) -> Life:
     wanted = f"lives.path: must be pairs of a bool and ascending steps up to {steps}, not {repr(found.path)[:60]}"
     _ensure(ascending and ends[-1] <= steps, wanted)
     _ensure(0 < found.count < _LARGEST, "lives.count: must be at least 1")
-    return Life(found.kind, found.begin, path, found.count)  # type: ignore[arg-type]
+    return Life(found.kind, found.begin, path, found.count)
 
 
 def _check(run: EdramRun) -> None:
