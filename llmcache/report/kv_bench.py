@@ -50,10 +50,7 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
         yield f"beta: {marks.rule:.3g} by the rule f_c / f_s{bound}, expected minimum at {marks.expected:.3g}"
     yield from bench.notes
     headings, *rows = latency_cells(bench)
-    made = plain_table(*headings)
-    for cells in rows:
-        made.add_row(*cells)
-    yield made
+    yield plain_table(*headings, rows=rows)
     yield from speedup_lines(bench)
     if bench.kind == MEASURED:
         yield traffic_table(bench)
@@ -97,22 +94,18 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 def traffic_table(bench: Bench) -> Table:
     """Return bytes of a step over the SSD link by reason, the share of selected tokens in memory, and pages moved."""
     links = [f"link: {name}" for name in _REASONS]
-    made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
+    rows = []
     for row in bench.rows:
         if (seen := row.observed) is not None:
             inside = {link: size for link, size in row.moved_bytes.items() if "device" in link}
             over = [(link.partition(", ")[2], size) for link, size in row.moved_bytes.items() if link not in inside]
-            made.add_row(
-                row.title,
-                f"{seen.attended_tokens}",
-                f"{seen.hit_ratio:.1%}",
-                *(format_size(sum(size for reason, size in over if reason in why)) for why in _REASONS.values()),
-                format_size(sum(inside.values())),
-                f"{seen.pages_up}",
-                f"{seen.pages_down}",
-                f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})",
-            )
-    return made
+            by_reason = [format_size(sum(size for reason, size in over if reason in why)) for why in _REASONS.values()]
+            pages = [str(count) for count in (seen.pages_up, seen.pages_down)]
+            again = f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})"
+            shares = [str(seen.attended_tokens), f"{seen.hit_ratio:.1%}"]
+            rows.append([row.title, *shares, *by_reason, format_size(sum(inside.values())), *pages, again])
+    headings = ("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
+    return plain_table(*headings, rows=rows)
 
 
 def device_lines(bench: Bench) -> Iterator[str]:

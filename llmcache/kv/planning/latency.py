@@ -6,6 +6,9 @@ computes, so a layer takes the longer of both; otherwise it takes their sum. Wit
 if the system allows it (reads with scoring, CPU with device, SSD with the GPU's link). Experts on the host that a step
 of an MoE model uses are fetched like KV data, as if they were known one layer ahead. Nothing is fitted.
 
+Other latency models: `cache.latency` times one fetch of missed blocks, `cache.sizing` a pass over a loop that is computed
+in T, and `papers.edram.latency` the array and memories of an accelerator, cycle by cycle.
+
 Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, with the systems as described there; where it leaves
 something open, the reading most favorable to the baseline is used. Differs from the paper: it measures; this is a
 model. Not modelled: moves of BKP (they are off the critical path), and the software of the baselines' frameworks.

@@ -1,5 +1,8 @@
 """Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
 
+Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from tiles of an array and
+from memories on the chip.
+
 Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
 (`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
 with one mean; after eviction keeps it at its budget, all steps are one group. Costs are linear in the cached tokens and in

@@ -24,6 +24,9 @@ from llmcache.papers.edram.constants import (
 class LlmShape:
     """The sizes of a decoder-only transformer: layers, channels, heads, widths, vocabulary. Weights have one byte each.
 
+    Unlike `model.shapes.ModelShape`, which is read from a config.json, it has the field names of `--constants` files and the
+    single matrices of a layer, which the array computes in tiles.
+
     `gated`: the feed-forward network has a gate in addition to up and down. `tied`: the head is the embedding table.
     ValueError naming the field for impossible values.
     """
