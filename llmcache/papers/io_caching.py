@@ -138,7 +138,7 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
-        lru, own = progress(app.hit_ratio["lru"]), progress(app.hit_ratio[aware])
+        lru, own = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
         last = int(np.flatnonzero(np.maximum.accumulate(lru) <= 0.1)[-1])
         share = float(app.sizes_bytes[last]) / app.footprint_bytes
         near += share >= 0.5 and float(own[last]) >= 0.5
@@ -146,7 +146,7 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     return values | {"apps": near}
 
 
-def progress(ratios: Doubles) -> Doubles:
+def normalized(ratios: Doubles) -> Doubles:
     """Return each hit ratio on a scale from that of the smallest cache (0) to that of the largest (1).
 
     All zeros if the largest cache is no better.

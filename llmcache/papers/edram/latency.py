@@ -1,7 +1,7 @@
 """Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
 
-Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from tiles of an array and
-from memories on the chip.
+Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from the tiles of an
+array and the memories on the chip.
 
 Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
 (`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
