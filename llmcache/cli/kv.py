@@ -10,7 +10,7 @@ from llmcache.cli import base, types
 from llmcache.units import parse_size
 
 if TYPE_CHECKING:
-    from llmcache.kv.bench.question import BenchOptions
+    from llmcache.kv.bench.options import BenchOptions
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -158,7 +158,7 @@ def bench_command(
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
       llmcache kv bench --task loss --model smollm2 --policy mass,oracle
     """
-    from llmcache.kv.bench import question
+    from llmcache.kv.bench import options as bench_options
     from llmcache.report.output import check_target, progress_line
 
     if plot is not None and (flips or edram_run is not None):
@@ -174,24 +174,24 @@ def bench_command(
         from llmcache.papers.edram.kelle import record_stream
 
         check_target("--edram-run", edram_run, force)
-        settings = question.BenchOptions(**options)
-        record_stream(question.setup_of(settings), settings.policy, progress_line).save(edram_run, force)
+        settings = bench_options.BenchOptions(**options)
+        record_stream(bench_options.setup_of(settings), settings.policy, progress_line).save(edram_run, force)
         click.echo(f"{edram_run} is written, for 'llmcache edram report'", err=True)
     else:
-        _run_bench(question.BenchOptions(**options), task, cases, plot, force, as_json)
+        _run_bench(bench_options.BenchOptions(**options), task, cases, plot, force, as_json)
 
 
 def _run_bench(settings: BenchOptions, task: str | None, cases: int, plot: str | None, force: bool, as_json: bool) -> None:
-    from llmcache.kv.bench import question
+    from llmcache.kv.bench import options as bench_options
     from llmcache.kv.bench.task import run as run_task
     from llmcache.report import kv_bench
     from llmcache.report.output import form_of, progress_line, write_target
 
     form = "" if plot is None else form_of("--plot", plot, force)
     found = (
-        question.run(settings, progress_line, drawn=plot is not None)
+        bench_options.run(settings, progress_line, drawn=plot is not None)
         if task is None
-        else run_task(question.task_of(task, cases, settings), progress_line)
+        else run_task(bench_options.task_of(task, cases, settings), progress_line)
     )
     kv_bench.show(found, as_json)
     if plot is not None:

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import DataError, MissingRequirement, UsageError
-from llmcache.kv.bench.question import TASK_MODELS, model_of
+from llmcache.kv.bench.options import TASK_MODELS, model_of
 from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, CollectedAnswers, TaskSetup, answered, probes, take_turns
 from llmcache.kv.tasks.english import Document, documents

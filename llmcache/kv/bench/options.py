@@ -1,4 +1,4 @@
-"""Input of `llmcache kv bench`, from its options: policies, measured here or modelled on the paper's machine; or a task.
+"""The options of `llmcache kv bench`: policies, measured here or modelled on the paper's machine; or a task.
 
 Every error names its option.
 """
