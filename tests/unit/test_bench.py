@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from hypothesis import strategies as st
 from llmcache.errors import UsageError
 from llmcache.kv.bench.results import STOCK
 from llmcache.kv.bench.task import Candidate, CollectedAnswers
-from llmcache.model.tensors import ModelLayout, Tensor
 from tools.bench import all as suite
 from tools.bench import harness, kv, kvmodels, machine, mount, patterns, results, zoo
 from tools.bench.__main__ import main
 from tools.bench.all import NAMES, SuiteEntry, of_json
-from tools.bench.patterns import MB, PAGE, WARMUP, Pass, Space, Touch
+from tools.bench.patterns import MB, PAGE, WARMUP, Space
 from tools.bench.results import Target, exit_code, worst
 from tools.bench.runner import client
 
@@ -161,23 +159,6 @@ def test_losses_are_compared_with_half_of_the_best_press_each_relative_to_its_ow
 
 # The zoo: patterns, and the targets of mounts
 
-SPACE = Space("model", 1000, 400 * MB)
-
-
-def pages(touches: Iterable[Touch]) -> list[tuple[int, int]]:
-    """Return the pages of a pass, in order, each with its file."""
-    return [
-        (one.file, page)
-        for one in touches
-        for page in range(one.first_byte // PAGE, (one.first_byte + one.size_bytes) // PAGE)
-    ]
-
-
-def passes_of(pattern: patterns.Pattern) -> tuple[Pass, ...]:
-    """Return the passes of a pattern with one reader."""
-    ((reader,),) = (stage.readers for stage in pattern.stages)
-    return reader.passes
-
 
 @given(seed=st.integers(0, 1 << 32), size_bytes=st.integers(64 * PAGE * 50, 10 * MB + 64 * PAGE * 50))
 def test_patterns_are_pure_aligned_and_within_their_files(seed: int, size_bytes: int) -> None:
@@ -190,74 +171,6 @@ def test_patterns_are_pure_aligned_and_within_their_files(seed: int, size_bytes:
             assert 0 <= touch.file < len(pattern.files) and touch.first_byte % PAGE == touch.size_bytes % PAGE == 0
             assert 0 <= touch.first_byte <= touch.first_byte + touch.size_bytes <= size_bytes
         assert json.loads(json.dumps(stage.to_json()))["shared"] is stage.shared
-
-
-def test_loops_over_a_part_touch_the_rest_once_and_use_what_they_say() -> None:
-    first, size = SPACE.part(0, 1)
-    for pattern, share in ((patterns.tail_loop(SPACE), 0.4), (patterns.strided_loop(SPACE), 0.4)):
-        load, *loops = map(pages, passes_of(pattern))
-        assert len(load) == size // PAGE and load[0] == (0, first // PAGE)
-        assert set(map(tuple, loops)) == {tuple(loops[0])} and set(loops[0]) < set(load) and loops[0] == sorted(loops[0])
-        assert len(loops[0]) * PAGE == pattern.used_bytes == pattern.loop_bytes
-        assert pattern.used_bytes == pytest.approx(share * size, rel=0.01)
-    assert pages(passes_of(patterns.tail_loop(SPACE))[1])[-1][1] == (first + size) // PAGE - 1
-    before, after = (set(pages(passes_of(patterns.moving_loop(SPACE))[at])) for at in (19, 20))
-    assert abs(len(before) - len(after)) <= 1 and not before & after
-
-
-def test_processes_divide_the_space_and_copies_are_read_once() -> None:
-    whole = len(pages(patterns.whole(SPACE)))
-    for pattern in (patterns.divided_loop(SPACE), patterns.forked_readers(SPACE)):
-        (stage,) = pattern.stages
-        last = [set(pages(reader.passes[-1])) for reader in stage.readers]
-        together = set().union(*last)
-        assert sum(map(len, last)) == len(together) and whole - len(together) < len(last) < 5
-    for how in patterns.HOW:
-        pattern = patterns.load_once(SPACE, how)
-        (reader,) = pattern.stages[0].readers
-        assert sum(len(pages(one)) for one in reader.passes[:WARMUP]) * PAGE == reader.copied_bytes() == pattern.used_bytes
-        assert reader.how == how and not any(reader.passes[WARMUP:]) and reader.idle_s > 0
-
-
-def test_models_take_turns_and_drafts_precede_their_target() -> None:
-    spaces = (SPACE, Space("other", 0, 100 * MB))
-    in_turn = [one[0].file for one in passes_of(patterns.alternating_loops(spaces, 3, 9))]
-    assert in_turn == [0, 0, 0, 1, 1, 1, 0, 0, 0]
-    pattern = patterns.draft_and_target(spaces[1], SPACE)
-    assert [touch.file for touch in passes_of(pattern)[0]] == [0, 0, 0, 0, 1]
-    assert pattern.used_bytes < 500 * MB < pattern.loop_bytes < 800 * MB
-    first, second = patterns.restarted_loop(SPACE, passes=10, restart=6).stages
-    assert (len(first.readers[0].passes), len(second.readers[0].passes)) == (6, 4)
-
-
-def test_rows_are_pages_of_the_table_and_never_repeat() -> None:
-    pattern = patterns.rows_beside_loop(SPACE, Space("table", 0, 100 * MB), 64, advised=True)
-    rows = [[touch for touch in one if touch.file == 1] for one in passes_of(pattern)]
-    assert pattern.rows is not None and not any(rows[WARMUP : pattern.rows.first])
-    counts = {len(one) for one in rows[:WARMUP] + rows[pattern.rows.first :]}
-    assert counts == {64} == {pattern.rows.count} and pattern.stages[0].readers[0].advised == (1,)
-    touched = [touch for one in rows for touch in one]
-    assert len(set(touched)) == len(touched) and {touch.size_bytes for touch in touched} == {PAGE}
-    assert pattern != patterns.rows_beside_loop(SPACE, Space("table", 0, 100 * MB), 64, advised=True, seed=1)
-
-
-def test_prompts_read_nearly_all_experts_and_tokens_few() -> None:
-    slices, dense = 64 * 64 * PAGE, 100 * PAGE
-    tensors, at = [], PAGE
-    for layer in range(3):
-        for name, size, experts in (("attn_q", dense, 1), ("ffn_gate_exps", slices, 64)):
-            tensors.append(Tensor(f"blk.{layer}.{name}.weight", at, size, "Q8_0", experts))
-            at += size
-    layout = ModelLayout("gguf", PAGE, tuple(tensors), experts_used=4)
-    pattern = patterns.prefill_and_decode("moe", layout, tokens=20, prompts=(0, 10))
-    sizes = [len(pages(one)) * PAGE for one in passes_of(pattern)]
-    assert sizes[0] == sizes[10] == 3 * (dense + 61 * slices // 64)
-    assert (
-        {size for number, size in enumerate(sizes) if number % 10}
-        == {3 * (dense + 4 * slices // 64)}
-        == {pattern.loop_bytes}
-    )
-    assert pattern.used_bytes == 3 * (dense + slices)
 
 
 def zoo_result(read: dict[str, list[float]], repeats: int = 1, **changes: Any) -> dict[str, Any]:
