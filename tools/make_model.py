@@ -304,7 +304,7 @@ LIKE = {
 
 
 @dataclass(frozen=True)
-class MixtureShape:
+class MoeShape:
     """Parameters of an MoE model; `slice_bytes` is the approximate size of one expert in one tensor."""
 
     experts: int
@@ -317,7 +317,7 @@ def choose_shape(
     bytes_per_value: float,
     layers: int | None,
     tied: bool,
-    mixture: MixtureShape | None = None,
+    mixture: MoeShape | None = None,
     block_values: int = Q8_0.values,
 ) -> Shape:
     """Return the shape whose file is closest to `size_bytes`; `layers`, if given, takes precedence over the size.
@@ -706,7 +706,7 @@ def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
     value_bytes = BYTES_PER_VALUE["safetensors"] if arguments.format != "gguf" else TYPES[file_type].mean_value_bytes
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used: must be from 1 to the number of experts, {arguments.experts}, not {arguments.used}")
-    mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
+    mixture = MoeShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
     size_bytes, block_values = parse_size(arguments.size), TYPES[file_type].block.values
     return choose_shape(size_bytes, value_bytes, arguments.layers, arguments.tied, mixture, block_values), file_type
 

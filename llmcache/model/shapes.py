@@ -24,7 +24,7 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class MixtureMlp:
+class MoeMlp:
     """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
 
     `shared_ffn`: width of the shared experts that each token uses as well, 0 without any.
@@ -72,7 +72,7 @@ class ModelShape:
     weight_bits: float = 16
     context_limit: int = 0
     notes: tuple[str, ...] = ()
-    mixture: MixtureMlp | None = None
+    mixture: MoeMlp | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
@@ -297,7 +297,7 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
         raise UsageError(f"--model: {source}: {error}", "check that it is the config.json of a decoder") from error
 
 
-def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MixtureMlp | None:
+def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MoeMlp | None:
     experts = _size(config, "experts", source, 0)
     if experts <= 1:
         return None
@@ -311,7 +311,7 @@ def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> 
     plain = {one for one in dense_layers if isinstance(one, int)} if isinstance(dense_layers, list) else set()
     mixtures = layers // step - first // step  # every `step`th layer from `first` on
     mixtures -= sum(first <= layer < layers and (layer + 1) % step == 0 for layer in plain)
-    return MixtureMlp(mixtures, experts, _size(config, "used", source), ffn, shared_ffn) if mixtures > 0 else None
+    return MoeMlp(mixtures, experts, _size(config, "used", source), ffn, shared_ffn) if mixtures > 0 else None
 
 
 def _size(config: Mapping[str, Any], field: str, source: str, default: int | None = None) -> int:

@@ -129,7 +129,7 @@ def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) 
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
         row["figure"] = took / against if choosing else against / took
         row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
-        rows.append(row | ({} if case.target is None else {"bar": case.target}))
+        rows.append(row | ({} if case.target is None else {"target": case.target}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
@@ -299,9 +299,9 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 def targets(document: Document) -> list[Target]:
     found = []
     for one in document["cases"]:
-        if "bar" in one:
+        if "target" in one:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
-            found.append(Target(one["case"], what, one["figure"], sense, one["bar"]))
+            found.append(Target(one["case"], what, one["figure"], sense, one["target"]))
     fetch, memory, device = (document["spill"][key] for key in ("fetch", "memory", "device"))
     fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
     store = document["store"]

@@ -25,7 +25,7 @@ from llmcache.cgroup import Cgroup
 from llmcache.model.tensors import Experts
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from llmcache.storage import disk_of
-from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, TYPES, MoeShape, Shape, choose_shape, make_model
 
 from . import routing
 from .clients.server_tokens import SITE
@@ -47,16 +47,16 @@ final form.
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 FRACTIONS = (0.4, 0.6, 0.75, 0.9)
 MORE = 1.5  # at least this multiple of the page cache's extra memory does not fit
-MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
+MOE_SHAPES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
 """Experts of a layer, how many of them a token uses, and bytes of an expert slice."""
-MIXTURE_BYTES = 2_000_000_000  # for a smaller model, the 64 MiB more that the page cache has would matter
-MIXTURE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
+MOE_BYTES = 2_000_000_000  # for a smaller model, the 64 MiB more that the page cache has would matter
+MOE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
 """Tokens and warm-up tokens among them, by the share of the model that fits.
 
 Where most of the model fits, most misses are first uses of an expert, on all sides, until nearly all experts have been used.
 """
 # A model with random weights uses the same quarter of its experts again and again, which fit.
-LLAMA_COUNTS = MIXTURE_COUNTS[0.5]
+LLAMA_COUNTS = MOE_COUNTS[0.5]
 # With read_ahead_kb 8192, a token takes twenty times as long. Measured only for the smallest and the largest share.
 READ_AHEAD_SHARES = (0.2, 0.8)
 
@@ -266,25 +266,25 @@ def unlimited(plan: CasePlan) -> Iterator[Experiment]:
             yield Experiment("f", name, file, size, int(share * size), command, steps, warmup)
 
 
-def mixture_shape(experts: int, used: int, slice_bytes: int) -> Shape:
-    """Return the shape of the model for one entry of `MIXTURES`."""
-    return choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
+def moe_shape(experts: int, used: int, slice_bytes: int) -> Shape:
+    """Return the shape of the model for one entry of `MOE_SHAPES`."""
+    return choose_shape(MOE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MoeShape(experts, used, slice_bytes))
 
 
-def mixtures(plan: CasePlan) -> Iterator[Experiment]:
+def moe(plan: CasePlan) -> Iterator[Experiment]:
     """Yield case (g): MoE models read by generated routings, and one by llama.cpp, whose random weights determine the
     routing.
     """
-    for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
-        shape = mixture_shape(experts, used, slice_bytes)
+    for number, (experts, used, slice_bytes) in enumerate(MOE_SHAPES[:1] if plan.quick else MOE_SHAPES):
+        shape = moe_shape(experts, used, slice_bytes)
         name = f"{experts} experts {slice_bytes / 1e6} MB"
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)
         dense, slices, ahead_kb = routing.dense_bytes(layout), Experts(layout), routing.read_ahead_kb(layout)
-        shares = list(MIXTURE_COUNTS)[1:4:2] if plan.quick else list(MIXTURE_COUNTS)
-        routings, ranks_of = routing.ranked(max(MIXTURE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
+        shares = list(MOE_COUNTS)[1:4:2] if plan.quick else list(MOE_COUNTS)
+        routings, ranks_of = routing.ranked(max(MOE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
         for share in shares:
-            counts = tokens_read, warmup = MIXTURE_COUNTS[share]
+            counts = tokens_read, warmup = MOE_COUNTS[share]
             chosen, ranks = routings[:tokens_read], ranks_of[:tokens_read]
             stage = plan.scratch / f"{file.stem}-{tokens_read}.json"
             if not stage.exists():
@@ -382,7 +382,7 @@ CASES = {
     "d": readers,
     "e": sizes,
     "f": unlimited,
-    "g": mixtures,
+    "g": moe,
     "h": stock_server,
     "i": real_size,
 }

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement, UsageError
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape, make_model
 
 from . import patterns
 from .harness import MODELS, workplace
@@ -85,7 +85,7 @@ def dense(size_bytes: int, seed: int = 0) -> Callable[[Path], object]:
 
 
 def moe(size_bytes: int) -> Callable[[Path], object]:
-    shape = choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(64, 4, 500_000))
+    shape = choose_shape(size_bytes, BYTES_PER_VALUE["gguf"], None, False, MoeShape(64, 4, 500_000))
     return lambda path: make_model(path, shape, "gguf", 1, 0)
 
 
