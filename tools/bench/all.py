@@ -82,7 +82,7 @@ BENCHMARKS = (
     SuiteEntry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
     SuiteEntry(
         "size",
-        "formula (1), simulator and mount: the cache size at which stalls begin",
+        "formula (1) and mount: the cache size at which stalls begin",
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
