@@ -77,39 +77,18 @@ class Kernel(NamedTuple):
         return time.perf_counter() - start
 
 
-def heads(dtype: str, tokens: int) -> list[Keys]:
-    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far larger than the caches of a core."""
-    random = np.random.default_rng(0)
-    found = []
-    for _ in range(HEADS):
-        keys = random.standard_normal((1, 1, tokens, DIM), dtype=np.float32)
-        if dtype == "bfloat16":
-            found.append((keys.view(np.uint32) >> 16).astype(np.uint16))
-        elif dtype == "int8":
-            found.append(np.clip(keys * 40, -127, 127).astype(np.int8))
-        else:
-            found.append(keys.astype(dtype))
-    return found
-
-
 def kernels(tokens: int) -> Iterator[Kernel]:
-    random = np.random.default_rng(1)
-    query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
-    for dtype in ("float16", "bfloat16", "int8", "float32"):
-        keys = heads(dtype, tokens)
-        words = [head.view(np.uint64).reshape(-1) for head in keys]
-        scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
-        size = sum(head.nbytes for head in keys)
-        yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
-        for queries, query in query_of.items():
-            target = SCORING_TARGET if dtype == "float16" and queries == 1 else None
-            scoring = partial(score, query, scales=scales, threads=1)
-            per_head = "1 query" if queries == 1 else f"{queries} queries"
-            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, target)
-        if dtype == "float16":
-            scores = [score(query_of[1], head, threads=1) for head in keys]
-            for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
-                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
+    """Yield scoring and choosing over the keys [1, 1, tokens, DIM] of `HEADS` heads, which exceed the caches of a core."""
+    random = np.random.default_rng(0)
+    keys = [random.standard_normal((1, 1, tokens, DIM), dtype=np.float32).astype(np.float16) for _ in range(HEADS)]
+    query = np.random.default_rng(1).standard_normal((1, 1, DIM), dtype=np.float32)
+    words, size = [head.view(np.uint64).reshape(-1) for head in keys], sum(head.nbytes for head in keys)
+    yield Kernel("read float16", partial(_each, _sum, words), size)
+    scoring = partial(score, query, threads=1)
+    yield Kernel("score float16, 1 query per head", partial(_each, scoring, keys), size, SCORING_TARGET)
+    scores = [score(query, head, threads=1) for head in keys]
+    for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
+        yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
 
 
 def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
@@ -118,16 +97,15 @@ def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
 
 
 def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
-    """Return the results, ready for JSON: each case relative to reading the same bytes; `top` relative to scoring."""
+    """Return the results, ready for JSON: scoring relative to reading the same bytes, and choosing relative to scoring."""
     times = {name: statistics.median(runs) for name, runs in seconds.items()}
+    read_s, score_s = times["read float16"], times["score float16, 1 query per head"]
     rows = []
     for case in found:
         took, choosing = times[case.name], case.name.startswith("top")
-        dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
-        against = times[f"score {dtype}, 1 query per head"] if choosing else times[f"read {dtype}"]
         row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
-        row["figure"] = took / against if choosing else against / took
+        row["figure"] = took / score_s if choosing else read_s / took
         row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
         rows.append(row | ({} if case.target is None else {"target": case.target}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}

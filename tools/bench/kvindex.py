@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llmcache.kv.index.dci import DciIndex, DciSettings
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, ExactScorer, QuestScorer, ScorerSettings, as_pages, recall_of
-from llmcache.kv.kernels import score, score_pages, top
+from llmcache.kv.kernels import score_pages, top
 from llmcache.kv.spill.layout import KvShape
 
 from .results import Document, Target, markdown, worst
@@ -134,21 +134,17 @@ def best_of(keys: Floats, queries: Floats) -> NDArray[np.int64]:
 def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
     """Return all figures for one kind and number of keys.
 
-    The targets refer to `scan`, which reads pages in the layout of the store and its file: all heads in each page. `scan
-    side by side` reads the keys of each head from one array, a layout that llmcache does not have, as the fastest possible
-    scan.
+    `scan` reads pages in the layout of the store and its file: all heads in each page.
     """
     made = [KINDS[kind](count, PAGE * PAGES, QUERIES, head) for head in range(HEADS)]
     keys, queries = np.stack([one.keys for one in made]), np.stack([one.queries for one in made], axis=1)
     fp16_keys = keys.astype(np.float16)
     indexes, build_s = built(keys)
-    pages, singles = (np.ascontiguousarray(as_pages(rows, PAGE)) for rows in (fp16_keys, keys))
+    pages = np.ascontiguousarray(as_pages(fp16_keys, PAGE))
     used = scorers(fp16_keys)
     searches: dict[str, Search] = {
         "scan": lambda query: top(score_pages(query, pages, threads=1), K, threads=1),
         "tree": lambda query: np.stack([one.query(query[at : at + 1], K)[0].tokens for at, one in enumerate(indexes)]),
-        "scan side by side": lambda query: top(score(query[None], fp16_keys[None], threads=1)[0], K, threads=1),
-        "scan float32": lambda query: top(score_pages(query, singles, threads=1), K, threads=1),
     }
     searches |= {name: partial(scorer.top, k=K) for name, scorer in used.items()}
     seconds, recall = in_turns(searches, queries, best_of(fp16_keys.astype(np.float32), queries), rounds)
@@ -161,20 +157,6 @@ def figures(kind: str, count: int, rounds: int) -> dict[str, Any]:
         "times": {name: spread(times) for name, times in seconds.items()}, "recall": recall,
         "auto": {"uses": used["auto"].used.name, "why": used["auto"].why},
     }  # fmt: skip
-
-
-def grown(count: int) -> dict[str, Any]:
-    """Return the recall of a tree built with half of its keys and grown page by page, and of a tree built at once."""
-    keys = KINDS["clustered"](count, 0, QUERIES)
-    truth = best_of(keys.keys[None], keys.queries[:, None])[:, 0]
-    half, whole = (built(keys.keys[None, :size])[0][0] for size in (count // 2, count))
-    insertion(half, keys.keys[count // 2 :])
-
-    def recall(index: DciIndex) -> float:
-        found = [index.query(query[None], K)[0].tokens for query in keys.queries]
-        return statistics.mean(recall_of(one[None], best[None]) for one, best in zip(found, truth, strict=True))
-
-    return {"keys": count, "recall_grown": recall(half), "recall_built": recall(whole)}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -230,7 +212,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
             console.print(f"{kind}: {size:,} keys", soft_wrap=True)
             rows.append(figures(kind, size, args.rounds))
     about = {"dim": DIM, "heads": HEADS, "k": K, "threads": 1, "settings": asdict(DciSettings())}
-    yield {**about, "rows": rows, "grown": grown(sizes[1])}
+    yield {**about, "rows": rows}
 
 
 def table(document: Document) -> str:
