@@ -26,8 +26,8 @@ from rich.text import Text as Words
 
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
+from llmcache.papers import REPRODUCTIONS
 from llmcache.papers.judge import OURS, PAPERS, Judged, Paper, Verdict
-from llmcache.report import REPRODUCTIONS
 from llmcache.report.html import Badge, Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
 from llmcache.report.output import check_target, plain_table, progress_line, write_target
 from llmcache.report.theme import embedded, style

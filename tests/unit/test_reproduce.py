@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 from llmcache.errors import DataError, MissingRequirement
 from llmcache.kv.bench.results import STOCK, Bench, Marks, Row, TaskBench
+from llmcache.papers import REPRODUCTIONS, reproduce
 from llmcache.papers import hillinfer as hill
 from llmcache.papers import icecache as ice
 from llmcache.papers import io_caching as io
-from llmcache.papers import reproduce
 from llmcache.papers.judge import PAPERS, Finding, Judged, Values, Verdict, holds, judge, read_paper, values_text
 from llmcache.papers.reproduce import Progress, Reproduction
-from llmcache.report import REPRODUCTIONS, theme
+from llmcache.report import theme
 from tests.unit.command_parts import called
 from tests.unit.report_parts import Page, check_alone
 from tests.unit.report_parts import unlaid as unlaid
