@@ -12,7 +12,7 @@ from typing import Any
 from llmcache.cgroup import Cgroup, Usage
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 
-from .runner import MIB, ClientRun, forget, run_clients
+from .runner import MIB, ClientRun, forget, problems_of, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
 Command = Callable[[str, Path], list[str]]
@@ -141,15 +141,8 @@ class Comparison:
 
     def problems(self, side: str) -> list[str]:
         """Return the problems of one side's runs: hangs, wrong bytes, failures, OOM kills."""
-        found = []
-        for run in (run for run in self.runs if run.side == side):
-            for one in run.clients:
-                found += ["hung"] if one.hung else []
-                found += [f"{one.wrong} MiB wrong"] if one.wrong else []
-                if one.exit_code and not one.hung:
-                    found.append(f"exit {one.exit_code}: {one.error.strip()[-200:]}")
-            found += [f"{run.usage.oom_kills} OOM kills"] if run.usage.oom_kills else []
-        return found
+        runs = (run for run in self.runs if run.side == side)
+        return [problem for run in runs for problem in problems_of(run.clients, run.usage.oom_kills)]
 
     def to_json(self) -> dict[str, Any]:
         """Return all measured steps as plain data, times in seconds."""

@@ -101,6 +101,16 @@ class ClientRun:
         return statistics.median(steps[: (len(steps) + 1) // 2]) if steps else float("inf")
 
 
+def problems_of(clients: Sequence[ClientRun], oom_kills: int) -> list[str]:
+    found = []
+    for one in clients:
+        found += ["hung"] if one.hung else []
+        found += [f"{one.wrong} MiB wrong"] if one.wrong else []
+        if one.exit_code and not one.hung:
+            found.append(f"exit {one.exit_code}: {one.error.strip()[-200:]}")
+    return found + ([f"{oom_kills} OOM kills"] if oom_kills else [])
+
+
 def client(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(CLIENTS / f"{name}.py"), *(str(a) for a in arguments)]
 

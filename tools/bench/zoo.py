@@ -37,7 +37,7 @@ from .harness import MODELS, workplace
 from .patterns import MB, PAGE, WARMUP, Pattern, Space
 from .results import Document, Target, markdown, worst
 from .routing import layout_of
-from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, run_clients
+from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, problems_of, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, read_ahead
 
 SCHEMA = "llmcache-bench-zoo/1"
@@ -235,26 +235,15 @@ class Zoo:
             clients = self._clients(group, opened.root)
             stats, usage = opened.stats(), group.usage()
         steps = [step for one in clients for step in one.steps]
+        is_silent = isinstance(side, Mounted) and stats is None
         return {
             "side": side.name,
             "repeat": number,
             "seconds": [step.seconds for step in steps],
             "storage_bytes": [step.storage_bytes for step in steps],
-            "problems": list(_problems(clients, usage.oom_kills, isinstance(side, Mounted) and stats is None)),
+            "problems": problems_of(clients, usage.oom_kills) + ["the mount did not respond"] * is_silent,
             "stats": stats,
         }
-
-
-def _problems(clients: Sequence[ClientRun], oom_kills: int, is_silent: bool) -> Iterator[str]:
-    for one in clients:
-        if one.hung:
-            yield "hung"
-        elif one.exit_code:
-            yield f"exit {one.exit_code}: {one.error.strip()[-200:]}"
-    if oom_kills:
-        yield f"{oom_kills} OOM kills"
-    if is_silent:
-        yield "the mount did not respond"
 
 
 def _progress(run: Document) -> str:
