@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
+from llmcache.files import is_below
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
@@ -252,11 +253,6 @@ def _is_same(path: str, wanted: os.stat_result) -> bool:
         return os.path.samestat(os.stat(path), wanted)
     except OSError:
         return False
-
-
-def is_below(path: str, directory: str) -> bool:
-    """Return whether an absolute path is a directory, or lies below it."""
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def source_of(path: str) -> str:

@@ -29,7 +29,7 @@ def test_control_characters_in_replies_are_escaped(
     assert "/mnt/[bold]\\x1b[2J: mode steer" in said and "[red]" in said
     assert "metrics on http://127.0.0.1:9464/metrics" in said
     facts = stats(mode="\x1b[2J", metrics="\x1b[3J", files=[file("/a", loop()) | {"class": "[/x]\x1b[1J"}])
-    facts["access_log"] = {"path": "", "rows": "\x1b[2J[/y]", "lost_rows": "\x1b[2J"}
+    facts["services"] = {"running": 1, "failures": 0, "ended": ["\x1b[2J[/y]"]}
     said = shown(facts, capsys, monkeypatch)
     assert "\x1b" not in said and "[/x]" in said and "[/y]" in said
 

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import MissingRequirement, MountProblem, UsageError
+from llmcache.files import is_below
 from llmcache.mount import syscalls
 from llmcache.mount.client import control
+from llmcache.mount.stats import MountStats, from_json
 from llmcache.procfs import IN_MEMORY, Mount, fstype_at, mounts
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ def check(source: str, path: str) -> tuple[str, str]:
     _check_directory(source, "SOURCE", None)
     _check_directory(path, "MOUNT", f"create it first: mkdir -p {path}")
     real = os.path.realpath(source)
-    if point != real and os.path.commonpath([real, point]) == real:
+    if point != real and is_below(point, real):
         raise UsageError(
             f"MOUNT {path} lies inside SOURCE {source}: the mount would contain itself",
             "mount outside SOURCE, or on SOURCE itself",
@@ -329,7 +331,7 @@ def holders(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) ->
 def _use(process: str, mount: Mount) -> str | None:
     for link in ("cwd", "root"):
         target = os.readlink(f"{process}/{link}")
-        if target == mount.point or target.startswith(mount.point.rstrip("/") + "/"):
+        if is_below(target, mount.point):
             fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)  # magic links do not involve the daemon
             try:
                 if _is_on(mount, f"/proc/self/fdinfo/{fd}"):
@@ -377,12 +379,12 @@ def locked_bytes(file: TraceFile) -> int:
     The shards of a model are one loop, which counts for the first shard. MountProblem: no reply, or an invalid one.
     """
     for mount, base in steering(file.path, file.dev):
-        stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
+        document = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
         with control.reply_errors(mount.point):
-            if stats["mode"] == "arena":
-                return 0
-            own = [each for each in stats["files"] if base + each["path"] == file.path]
-            return sum(control.whole(loop["pinned_bytes"]) for each in own for loop in each["loops"])
+            stats = from_json(MountStats, document)
+        if stats.mode == "arena":
+            return 0
+        return sum(loop.pinned_bytes for each in stats.files if base + each.path == file.path for loop in each.loops)
     return 0
 
 

@@ -14,18 +14,20 @@ import logging
 import os
 import reprlib
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
+from llmcache.files import is_below
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.control import ControlFiles
+from llmcache.mount.daemon.connections import ConnectionServer, receive
 from llmcache.mount.engine.budget import settle_mode
 from llmcache.mount.engine.report import heat_map
 from llmcache.mount.engine.warmup import NAMES_S, TELL_S, Tell
+from llmcache.mount.stats import to_json
 
 if TYPE_CHECKING:
     from llmcache.mount.engine.engine import Engine
@@ -38,7 +40,6 @@ _MOST_CONNECTIONS = 32
 REQUEST_S = 10.0  # time for a client to send its line
 _REPLY_S = 10.0  # time for a client to receive the reply
 RETRY_S = 0.1
-_CHUNK = 1 << 16
 ENDING_S = 30.0
 SOURCE_ENDING_S = 2.0
 
@@ -127,7 +128,7 @@ def _overlap(source: str) -> MountProblem:
     others = [
         point
         for point, facts in control.root_points().items()
-        if "inplace" in facts and os.path.commonpath([str(facts.get("source")), source]) in (facts.get("source"), source)
+        if "inplace" in facts and (is_below(other := str(facts.get("source")), source) or is_below(source, other))
     ]
     by = f" by the mount on {others[0]}" if others else ""
     hint = "one mount in place serves all programs that read these files, whatever path they use"
@@ -149,33 +150,18 @@ class ControlServer:
 
     def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
         self._answer = answer
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)
         try:
             with control.file_errors(found.socket):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(found.socket)
-                self._socket.bind(found.socket)
+                listening.bind(found.socket)
         finally:
             os.umask(old)
-        self._socket.listen(16)
-        self._closed = False
-        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        threading.Thread(target=self._accept, name="control", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            # Further connections wait in the queue of the socket, until their clients' timeout.
-            self._slots.acquire()
-            connection = None
-            try:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or no descriptor or thread is available
-                if connection is not None:
-                    connection.close()
-                self._slots.release()
-                time.sleep(0 if self._closed else RETRY_S)
+        listening.listen(16)
+        self._server = ConnectionServer(listening, "control", _MOST_CONNECTIONS)
+        self._server.start(self._serve)
 
     def _serve(self, connection: socket.socket) -> None:
         def tell(progress: dict[str, Any]) -> None:
@@ -184,16 +170,13 @@ class ControlServer:
             except OSError as error:
                 raise ClientGone from error
 
-        try:
-            with contextlib.suppress(OSError, ClientGone), connection:
-                if control.peer(connection) not in (0, os.geteuid()):
-                    return
-                line = _request_line(connection)
-                connection.settimeout(_REPLY_S)
-                if line:
-                    connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
-        finally:
-            self._slots.release()
+        if control.peer(connection) not in (0, os.geteuid()):
+            return
+        line = receive(connection, b"\n", _LONGEST_REQUEST, time.monotonic() + REQUEST_S)
+        connection.settimeout(_REPLY_S)
+        if line:
+            with contextlib.suppress(ClientGone):
+                connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
 
     def _reply(self, line: bytes, tell: Tell) -> dict[str, Any]:
         try:
@@ -208,23 +191,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop listening; requests in progress are finished by their threads."""
-        self._closed = True
-        self._socket.close()
-
-
-def _request_line(connection: socket.socket) -> bytes:
-    """Return the line that a client sends, without the newline if the client closes early or the line is too long.
-
-    TimeoutError: the line is not complete within REQUEST_S.
-    """
-    line, end = bytearray(), time.monotonic() + REQUEST_S
-    while b"\n" not in line[-_CHUNK:] and len(line) <= _LONGEST_REQUEST:
-        connection.settimeout(max(end - time.monotonic(), 1e-3))
-        piece = connection.recv(_CHUNK)
-        if not piece:
-            break
-        line += piece
-    return bytes(line.partition(b"\n")[0] + b"\n" if b"\n" in line else line)
+        self._server.close()
 
 
 def _request(line: bytes) -> dict[str, Any]:
@@ -261,7 +228,7 @@ class Requests:
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
             "stats": lambda _request, _tell: engine.stats() | {"metrics": metrics},
-            "heat": lambda _request, _tell: heat_map(engine.state, engine.mode, engine.tree.names.shown),
+            "heat": lambda _request, _tell: to_json(heat_map(engine.state, engine.mode, engine.tree.names.shown)),
             "resize": self._resize,
             "warmup": self._warm,
             "evict": self._evict,
