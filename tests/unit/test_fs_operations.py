@@ -208,7 +208,7 @@ def thread_states() -> int:
 
 def test_a_worker_thread_that_ends_leaves_no_thread_state() -> None:
     """Before version 3.12, libfuse creates threads in C for each burst of requests."""
-    call, libc, seen = Callbacks(Mock(), Mock(), Mock()).guarded("release"), ctypes.CDLL(None), []
+    call, libc, seen = Callbacks(Mock(), Mock()).function("release"), ctypes.CDLL(None), []
     assert call is not None
 
     work = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _nothing: seen.append(call(None, Mock())))

@@ -38,10 +38,11 @@ from typing import IO, TYPE_CHECKING, Any
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, say
 from llmcache.mount import syscalls
 from llmcache.mount.backends.fuse import FuseBackend, Reader
-from llmcache.mount.backends.inplace import BindMount, InPlaceBackend
+from llmcache.mount.backends.inplace import InPlaceBackend
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.daemon import controlserver, logs, openmetrics
 from llmcache.mount.daemon.accesslog import AccessLog
+from llmcache.mount.daemon.bindmount import BindMount
 from llmcache.mount.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.mount.daemon.openmetrics import MetricsEndpoint
 from llmcache.mount.engine.budget import settle_budget, settle_mode
@@ -50,6 +51,7 @@ from llmcache.mount.engine.warmup import Tell, Warmup
 from llmcache.mount.readahead import ReadAhead, restore_left
 from llmcache.mount.stats import MountStats, from_json
 from llmcache.mount.vfs import libfuse
+from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.libfuse import Session
 from llmcache.mount.vfs.operations import LlmcacheOperations
 from llmcache.mount.vfs.source import DEFAULT_SPILL, SourceTree, WritePolicy
@@ -134,8 +136,8 @@ class Daemon:
             assert isinstance(backend, FuseBackend)
             policy = WritePolicy(request.writable, request.spill)
             operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
-            operations.on_init = self._start_and_wait
-            self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
+            callbacks = Callbacks(operations, self._start_and_wait)
+            self._session = Session(callbacks, self._point, max_threads=THREADS, options=request.options)
             self._warmer = Warmup(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._notifier: KernelNotifier | None = None

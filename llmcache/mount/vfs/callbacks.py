@@ -14,8 +14,9 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
+from llmcache.mount.vfs.libfuse import Notifier, Pointer, request_context, request_number
 from llmcache.mount.vfs.source import Caller
 
 if TYPE_CHECKING:
@@ -38,34 +39,12 @@ _WITH_RIGHTS = {
 }
 
 
-Pointed = TypeVar("Pointed", covariant=True)
-
-
-class Pointer(Protocol[Pointed]):
-    """A ctypes pointer to a structure; false for NULL."""
-
-    @property
-    def contents(self) -> Pointed:
-        """The structure."""
-
-    def __bool__(self) -> bool: ...
-
-
 class OpenInfo(Protocol):
     """struct fuse_file_info."""
 
     fh: int
     flags: int
     keep_cache: bool
-
-
-class RequestContext(Protocol):
-    """struct fuse_context: the client of a request."""
-
-    uid: int
-    gid: int
-    pid: int
-    umask: int
 
 
 class DirectoryFiller(Protocol):
@@ -110,16 +89,22 @@ _RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
 class Callbacks:
     """Callbacks for struct fuse_operations: the method `_op_<name>` serves the member `<name>`."""
 
-    def __init__(
-        self, operations: LlmcacheOperations, context: Callable[[], Pointer[RequestContext]], request: Callable[[], int]
-    ) -> None:
-        """`context()` returns libfuse's fuse_context of this thread, `request()` the unique number of its request."""
+    def __init__(self, operations: LlmcacheOperations, on_init: Callable[[Notifier], None]) -> None:
+        """`on_init` is called when the kernel has connected; requests are served once it returns."""
         self._ops = operations
-        self._context = context
-        self._request = request
+        self._on_init = on_init
         self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
 
-    def guarded(self, name: str) -> Callable[..., int] | None:
+    def init(self, notifier: Notifier) -> None:
+        """Start the operations on FUSE_INIT."""
+        self._ops.init(notifier)
+        self._on_init(notifier)
+
+    def destroy(self) -> None:
+        """End the operations after the unmount."""
+        self._ops.destroy()
+
+    def function(self, name: str) -> Callable[..., int] | None:
         """Return the callback for `name`. It returns OSErrors as -errno, and logs other exceptions and returns -EIO."""
         method = getattr(self, "_op_" + name, None)
         if method is None:
@@ -166,7 +151,7 @@ class Callbacks:
 
     def _op_read(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
-        return self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
+        return self._ops.read_into(info.contents.fh, address, size, offset, request_context().pid)
 
     def _op_write(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
@@ -190,7 +175,7 @@ class Callbacks:
     def _op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
         if path is not None and _HIDDEN in path and not info:
-            self._thread.looked = self._request(), path
+            self._thread.looked = request_number(), path
         status = self._ops.getattr(_name(path), _handle(info))
         target = buffer.contents
         for field in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_rdev", "st_size", "st_blksize", "st_blocks"):
@@ -261,7 +246,7 @@ class Callbacks:
     def _op_rename(self, old: bytes, new: bytes, flags: int) -> None:
         """FUSE_RENAME2, and FUSE_UNLINK of an open file, for which libfuse looks up a free hidden name and renames to it."""
         looked, self._thread.looked = self._thread.looked, None
-        if _HIDDEN in new and looked == (self._request(), new):
+        if _HIDDEN in new and looked == (request_number(), new):
             self._ops.hide(os.fsdecode(old), os.fsdecode(new))
         else:
             self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
@@ -302,7 +287,7 @@ class Callbacks:
         target.f_namemax = status.f_namemax
 
     def _caller(self) -> Caller:
-        context = self._context().contents
+        context = request_context()
         return Caller(context.uid, context.gid, context.pid, context.umask)
 
     def _rights(self) -> AbstractContextManager[None]:

@@ -25,9 +25,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from llmcache import files
 from llmcache.mount import syscalls
@@ -37,9 +37,16 @@ from llmcache.mount.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePoli
 if TYPE_CHECKING:
     from llmcache.mount.backends.fuse import Reader
     from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.vfs.libfuse import Notifier
 
 log = logging.getLogger("llmcache.mount")
+
+
+class Notifier(Protocol):
+    """The call of the FUSE session that the operations need."""
+
+    def invalidate_path(self, path: str) -> int:
+        """Drop all pages and the attributes of the inode at a path of the mount; return 0 or -errno."""
+
 
 LOOK_S = 0.5  # interval of the checks for files that were deleted behind the mount
 
@@ -160,15 +167,13 @@ class LlmcacheOperations:
         self._drops = threading.Condition()
         self._ended = False
         self._dropper = engine.state.services.thread("maintenance", self._maintain)
-        self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
 
     def init(self, notifier: Notifier) -> None:
-        """Start the threads after the kernel has connected; requests are served once this returns."""
+        """Start the maintenance thread after the kernel has connected."""
         self._notifier = notifier
         self._dropper.start()
-        self.on_init(notifier)
 
     def destroy(self) -> None:
         """Stop the threads and the engine after the unmount; no request is in progress."""
