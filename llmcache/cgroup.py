@@ -151,6 +151,7 @@ class Delegation:
                     control.write_text(f"+{name}")
                 self.enabled.append(name)
         except OSError:
+            self._disable()
             self.undo()
             raise
 
@@ -161,10 +162,13 @@ class Delegation:
         """
         if self.leaf is None:
             return
-        for name in self.enabled:
-            (self.parent / "cgroup.subtree_control").write_text(f"-{name}")
+        self._disable()
         _move_all(self.leaf, self.parent)
         self.leaf.rmdir()
+
+    def _disable(self) -> None:
+        while self.enabled:
+            (self.parent / "cgroup.subtree_control").write_text(f"-{self.enabled.pop()}")
 
 
 def _move_all(source: Path, target: Path) -> None:

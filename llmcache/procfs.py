@@ -63,6 +63,13 @@ def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def is_running(pid: int) -> bool:
+    """Return True if a process exists and is not a zombie, whose memory and descriptors are released."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
+
+
 def read_bytes_of(pid: int) -> int:
     """Return the bytes that a process has read from storage; OSError if it has ended."""
     with open(f"/proc/{pid}/io", encoding="ascii") as lines:

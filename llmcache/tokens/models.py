@@ -13,7 +13,7 @@ from llmcache.errors import DataError
 from llmcache.memory import stalled_us
 from llmcache.model import read_layout
 from llmcache.model.tensors import ModelLayout, shard_name
-from llmcache.procfs import FileMapping, descendants, mappings, read_bytes_of
+from llmcache.procfs import FileMapping, descendants, is_running, mappings, read_bytes_of
 from llmcache.tokens.clock import Key, Place
 from llmcache.units import BLOCK_BYTES
 
@@ -127,13 +127,6 @@ class ProcessTree:
         alive = {pid for pid in self._pids if is_running(pid)}
         self._pids = alive.union(*(descendants(pid) for pid in alive))
         return set(self._pids)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from llmcache.errors import LlmcacheError, MissingRequirement, MountProblem
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.copies import client_facts, find_copy
 from llmcache.mount.stats import whole
+from llmcache.procfs import is_running
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
-from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure
+from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, pressure
 from llmcache.tokens.observer import Observer
 from llmcache.tokens.passes import HIT, WAIT, Event, Kinds, Pass, Passes, Role
 from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals

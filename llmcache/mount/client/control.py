@@ -32,7 +32,7 @@ from typing import Any
 
 from llmcache.errors import MissingRequirement, MountProblem
 from llmcache.files import replacing
-from llmcache.procfs import status_of
+from llmcache.procfs import is_running
 
 _LONGEST_REPLY = 1 << 28
 RETRY_S = 0.1
@@ -117,12 +117,7 @@ class Process:
         """Return False if the process has ended, or is a zombie, whose memory and descriptors are released."""
         end = select.poll()
         end.register(self.fd, select.POLLIN)
-        if end.poll(0):
-            return False
-        try:
-            return status_of(self.pid)["State"][0] not in "ZX"
-        except OSError:
-            return False
+        return not end.poll(0) and is_running(self.pid)
 
     def signal(self, number: int) -> bool:
         """Send a signal; return False if the process has ended."""

@@ -48,7 +48,7 @@ class Notifier(Protocol):
         """Drop all pages and the attributes of the inode at a path of the mount; return 0 or -errno."""
 
 
-LOOK_S = 0.5  # interval of the checks for files that were deleted behind the mount
+LOOK_S = 0.5  # interval of the checks for open files that were deleted behind the mount
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ class LlmcacheOperations:
         self._to_drop: dict[Backing, int] = {}  # Backing: generation; at most one entry for each
         self._drops = threading.Condition()
         self._ended = False
+        self._is_idle = False  # the maintenance thread waits, because no file is open
         self._dropper = engine.state.services.thread("maintenance", self._maintain)
 
     # Life of the mount
@@ -197,7 +198,10 @@ class LlmcacheOperations:
                 self._release_deleted()
                 next_look = time.monotonic() + LOOK_S
             with self._drops:
-                self._drops.wait_for(lambda: self._to_drop or self._ended, LOOK_S)
+                self._is_idle = True  # before `_files` is read: `_register` adds a file, and then reads `_is_idle`
+                self._is_idle = not self._files
+                if not self._to_drop and not self._ended:
+                    self._drops.wait(None if self._is_idle else LOOK_S)
                 if self._ended:
                     return
                 if not self._to_drop:
@@ -299,6 +303,10 @@ class LlmcacheOperations:
                 self._queue_drop(backing, opened.drop)
             number = next(self._numbers)
             self._files[number] = FileHandle(backing, flags, pid, rights)
+            if self._is_idle:
+                with self._drops:
+                    self._is_idle = False
+                    self._drops.notify_all()
             return number, bool(may_keep and not backing.unsettled)
         except BaseException:
             self.table.release(backing)
