@@ -72,7 +72,6 @@ class Controllers:
         (self.path / file).write_text(text)
 
     def memory(self) -> dict[str, int]:
-        """Return the memory fields of `Usage`."""
         v1, v2 = ("memory.usage_in_bytes", "total_rss", "memory.oom_control"), ("memory.current", "anon", "memory.events")
         current, anon, events = v1 if self.version == 1 else v2
         files = (self.path / name for name in ("memory.stat", events))
@@ -212,7 +211,6 @@ class Cgroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the group."""
         self.close()
 
     def _make(self, tree: Hierarchy, controllers: list[str]) -> None:
@@ -235,7 +233,6 @@ class Cgroup:
 
     @property
     def paths(self) -> list[Path]:
-        """Return the group's directories."""
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -268,7 +265,6 @@ class Cgroup:
         return self._controllers["io"].read_bytes(self.disk.number)
 
     def processes(self) -> list[int]:
-        """Return the pids in the group."""
         return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:

@@ -117,7 +117,6 @@ class Output:
         self._close()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._temporary.unlink(missing_ok=True)
         self._close()
 

@@ -42,7 +42,6 @@ class SourceChanges:
             self._is_local = False
 
     def begin(self) -> None:
-        """Begin a walk."""
         self._visited, self._missed = set(), not self._is_local
 
     def visit(self, directory_fd: int) -> None:
@@ -88,7 +87,6 @@ class SourceChanges:
         return has_changed
 
     def close(self) -> None:
-        """End all watches."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd, self._is_local, self.is_complete = None, False, False

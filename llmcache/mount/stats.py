@@ -31,7 +31,6 @@ def _key(name: str) -> Any:
 
 
 def _omitted() -> Any:
-    """Return a field that is not in the document while it is None."""
     return field(default=None, metadata={"omitted": True})
 
 
@@ -62,7 +61,6 @@ class Waits:
             raise ValueError("waits")
 
     def since(self, before: Waits) -> Waits:
-        """Return the waits since `before`."""
         counts = tuple(count - old for count, old in zip(self.counts, before.counts, strict=True))
         return Waits(self.bounds_s, counts, self.sum_s - before.sum_s)
 
@@ -168,7 +166,6 @@ class FileStats:
 
     @property
     def shown_name(self) -> str:
-        """The name; the path if the daemon does not send names."""
         return shown_name(self.path, self.name)
 
 
@@ -209,7 +206,6 @@ class MountStats:
 
     @property
     def hit_ratio(self) -> float | None:
-        """The byte hit ratio since the mount began."""
         return hit_ratio(self.mode, self.hit_bytes, self.read_bytes)
 
 
@@ -259,7 +255,6 @@ class FileHeat:
 
     @property
     def shown_name(self) -> str:
-        """The name; the path if the daemon does not send names."""
         return shown_name(self.path, self.name)
 
 
@@ -274,7 +269,7 @@ class HeatMap:
 
 
 def shown_name(path: str, name: str | None) -> str:
-    """Return the displayed name of a file."""
+    """Return the displayed name of a file; from its path if the daemon has version 1.0, which does not send names."""
     return (path if name is None else name).lstrip("/")
 
 

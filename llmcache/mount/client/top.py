@@ -89,7 +89,6 @@ class Budget:
 
     @classmethod
     def of(cls, stats: MountStats) -> Budget:
-        """Return the use of the memory of a mount."""
         other, free = min(stats.pages_bytes, stats.window_bytes), max(0, stats.limit_bytes - stats.resident_bytes)
         sizes = (stats.budget_bytes, stats.limit_bytes, stats.pinned_bytes, stats.window_bytes - other, other, free)
         return cls(stats.mode, *sizes, stats.daemon_bytes)
@@ -181,7 +180,6 @@ class LoopState:
     stats: LoopStats
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
         loop = self.stats
         names = ("period_s", "pinned_bytes", "window_bytes", "passes", "guessed", "readers")
         return {
@@ -215,7 +213,6 @@ class Sample:
     left_out_files: int
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
         return {
             "schema": SCHEMA,
             "mount": self.mount,
@@ -512,7 +509,6 @@ def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Tex
 
 
 def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
-    """Return the row of a loop, and lines below it if it is not fully steered, or its weights were copied."""
     stats = loop.stats
     period = "-" if stats.period_s is None else _coarse(stats.period_s)
     share = format_percent(stats.pinned_bytes / stats.size_bytes if stats.size_bytes else None, 0)
@@ -566,7 +562,6 @@ def _ago(age_s: float | None) -> str:
 
 
 def _coarse(seconds: float) -> str:
-    """Return a duration as text in a single unit."""
     if seconds < 59.5:
         return format_duration(seconds * _NS)
     minutes = round(seconds / 60)

@@ -1,8 +1,7 @@
 """Server of the control socket, and the locks of the daemon. Each request, of its user or of root, has its own thread.
 
 Clients are not trusted: the length of lines, the time to send one and the number of connections are limited, and invalid
-requests are refused. An operation may call `tell` to send progress to the client; it raises ClientGone if the client has
-disconnected.
+requests are refused.
 """
 
 from __future__ import annotations
@@ -144,8 +143,8 @@ class ClientGone(Exception):
 class ControlServer:
     """Serves each request in a thread of its own until closed.
 
-    `answer(request, tell)` returns the reply; if it raises, the error is the reply. `tell` sends progress or raises
-    ClientGone.
+    `answer(request, on_progress)` returns the reply; if it raises, the error is the reply. `on_progress` sends progress to
+    the client, or raises ClientGone.
     """
 
     def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
@@ -164,7 +163,7 @@ class ControlServer:
         self._server.start(self._serve)
 
     def _serve(self, connection: socket.socket) -> None:
-        def tell(progress: dict[str, Any]) -> None:
+        def on_progress(progress: dict[str, Any]) -> None:
             try:
                 connection.sendall(json.dumps({"progress": progress}).encode() + b"\n")
             except OSError as error:
@@ -176,11 +175,11 @@ class ControlServer:
         connection.settimeout(_REPLY_S)
         if line:
             with contextlib.suppress(ClientGone):
-                connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
+                connection.sendall(json.dumps(self._reply(line, on_progress)).encode() + b"\n")
 
-    def _reply(self, line: bytes, tell: Tell) -> dict[str, Any]:
+    def _reply(self, line: bytes, on_progress: Tell) -> dict[str, Any]:
         try:
-            return self._answer(_request(line), tell)
+            return self._answer(_request(line), on_progress)
         except ClientGone:
             raise
         except LlmcacheError as error:
@@ -227,23 +226,23 @@ class Requests:
         self.engine = engine
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
-            "stats": lambda _request, _tell: engine.stats() | {"metrics": metrics},
-            "heat": lambda _request, _tell: to_json(heat_map(engine.state, engine.mode, engine.tree.names.shown)),
+            "stats": lambda _request, _on_progress: engine.stats() | {"metrics": metrics},
+            "heat": lambda _request, _on_progress: to_json(heat_map(engine.state, engine.mode, engine.tree.names.shown)),
             "resize": self._resize,
             "warmup": self._warm,
             "evict": self._evict,
         }
 
-    def answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """Return the reply to `request`. UsageError: unknown operation, or a field is missing or invalid."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
             raise UsageError(
                 f"op: unknown operation {reprlib.repr(name)}", f"use one of: {', '.join([*self._known, 'stop'])}"
             )
-        return self._known[name](request, tell)
+        return self._known[name](request, on_progress)
 
-    def _resize(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _resize(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"cache_bytes": N}; with "wait", return when the cache has shrunk to that size, or after SHRINK_S."""
         state, before = self.engine.state, self.engine.state.budget_bytes
         size = request.get("cache_bytes")
@@ -254,16 +253,16 @@ class Requests:
         self.engine.resize(size)
         start, end = state.used_bytes, time.monotonic() + SHRINK_S
         while wait and state.running and state.used_bytes > state.room_bytes and time.monotonic() < end:
-            tell({"done_bytes": start - state.used_bytes, "total_bytes": start - state.room_bytes})
+            on_progress({"done_bytes": start - state.used_bytes, "total_bytes": start - state.room_bytes})
             time.sleep(TELL_S / 4)
         used = state.used_bytes
         return {"schema": RESIZE_SCHEMA, "before_bytes": before, "budget_bytes": size, "resident_bytes": used}
 
-    def _warm(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _warm(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"globs": […], "check": true to report only}."""
-        return self.warmer.warm(_globs(request), tell, fetch=not switch(request, "check"))
+        return self.warmer.warm(_globs(request), on_progress, fetch=not switch(request, "check"))
 
-    def _evict(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _evict(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"globs": […]}: evict the files that match (without globs, all files), except those of --pin."""
         globs, state, names = _globs(request), self.engine.state, self.engine.tree.names
         names.refresh(NAMES_S, at_once=True)
@@ -283,9 +282,9 @@ class Requests:
                 rows += [{"paths": paths, "names": [*map(names.shown, paths)], "evicted_bytes": size}]
                 files += self.engine.forget(space)
         if globs and not chosen:
-            self.warmer.named(globs, tell)  # raises UsageError unless the globs match files (that are not cached)
+            self.warmer.named(globs, on_progress)  # raises UsageError unless the globs match files (that are not cached)
         self.engine.pins.settle(UNLOCK_S)
-        self._drop(files, tell)
+        self._drop(files, on_progress)
         evicted = sum(int(str(row["evicted_bytes"])) for row in rows)
         return {
             "schema": EVICT_SCHEMA,
@@ -295,13 +294,13 @@ class Requests:
             "pinned_names": [*map(names.shown, pinned)],
         }
 
-    def _drop(self, files: list[tuple[int, int]], tell: Tell) -> None:
+    def _drop(self, files: list[tuple[int, int]], on_progress: Tell) -> None:
         """Drop the pages of whole files. It may wait for pages being read, because this thread has no pending READ."""
         done, total = 0, sum(size for _, size in files)
         for node, size in files:
             for offset in range(0, max(size, 1), DROP_BYTES):
                 last = offset + DROP_BYTES >= size
-                tell({"done_bytes": done, "total_bytes": total})
+                on_progress({"done_bytes": done, "total_bytes": total})
                 self.engine.backend.drop(node, [(offset, 0 if last else DROP_BYTES)], written=True)
                 done += min(DROP_BYTES, size - offset)
 

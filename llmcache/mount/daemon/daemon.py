@@ -290,10 +290,10 @@ class Daemon:
         if self._request.pinned:
             threading.Thread(target=warm, name="pin-files", daemon=True).start()
 
-    def _answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         if request.get("op") == "stop":
             return self._stop(switch(request, "force"))
-        return self._requests.answer(request, tell)
+        return self._requests.answer(request, on_progress)
 
     def _stop(self, force: bool) -> dict[str, Any]:
         """Serve `llmcache umount`; refuse it while other processes use the mount, unless forced."""

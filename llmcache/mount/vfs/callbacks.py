@@ -96,12 +96,10 @@ class Callbacks:
         self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
 
     def init(self, notifier: Notifier) -> None:
-        """Start the operations on FUSE_INIT."""
         self._ops.init(notifier)
         self._on_init(notifier)
 
     def destroy(self) -> None:
-        """End the operations after the unmount."""
         self._ops.destroy()
 
     def function(self, name: str) -> Callable[..., int] | None:

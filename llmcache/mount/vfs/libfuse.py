@@ -247,7 +247,6 @@ class Session:
         self._fuse = self._create(options)
 
     def _functions(self) -> ctypes.Structure:
-        """Return struct fuse_operations, which keeps references to the functions."""
         table: ctypes.Structure = binding().fuse_operations()
         own: dict[str, Callable[..., int | None]] = {"init": self._initialise, "destroy": self._destroy}
         for name, prototype in ((field[0], field[1]) for field in table._fields_):

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmcache import files
 from llmcache.mount import syscalls
 from llmcache.mount.vfs.backing import Backing, BackingTable, Opened
-from llmcache.mount.vfs.source import NOBODY_ELSE, Caller, SourceTree, WritePolicy, open_again, read_only
+from llmcache.mount.vfs.source import THE_DAEMON, Caller, SourceTree, WritePolicy, open_again, read_only
 
 if TYPE_CHECKING:
     from llmcache.mount.backends.fuse import Reader
@@ -65,9 +65,9 @@ class FileHandle:
 
         The caller's groups are not looked up: the opener's are used if it is the same user, else none.
         """
-        opener = self.rights or NOBODY_ELSE
+        opener = self.rights or THE_DAEMON
         if not caller.is_other:
-            return NOBODY_ELSE if caller.pid else opener
+            return THE_DAEMON if caller.pid else opener
         return opener if (caller.uid, caller.gid) == (opener.uid, opener.gid) else replace(caller, known_groups=())
 
 
@@ -110,7 +110,6 @@ class Listing:
         self._position = sum(1 for _ in itertools.islice(self._items, offset))
 
     def close(self) -> None:
-        """Close the directory."""
         self._items = iter(())
         os.close(self.fd)
 
@@ -285,7 +284,6 @@ class LlmcacheOperations:
         return os.path.samestat(found, os.fstat(fd))
 
     def create(self, path: str, flags: int, mode: int, caller: Caller) -> tuple[int, bool]:
-        """Create a file; return (handle, `keep_cache`). Another process may have created it first."""
         self._policy.check(path)
         return self._open(path, flags | os.O_CREAT, mode, caller)
 
@@ -297,7 +295,7 @@ class LlmcacheOperations:
                 log.info("inode %d was changed behind the mount", backing.ino)
                 self._engine.changed(backing, 0, -1)
             if flags & os.O_TRUNC:
-                self._resize(backing, 0, rights or NOBODY_ELSE)
+                self._resize(backing, 0, rights or THE_DAEMON)
             may_keep = self._engine.opened(backing, path, pid)
             if opened.drop is not None:
                 self._queue_drop(backing, opened.drop)
@@ -329,7 +327,6 @@ class LlmcacheOperations:
         return self._register(Opened(backing, False, None), path, flags, caller.pid, caller.remembered())
 
     def release(self, number: int) -> None:
-        """Close a handle, after its last descriptor was closed."""
         handle = self._files.pop(number)
         self._engine.closed(handle.backing, handle.pid)
         if not self._release(handle.backing):
@@ -402,7 +399,6 @@ class LlmcacheOperations:
                 self._queue_drop(other, generation)
 
     def fsync(self, number: int, data_only: bool) -> None:
-        """Force written data to SOURCE's storage."""
         self._files[number].backing.sync(data_only)
 
     def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
@@ -426,7 +422,7 @@ class LlmcacheOperations:
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
-    def _change(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
+    def _change(self, path: str | None, number: int | None = None, caller: Caller = THE_DAEMON) -> Iterator[int | str]:
         """Context manager: a descriptor, or a name in /proc, of a file whose attributes are to be changed. Raises EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
@@ -452,7 +448,6 @@ class LlmcacheOperations:
             yield item
 
     def getattr(self, path: str | None, number: int | None) -> os.stat_result:
-        """Return the attributes of an open file (fstat) or of a path (lstat)."""
         backing = self._backing_of(path, number)
         if backing is not None:
             return os.fstat(backing.fd)
@@ -465,7 +460,6 @@ class LlmcacheOperations:
             return os.readlink(name, dir_fd=dir_fd)
 
     def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
-        """Change permission bits."""
         with self._change(path, number, caller) as file:
             _chmod(file, stat.S_IMODE(mode), caller)
 
@@ -475,17 +469,14 @@ class LlmcacheOperations:
             os.chown(file, uid, gid)
 
     def utimens(self, path: str | None, number: int | None, times: Sequence[tuple[int, int]] | None) -> None:
-        """Change access and modification time: (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT."""
         with self._change(path, number) as file:
             syscalls.utimens(file, times)
 
     def getxattr(self, path: str, name: str) -> bytes:
-        """Return the value of an extended attribute."""
         with self._lookup(path) as file:
             return os.getxattr(file, name)
 
     def listxattr(self, path: str) -> list[str]:
-        """Return the names of the extended attributes."""
         with self._lookup(path) as file:
             return os.listxattr(file)
 
@@ -495,14 +486,12 @@ class LlmcacheOperations:
             os.setxattr(file, name, value, flags)
 
     def removexattr(self, path: str, name: str) -> None:
-        """Remove an extended attribute."""
         with self._change(path) as file:
             os.removexattr(file, name)
 
     # Names
 
     def unlink(self, path: str) -> None:
-        """Delete a name."""
         backing = self.hidden.pop(path, None)
         if backing is not None:  # `hide` has deleted the file
             self.table.release(backing)
@@ -516,7 +505,6 @@ class LlmcacheOperations:
         self._gone(path)
 
     def rename(self, old: str, new: str, flags: int) -> None:
-        """Rename, with RENAME_NOREPLACE and RENAME_EXCHANGE."""
         self._check_file(old)
         if not self._policy.everything:
             self._policy.check(new)
@@ -576,7 +564,6 @@ class LlmcacheOperations:
         self._touched(new)
 
     def link(self, old: str, new: str) -> None:
-        """Make a hard link."""
         self._check_file(old)
         self._policy.check(new)
         with self._tree.parent(old) as (old_fd, old_name), self._tree.parent(new) as (new_fd, new_name):
@@ -593,19 +580,16 @@ class LlmcacheOperations:
             os.close(os.open(name, flags, caller.new_mode(dir_fd, stat.S_IMODE(mode)), dir_fd=dir_fd))
 
     def mkdir(self, path: str, mode: int, caller: Caller) -> None:
-        """Make a directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.mkdir(name, caller.new_mode(dir_fd, mode), dir_fd=dir_fd)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.rmdir(name, dir_fd=dir_fd)
 
     def symlink(self, target: str, path: str) -> None:
-        """Make a symbolic link with any target."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.symlink(target, name, dir_fd=dir_fd)
@@ -613,25 +597,20 @@ class LlmcacheOperations:
     # Directories
 
     def opendir(self, path: str) -> int:
-        """Open a directory; return its handle."""
         number = next(self._numbers)
         self._listings[number] = Listing(self._tree.open_directory(path))
         return number
 
     def listing(self, number: int) -> Listing:
-        """Return the open directory of a handle."""
         return self._listings[number]
 
     def releasedir(self, number: int) -> None:
-        """Close a directory."""
         self._listings.pop(number).close()
 
     def fsyncdir(self, number: int, _data_only: bool) -> None:
-        """Force a directory's entries to storage."""
         os.fsync(self._listings[number].fd)
 
     def statfs(self) -> os.statvfs_result:
-        """Return the space on SOURCE's file system."""
         return os.fstatvfs(self._tree.fd)
 
     # Shared
