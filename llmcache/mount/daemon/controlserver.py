@@ -50,28 +50,37 @@ def take_lock(found: ControlFiles, point: str) -> int:
     daemon is removed, so that it is not mistaken for that of this one. MissingRequirement: the file cannot be created.
     """
     end = time.monotonic() + ENDING_S
-    while True:
-        with control.file_errors(found.lock):
-            try:
-                fd = found.open(found.lock, os.O_RDWR)
-            except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-                continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            if mountpoint.find(point) is None and time.monotonic() < end:
-                time.sleep(0.05)
-                continue
+    while (fd := _lock(found.lock, lambda: _open_lock(found), fcntl.LOCK_EX)) is None:
+        if mountpoint.find(point) is not None or time.monotonic() > end:
             pid = found.describe().get("pid")
             by = f" by pid {pid}" if pid else ""
             raise MountProblem(f"{point} is already served{by}", f"unmount it first: llmcache umount {point}") from None
+        time.sleep(0.05)
+    with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
+        os.unlink(found.info)
+    return fd
+
+
+def _open_lock(found: ControlFiles) -> int:
+    while True:
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
-                with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
-                    os.unlink(found.info)
+            return found.open(found.lock, os.O_RDWR)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _lock(path: str, opened: Callable[[], int], how: int) -> int | None:
+    """Lock the file at `path`, which `opened` opens; return its descriptor, or None if another daemon has locked it."""
+    while True:
+        with control.file_errors(path):
+            fd = opened()
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
         os.close(fd)  # the previous owner removed the file between open and lock
 
@@ -106,21 +115,10 @@ def unlock_source(locks: list[int]) -> None:
 
 
 def _lock_directory(directory: Path, how: int) -> int | None:
-    """Lock the lock file of a directory; return its descriptor, or None if another daemon has a conflicting lock."""
     status = directory.stat()
     path = os.path.join(control.directory(os.geteuid()), f"source-{status.st_dev:x}-{status.st_ino:x}.lock")
-    while True:
-        with control.file_errors(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        os.close(fd)  # the previous owner removed the file between open and lock
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return _lock(path, lambda: os.open(path, flags, 0o600), how)
 
 
 def _overlap(source: str) -> MountProblem:
