@@ -72,46 +72,20 @@ class FileHandle:
 
 
 class Listing:
-    """An open directory. Its entries are streamed in the order of SOURCE, so memory does not grow with its size.
-
-    Offsets are counts of entries. The kernel normally continues where it stopped; for another offset (rewinddir, seekdir),
-    the directory is read again from its start.
-    """
+    """An open directory. Offsets are counts of entries; offset 0 (open, rewinddir) reads the directory again."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.lock = threading.Lock()
-        self._position = 0
-        self._pending: tuple[str, int] | None = None
-        self._items: Iterator[tuple[str, int]] = iter(())
-        self._started = False
+        self._entries: list[tuple[str, int]] = []
 
     def entries(self, offset: int) -> Iterator[tuple[int, str, int]]:
-        """Yield (offset after the entry, name, file type bits) from `offset` on; the caller confirms each with `taken`."""
-        if not self._started or offset != self._position or offset == 0:
-            self._restart(offset)
-        while True:
-            if self._pending is None:
-                self._pending = next(self._items, None)
-            if self._pending is None:
-                return
-            yield (self._position + 1, *self._pending)
-
-    def taken(self, position: int) -> None:
-        """Record that the entry that ends at `position` is in the kernel's buffer."""
-        self._position = position
-        self._pending = None
-
-    def _restart(self, offset: int) -> None:
-        os.lseek(self.fd, 0, os.SEEK_SET)
-        self._items = _scan(self.fd)
-        self._pending = None
-        self._started = True
-        self._position = sum(1 for _ in itertools.islice(self._items, offset))
-
-    def close(self) -> None:
-        self._items = iter(())
-        os.close(self.fd)
+        """Yield (offset after the entry, name, file type bits) from `offset` on."""
+        if offset == 0 or not self._entries:
+            os.lseek(self.fd, 0, os.SEEK_SET)
+            self._entries = list(_scan(self.fd))
+        for position in range(offset, len(self._entries)):
+            yield (position + 1, *self._entries[position])
 
 
 def _scan(fd: int) -> Iterator[tuple[str, int]]:
@@ -605,7 +579,7 @@ class LlmcacheOperations:
         return self._listings[number]
 
     def releasedir(self, number: int) -> None:
-        self._listings.pop(number).close()
+        os.close(self._listings.pop(number).fd)
 
     def fsyncdir(self, number: int, _data_only: bool) -> None:
         os.fsync(self._listings[number].fd)
