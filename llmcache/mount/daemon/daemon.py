@@ -300,7 +300,7 @@ class Daemon:
         with self._stop_lock:
             if not force:
                 mount = mountpoint.find(self._point)
-                if mount is not None and mount.id and any(mountpoint.holders(mount, _is_own)):
+                if mount is not None and mount.id and any(mountpoint.users(mount, _is_own)):
                     raise mountpoint.busy(mount, _is_own)
                 self._engine.stop()
                 try:
