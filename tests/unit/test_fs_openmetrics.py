@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -213,7 +214,8 @@ def test_connections_are_limited(serve: Callable[..., str]) -> None:
         for _ in range(CONNECTIONS):
             stack.enter_context(dial(address, b"GET /met"))
         assert [get(address)[0] for _ in range(30)] == [503] * 30  # a reply, not a reset connection
-    wait_for(lambda: get(address)[0] == 200, "the connections are closed")
+    wait_for(lambda: not any(each.name == "metrics-request" for each in threading.enumerate()), "the connections are closed")
+    assert get(address)[0] == 200, "the next one is served"
 
 
 def test_hanging_scrapers_are_disconnected(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

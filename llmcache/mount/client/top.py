@@ -66,7 +66,7 @@ _ZEROS = re.compile(r"\.0+(?= )")
 _SUMS = ("tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes")
 PINNED, PARTLY, LITTLE, WINDOW, PAGES, STREAMED, COLD, FREE = "█", "▓", "▒", "▸", "▪", "░", "·", "·"
 STYLES = {PINNED: "green", PARTLY: "green", LITTLE: "green", WINDOW: "yellow", PAGES: "cyan", STREAMED: "", COLD: "dim"}
-_NINTHS = 9
+_NINTHS, _CELLS = 9, 16
 _PINNED_FROM, _PARTLY_FROM = 7, 4
 
 
@@ -318,15 +318,10 @@ def merge(layers: Sequence[LayerHeat]) -> LayerHeat:
 
 
 def _joined(layers: Sequence[LayerHeat], kind: str) -> str:
-    """Concatenate the strips in proportion to the layer sizes, and resample them to one strip; each cell is a mean."""
-    import numpy as np  # imported here, because it is needed only on small terminals
-
-    count = len(layers[0].cells[kind])
-    widths = np.repeat([max(layer.size_bytes, 1) / count for layer in layers], count)
-    digits = np.array([int(digit) for layer in layers for digit in layer.cells[kind]])
-    ends, sums = np.cumsum([0.0, *widths]), np.cumsum([0.0, *digits * widths])
-    means = np.diff(np.interp(np.linspace(0, ends[-1], count + 1), ends, sums)) * count / ends[-1]
-    return "".join(str(min(_NINTHS, int(np.ceil(mean - 1e-6)))) for mean in means)
+    """Concatenate the strips of layers, and resample them to one strip; each cell is a mean, rounded up."""
+    digits = [digit for layer in layers for digit in stretch(layer.cells[kind], _CELLS)]
+    count = len(layers)
+    return "".join(str(-(-sum(digits[at : at + count]) // count)) for at in range(0, len(digits), count))
 
 
 def fold(layers: Sequence[LayerHeat], rows: int) -> list[LayerHeat]:

@@ -33,10 +33,11 @@ class ConnectionServer:
 
     def _accept(self, serve: Callable[[socket.socket], None], refuse: Callable[[socket.socket], None] | None) -> None:
         while not self._closed:
-            is_free = self._free.acquire(blocking=refuse is None)
+            is_free = refuse is None and self._free.acquire()
             connection = None
             try:
                 connection, _ = self._socket.accept()
+                is_free = is_free or self._free.acquire(blocking=False)
                 if is_free:
                     thread = threading.Thread(target=self._serve, args=(connection, serve), name=f"{self._name}-request")
                     thread.daemon = True
