@@ -124,7 +124,7 @@ class ExpertStats:
     kept: int
     kept_bytes: int
     size_bytes: int = _key("bytes")
-    alone: bool
+    alone: bool = False
     token: None = None  # no longer measured
     token_alone: None = None
 
@@ -187,7 +187,7 @@ class MountStats:
     miss_bytes: int
     requested_bytes: int
     backing_read_bytes: int
-    client_read_bytes: int
+    client_read_bytes: int = 0
     backing_write_bytes: int
     prefetch: Prefetch
     waits: WaitsByReason
