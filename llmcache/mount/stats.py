@@ -36,7 +36,7 @@ def _omitted() -> Any:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Prefetched bytes that were read in time, that a client had to wait for, and that were dropped unread."""
+    """Prefetched bytes by outcome: read in time, awaited by a client, dropped unread."""
 
     useful_bytes: int
     late_bytes: int
@@ -44,7 +44,7 @@ class Prefetch:
 
     @property
     def total_bytes(self) -> int:
-        """The sum: prefetched bytes whose fate is known."""
+        """Prefetched bytes with one of the outcomes."""
         return self.useful_bytes + self.late_bytes + self.wasted_bytes
 
 
@@ -86,7 +86,7 @@ class WaitsByReason:
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Counters of the deterministic core in mode arena, in blocks of 4 KiB."""
+    """Counters of the deterministic core in mode arena. Blocks have 4 KiB."""
 
     references: int
     hit_blocks: int
@@ -109,7 +109,7 @@ class ServiceStats:
 
 @dataclass(frozen=True)
 class AccessLogStats:
-    """The access log: its path, its rows, and the rows that were lost."""
+    """The access log: path, rows, lost rows."""
 
     path: str
     rows: int
