@@ -43,8 +43,12 @@ WIDER = (1, 2, 4)
 """Factors by which a trial widens the search in a tree until it finds enough."""
 MARGIN = 1.1
 """Factor by which the tree has to be faster, because times of few queries are inexact."""
+SLOTS = 1.6
+"""Slots of a tree per key, at most, with unused room (see `DciIndex`)."""
 FEED_PAGES = 512
 """Pages read from the store at a time when many are missing."""
+GROWTH = 17 / 16
+"""Factor by which the memory of an index grows when it is full."""
 SUM_TOKENS = 1024
 """Tokens per sum in `ValueSums`: sums take 1/1000 of the memory of values; a partly removed block is added again."""
 
@@ -87,6 +91,11 @@ class PageIndex(ABC):
     @abstractmethod
     def size_bytes(self) -> int:
         """Memory in bytes."""
+
+    @property
+    @abstractmethod
+    def page_bytes(self) -> float:
+        """Memory of a page in bytes, on average, without unused room."""
 
     @property
     def step(self) -> int:
@@ -132,6 +141,10 @@ class ValueSums(PageIndex):
     def size_bytes(self) -> int:
         """Memory of the sums."""
         return (len(self._sums) + 1) * self._all.nbytes
+
+    @property
+    def page_bytes(self) -> float:
+        return self._all.nbytes * self.shape.page_tokens / SUM_TOKENS
 
     @property
     def step(self) -> int:
@@ -200,7 +213,7 @@ class Scorer(PageIndex):
 
 
 class Grown:
-    """An array that grows along its first axis by a sixteenth when it is full."""
+    """An array that grows along its first axis by `GROWTH` when it is full."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
@@ -216,11 +229,15 @@ class Grown:
         """Memory, including unused room."""
         return self._array.nbytes
 
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self._array.shape[1:])) * self._array.itemsize
+
     def append(self, rows: NDArray[Any]) -> None:
         """Append rows."""
         end = self._used + len(rows)
         if end > len(self._array):
-            longer = np.empty((max(end, len(self._array) * 17 // 16), *self._array.shape[1:]), self._array.dtype)
+            longer = np.empty((max(end, int(len(self._array) * GROWTH)), *self._array.shape[1:]), self._array.dtype)
             longer[: self._used] = self.rows
             self._array = longer
         self._array[self._used : end] = rows
@@ -247,6 +264,10 @@ class ExactScorer(Scorer):
     def size_bytes(self) -> int:
         """Memory of the keys."""
         return sum(stored.size_bytes for stored in self._kept)
+
+    @property
+    def page_bytes(self) -> float:
+        return sum(stored.row_bytes for stored in self._kept)
 
     @property
     def _pages(self) -> list[NDArray[Any]]:
@@ -323,6 +344,11 @@ class PackedScorer(ExactScorer):
         """Memory of the keys and means; all scorers share one rotation."""
         return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
 
+    @property
+    def page_bytes(self) -> float:
+        means = 4 * self.shape.kv_heads * self.shape.head_dim * self.shape.page_tokens / MEAN_TOKENS
+        return super().page_bytes + means
+
     def _add(self, keys: NDArray[Any]) -> None:
         wide = widened(keys)
         if not self._means or wide.shape[1] >= MEAN_TOKENS:
@@ -368,6 +394,10 @@ class QuestScorer(Scorer):
     def size_bytes(self) -> int:
         """Memory of the summaries."""
         return self._boxes.size_bytes
+
+    @property
+    def page_bytes(self) -> float:
+        return self._boxes.row_bytes
 
     def _add(self, keys: NDArray[Any]) -> None:
         pages = as_pages(widened(keys), self.shape.page_tokens)
@@ -416,6 +446,10 @@ class ChunkScorer(QuestScorer):
     def size_bytes(self) -> int:
         """Memory of the summaries of pages and chunks."""
         return self._boxes.size_bytes + self._chunks.size_bytes
+
+    @property
+    def page_bytes(self) -> float:
+        return self._boxes.row_bytes * (1 + 1 / self.settings.chunk_pages)
 
     def _add(self, keys: NDArray[Any]) -> None:
         page = len(self._boxes.rows)
@@ -474,6 +508,11 @@ class DciScorer(Scorer):
     def size_bytes(self) -> int:
         """Memory of the trees."""
         return sum(index.size_bytes for index in self.indexes)
+
+    @property
+    def page_bytes(self) -> float:
+        per_slot = 2 * self.shape.head_dim + 13 + 4 * self.settings.dci.directions
+        return self.shape.kv_heads * self.shape.page_tokens * (SLOTS * per_slot + 4)
 
     def _add(self, keys: NDArray[Any]) -> None:
         pairs, tokens = zip(self.indexes, widened(keys), strict=True), np.arange(self.end, self.end + keys.shape[1])
@@ -553,6 +592,11 @@ class AutoScorer(Scorer):
         return self.used.size_bytes
 
     @property
+    def page_bytes(self) -> float:
+        tree = DciScorer(self.shape, self.first, self.settings)
+        return max(tree.page_bytes, ExactScorer(self.shape, self.first, self.settings).page_bytes)
+
+    @property
     def why(self) -> str:
         """The scorer in use, and the measurements that led to it."""
         if self.trial is None:
@@ -567,9 +611,11 @@ class AutoScorer(Scorer):
         self.used.crop(end)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
-        self._queries.append((queries.copy(), k))
-        if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._queries) >= QUERIES:
-            self._try(self.used)
+        if isinstance(self.used, ExactScorer) and len(self) >= self._next:
+            self._queries.append((queries.copy(), k))
+            if len(self._queries) == QUERIES:
+                self._try(self.used)
+                self._queries.clear()
         return self.used.top(queries, k)
 
     def _try(self, exact: ExactScorer) -> None:
@@ -628,6 +674,15 @@ class PageIndexes(Generic[Index]):
         """Memory of all indexes."""
         found = {id(own): own.size_bytes for layer in self.found for own in layer if own is not None}
         return sum(found.values())
+
+    def bytes_at(self, tokens: int) -> int:
+        """Return the memory of the index of one layer and sequence for `tokens` tokens."""
+        pages = self.store.shape.pages_of(tokens)
+        return int(GROWTH * pages * self._page_bytes)
+
+    @functools.cached_property
+    def _page_bytes(self) -> float:
+        return self._make(0).page_bytes
 
     def feed(self, layer: int, starts: Int64s) -> None:
         """Add the pages of a layer that have left the window; `starts` [batch]: the first token of each sequence."""

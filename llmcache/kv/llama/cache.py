@@ -188,7 +188,7 @@ class PrefixCache(BaseLlamaCache):
         if self.store.room_bytes() < LEAST_ROOM_BYTES:
             kept, limited = format_size(self.store.floor_bytes), format_size(self.store.limit_bytes)
             why = f"the limit is {limited}, and {kept} of the file system have to stay free (floor)"
-            log.warning("%s: there is no room to store prompts: %s", directory, why)
+            log.warning("%s: no space to store prompts: %s", directory, why)
         self.counters, self._counting = PrefixCounters(), threading.Lock()
         self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
         self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
@@ -720,7 +720,7 @@ def _copied(llama: Llama, memory: Bytes) -> Bytes:
 
 
 def _no_block(key: BlockKey) -> Block:
-    raise ValueError(f"{key.file}: the state was given back")
+    raise ValueError(f"{key.file}: the state was released")
 
 
 def _describe(llama: Llama) -> _Model:

@@ -53,7 +53,7 @@ class SharedTier:
                 address, socket_timeout=deadline_s, socket_connect_timeout=deadline_s, retry=None
             )
         except ValueError as error:
-            raise UsageError(f"shared: {error}", "write, for example: redis://host:6379/0") from None
+            raise UsageError(f"shared: {error}", "for example redis://host:6379/0") from None
         self._silent_until = 0.0
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 

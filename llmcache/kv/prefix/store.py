@@ -192,9 +192,9 @@ class BlockStore:
                 self._sweep()
                 self._evict(account, 0)
         except FileExistsError:
-            raise UsageError(f"{self.directory}: not a directory", "name a directory for the blocks") from None
+            raise UsageError(f"{self.directory}: not a directory", "give a directory for the blocks") from None
         except OSError as error:
-            raise MissingRequirement(f"{self.directory}: {error.strerror}", "name a writable directory") from None
+            raise MissingRequirement(f"{self.directory}: {error.strerror}", "give a writable directory") from None
 
     # Reading
 
@@ -623,7 +623,7 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
     if len(found) != 1:
         matched = "several models" if found else "no model"
         known = ", ".join(f"{model.fingerprint[:8]} ({model.file})" for model in found or models)
-        raise UsageError(f"'{name}' matches {matched}", f"name one by its fingerprint: {known}" if known else None)
+        raise UsageError(f"'{name}' matches {matched}", f"give a fingerprint: {known}" if known else None)
     return found[0]
 
 
@@ -692,7 +692,7 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
     while start < end:
         count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)
         if not count:
-            raise DataError(f"{where}: is cut off")
+            raise DataError(f"{where}: truncated")
         yield buffer[:count]
         start += count
 
@@ -706,7 +706,7 @@ def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
         while len(view):
             view = view[os.write(copy_to, view) :]
     if sum_.result() != crc:
-        raise DataError(f"{raw.path}: its checksum is wrong")
+        raise DataError(f"{raw.path}: wrong checksum")
 
 
 def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:

@@ -41,7 +41,7 @@ class Head:
         for each in rest:
             name, colon, value = each.partition(b":")
             if not colon or not name or name != name.strip():
-                raise BadRequest("a header cannot be understood")
+                raise BadRequest("malformed header")
             headers.append((name, value.strip()))
         return cls(line, headers)
 
@@ -63,12 +63,12 @@ class Head:
         length, coding = self.get("Content-Length"), self.get("Transfer-Encoding")
         if coding is not None:
             if length is not None or coding.lower() != "chunked":
-                raise BadRequest("the length of the body is not clear")
+                raise BadRequest("ambiguous length of the body")
             return None
         if length is None:
             return 0
         if not length.isascii() or not length.isdigit():
-            raise BadRequest("Content-Length is no number")
+            raise BadRequest("Content-Length is not a number")
         return int(length)
 
     @property
@@ -133,10 +133,10 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
         data = await reader.readuntil(_END)
     except asyncio.IncompleteReadError as error:
         if error.partial.strip():
-            raise BadRequest("it ends within its headers") from None
+            raise BadRequest("the headers are incomplete") from None
         return None
     except asyncio.LimitOverrunError:
-        raise BadRequest("its headers are too long") from None
+        raise BadRequest("the headers are too long") from None
     return Head.parse(data.lstrip(b"\r\n")[: -len(_END)])
 
 
@@ -147,7 +147,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
         return None
     words = head.line.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise BadRequest("its first line cannot be understood")
+        raise BadRequest("malformed first line")
     method, target, version = words
     return Request(head, method, target, version, body_parts(reader, head))
 
@@ -167,7 +167,7 @@ async def body_parts(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[
             left -= len(part)
             yield part
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-        raise BadRequest("the body cannot be understood") from None
+        raise BadRequest("malformed body") from None
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -58,12 +58,12 @@ def tokens_of(path: Path) -> Tokens:
     with open(path, "rb") as file:
         magic, _, count = _HEAD.unpack((file.read(_HEAD.size) + bytes(_HEAD.size))[: _HEAD.size])
         if magic != _MAGIC or not 0 < count < _MOST_TOKENS:
-            raise DataError(f"{path.name}: its form is not known")
+            raise DataError(f"{path.name}: unknown format")
         words = np.fromfile(file, np.dtype("<i4"), count).astype(np.int32)
     if len(words) == count > 3 and tuple(words[:2]) == _PACKED and words[2] == count - 4 and words[-1] == 0:
         words = words[3:-1]
     if len(words) not in (count, count - 4) or not len(words) or (words < 0).any():  # negative: an image, or another format
-        raise DataError(f"{path.name}: its form is not known")
+        raise DataError(f"{path.name}: unknown format")
     return words
 
 
@@ -164,7 +164,7 @@ class StoredPrompts:
 def room(store: BlockStore, size_bytes: int) -> str:
     """Return why a state of about `size_bytes` cannot be stored; an empty string if it can."""
     if size_bytes > store.limit_bytes:
-        return "it does not fit the limit"
+        return "it exceeds --limit"
     try:
         status = os.statvfs(store.directory)
     except OSError as error:

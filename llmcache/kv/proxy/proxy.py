@@ -272,31 +272,31 @@ class Proxy:
             prompt = prompt[0]
         if not is_chat and isinstance(prompt, list):
             if any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
-                raise NotUnderstood("its prompt is of another kind")
+                raise NotUnderstood("the prompt is neither text nor tokens")
             return np.array(prompt, np.int32)
         if size_bytes < LEAST_TOKENS:  # a token has at least one byte
             return np.empty(0, np.int32)
         if is_chat:
-            prompt = (await self._asked("/apply-template", body, headers)).get("prompt")
+            prompt = (await self._request("/apply-template", body, headers)).get("prompt")
         if not isinstance(prompt, str):
-            raise NotUnderstood("its prompt is of another kind")
+            raise NotUnderstood("the prompt is neither text nor tokens")
         return prompt
 
     async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
         """Return the tokens that the server computes for a prompt. NotUnderstood."""
-        answer = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
+        answer = await self._request("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
         try:
             return np.array(answer["tokens"], np.int32)
         except (KeyError, ValueError, TypeError, OverflowError):
-            raise NotUnderstood("the server does not tokenize it") from None
+            raise NotUnderstood("the server cannot tokenize the prompt") from None
 
-    async def _asked(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
+    async def _request(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
         try:
             status, answer = await self.address.call("POST", self.prefix + route, body, headers)
         except (OSError, ValueError):
             status, answer = 0, None
         if status != 200 or not isinstance(answer, dict):
-            raise NotUnderstood(f"the server does not answer {route}")
+            raise NotUnderstood(f"the server refuses {route}")
         return answer
 
     async def _found(self, served: Served, tokens: Tokens) -> Found | None:
@@ -351,7 +351,7 @@ class Proxy:
             for slot in others:
                 await turn.served.slots.release(slot)
         if turn.served.slots.busy == 1:
-            log.warning("the server does not take a stored prompt of %d tokens: it is removed", len(found.tokens))
+            log.warning("the server rejects a stored prompt of %d tokens, which is removed", len(found.tokens))
             turn.served.prompts.drop(found)
         return False
 
@@ -479,7 +479,7 @@ class Proxy:
         target = f"{self.prefix}/slots/{turn.slot.number}?action={action}"
         status, answer = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
         if not isinstance(answer, dict):
-            raise ValueError("the server's answer cannot be understood")
+            raise ValueError("the server returned an unexpected answer")
         return status, answer
 
     async def _is_same(self, served: Served) -> bool:
@@ -523,7 +523,7 @@ class Proxy:
         process = await asyncio.to_thread(process_at, self.address)
         status, props = await self.address.call("GET", f"{self.prefix}/props", None, self.headers)
         if status != 200 or not isinstance(props, dict):
-            raise MissingRequirement(f"the server answers {status} to /props", "its --api-key is needed")
+            raise MissingRequirement(f"/props returned status {status}", "start the proxy with the server's --api-key")
         adapters = await self._adapters()
         context = int(props.get("default_generation_settings", {}).get("n_ctx", 0))
         identity = await asyncio.to_thread(identify, process, props, adapters, context, self._ended)
@@ -558,21 +558,26 @@ class Proxy:
         """Return the counters as OpenMetrics text."""
         own = self.counters
         rows = (
-            ("lookups", "", own.lookups, "Prompts that were looked for"),
+            ("lookups", "", own.lookups, "Prompts that were looked up"),
             ("hits", "", own.hits, "Prompts of which a prefix was restored"),
             ("restored_tokens", "", own.restored_tokens, "Tokens of prompts that were restored"),
             ("restored_bytes", "bytes", own.restored_bytes, "Bytes of states that were restored"),
             ("restore_seconds", "seconds", own.restore_s, "Time of restoring"),
             ("reused_tokens", "", own.reused_tokens, "Restored tokens that the server did not evaluate, by its own count"),
-            ("saved_seconds", "seconds", own.saved_s, "Evaluating those would have taken longer (modelled)"),
+            (
+                "saved_seconds",
+                "seconds",
+                own.saved_s,
+                "Time that their evaluation would have taken, less the time of restoring (modelled)",
+            ),
             ("stored_blocks", "", own.stored, "States stored"),
             ("stored_bytes", "bytes", own.stored_bytes, "Bytes stored"),
             ("early_blocks", "", own.stored_before_answer, "States saved before the answer began"),
             ("save_seconds", "seconds", own.save_s, "Time in which the server saved slots"),
-            ("dropped_blocks", "", own.dropped, "States not stored: no room, too many waited, or it failed"),
+            ("dropped_blocks", "", own.dropped, "States not stored: no space, a full queue, or an error"),
             ("evicted_blocks", "", self.store.evicted, "States removed by this process"),
             ("requests", "", own.requests, "Requests"),
-            ("passed_requests", "", sum(own.passed.values()), "Completions passed on without looking for stored prompts"),
+            ("passed_requests", "", sum(own.passed.values()), "Completions forwarded without a look-up"),
         )
         return openmetrics(rows)
 
@@ -619,35 +624,35 @@ class _Client(asyncio.StreamReaderProtocol):
 
 def _body(request: Request) -> dict[str, Any]:
     if not request.is_whole:
-        raise NotUnderstood("it is too long")
+        raise NotUnderstood("the request is larger than 64 MiB")
     try:
         body = json.loads(request.body)
     except (ValueError, RecursionError):
-        raise NotUnderstood("it is no JSON") from None
+        raise NotUnderstood("the request is not a JSON object") from None
     if not isinstance(body, dict):
-        raise NotUnderstood("it is no JSON")
+        raise NotUnderstood("the request is not a JSON object")
     return body
 
 
 def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
     """Raise NotUnderstood if a completion depends on more than the tokens of one prompt, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
-        raise NotUnderstood("it wants several answers")
+        raise NotUnderstood("the request has n > 1")
     if body.get("lora"):
-        raise NotUnderstood("it names LoRA adapters")
+        raise NotUnderstood("the request selects LoRA adapters")
     if body.get("id_slot", -1) not in (-1, None):
-        raise NotUnderstood("it names its slot")
+        raise NotUnderstood("the request selects a slot")
     if body.get("cache_prompt", caches_prompts) is False:
-        raise NotUnderstood("it does not want a cache")
+        raise NotUnderstood("the request disables cache_prompt")
     if not is_chat:
         return
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise NotUnderstood("it has no messages")
+        raise NotUnderstood("the request has no messages")
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise NotUnderstood("it has images or sound")
+            raise NotUnderstood("the request has images or audio")
 
 
 def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:

@@ -68,6 +68,12 @@ class StoreConfig:
             raise UsageError(f"cpu_pages: must be at least {pinned}, which sink and window take, not {self.cpu_pages}", hint)
 
     @property
+    def rows_bytes(self) -> int:
+        """Memory of the cached rows of a sequence, in all layers, with the tables of a `RowCache`."""
+        of_row = self.shape.token_bytes + 12 * self.shape.kv_heads
+        return self.shape.layers * self.cpu_rows * of_row
+
+    @property
     def sink_pages(self) -> int:
         """The sink in pages."""
         return self.shape.pages_of(self.sink_tokens)

@@ -96,6 +96,20 @@ class Pool:
         self._free = [*range(slots - 1, self._slots - 1, -1), *self._free]
         self._slots = slots
 
+    def shrink(self) -> None:
+        """Free the memory of the slots above `most` that are not used."""
+        if self.most is None or self._slots <= self.most:
+            return
+        resident = np.flatnonzero(self.slot_of != NOT_HERE)
+        slots = max(self.most, len(resident))
+        before = self.slot_of[resident]
+        for side, array in enumerate(self.sides):
+            self.sides[side] = np.empty((slots, *array.shape[1:]), array.dtype)
+            self.sides[side][: len(resident)] = array[before]
+        self.slot_of[resident] = np.arange(len(resident))
+        self._free = [*range(slots - 1, len(resident) - 1, -1)]
+        self._slots = slots
+
     def drop(self, numbers: Int64s) -> None:
         """Free the slots of those pages that have one."""
         slots = self.slot_of[numbers]

@@ -39,9 +39,13 @@ MOVED = (
 
 
 class Buffers:
-    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow."""
+    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow.
+
+    `most_bytes`: larger memory is freed when it is given back; None for no limit.
+    """
 
     def __init__(self) -> None:
+        self.most_bytes: int | None = None
         self._lock = threading.Lock()
         self._free: list[Memory] = []
 
@@ -51,13 +55,16 @@ class Buffers:
             for index, (keys, values) in enumerate(self._free):
                 if keys.size >= key_bytes and values.size >= value_bytes:
                     return self._free.pop(index)
+            del self._free[:1]  # too small, and replaced by the new memory
         # An eighth more, because the next step needs slightly more than this one.
         return aligned(key_bytes + key_bytes // 8), aligned(value_bytes + value_bytes // 8)
 
     def give_back(self, memory: Memory) -> None:
         """Return memory to the pool."""
+        if self.most_bytes is not None and sum(side.size for side in memory) > self.most_bytes:
+            return
         with self._lock:
-            self._free = [memory, *self._free][:KEPT_BUFFERS]
+            self._free = [*self._free, memory][-KEPT_BUFFERS:]
 
 
 class FileTier:
@@ -68,7 +75,7 @@ class FileTier:
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self.file, self._traffic, self._threads = file, traffic, threads
-        self._buffers = Buffers()
+        self.buffers = Buffers()
 
     def pages(self, stream: int, layer: int) -> int:
         """Return the number of written pages of a layer; layer `shape.layers` stands for the tokens."""
@@ -93,13 +100,13 @@ class FileTier:
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
         """Read whole pages into reused memory: they are valid within the context."""
         sizes = self.file.shape.slot_sizes
-        memory = self._buffers.take(len(places) * sizes[0], len(places) * sizes[1])
+        memory = self.buffers.take(len(places) * sizes[0], len(places) * sizes[1])
         try:
             found = self.file.read(stream, layer, places, memory, self._threads)
             self._traffic.add("ssd", "cpu", why, len(places) * sum(sizes))
             yield found
         finally:
-            self._buffers.give_back(memory)
+            self.buffers.give_back(memory)
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
         """Read whole pages and pass them to `take` in batches, on several threads."""

@@ -143,13 +143,35 @@ class KvStore(Sequences):
         self.lengths[:] = length
         full, rest = divmod(length, self.shape.page_tokens)
         spill.adopt(full, bool(rest), found.streams)
+        self._fill(spill)
+        if rest:
+            self.table.unsettle(full)
+
+    def _fill(self, spill: Spill) -> None:
+        """Read the sink, the tail and as many of the latest pages into the pools as fit."""
         sink, bound = self.config.sink_pages, self.config.cpu_pages
-        last = 0 if bound is None else max(sink, full - (bound - sink))
+        last = 0 if bound is None else max(sink, self.length // self.shape.page_tokens - (bound - sink))
         pages = [*range(min(sink, last, self.table.pages)), *range(last, self.table.pages)]
         for layer in range(self.shape.layers):
             spill.bring(layer, self.table.table[:, pages].reshape(-1))
-        if rest:
-            self.table.unsettle(full)
+
+    def limit(self, cpu_pages: int, buffer_bytes: int) -> None:
+        """Set the limit of the pools, and that of a buffer that is kept; between steps only.
+
+        Smaller pools drop pages and free their memory; larger ones read the latest pages from the spill file.
+        """
+        self.check_between_steps()
+        spill, before = self._movable(), self.config.cpu_pages
+        self.config = replace(self.config, cpu_pages=cpu_pages)
+        self.bound_pools()
+        for buffers in (self._buffers, spill.ssd.buffers) if isinstance(spill.ssd, FileTier) else (self._buffers,):
+            buffers.most_bytes = buffer_bytes
+        if before is not None and cpu_pages > before:
+            self._fill(spill)
+        for layer, pool in enumerate(self.pools):
+            spill.trim(layer, self.length)
+            with pool.lock:
+                pool.shrink()
 
     # Properties
 

@@ -43,9 +43,12 @@ class DenseLayers:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the keys and values, without the spare room, which the kernel has not populated."""
-        pairs = zip(self._sides, self._lengths, strict=True)
-        return sum(side[:, :, :length].numel() * side.element_size() for sides, length in pairs for side in sides)
+        """Bytes of the keys and values, with the spare room."""
+        return sum(side.numel() * side.element_size() for sides in self._sides for side in sides)
+
+    @property
+    def is_on_host(self) -> bool:
+        return all(side.device.type == "cpu" for sides in self._sides for side in sides)
 
     def layer_length(self, layer: int) -> int:
         """Return the tokens of a layer, including those of a step in progress."""
