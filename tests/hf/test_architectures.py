@@ -70,11 +70,16 @@ def outcome(family: str) -> str | None:
         return None
     try:
         enable(model)
-        with SpillCache(model, "full") as cache:
-            got = generate(model, cache, inputs, max_new_tokens=6)
+        results = []
+        for full_tokens in (0, 4096):
+            with SpillCache(model, "full", full_tokens=full_tokens) as cache:
+                results.append(generate(model, cache, inputs, max_new_tokens=6))
     except UsageError as error:
-        return re.sub(r"layer \d+", "a layer", re.sub(r"of \w+ cannot", "cannot", error.message))
-    same = all(torch.equal(one, other) for one, other in zip(expected.logits, got.logits, strict=True))
+        named = re.sub(r"model: the attention of \w+", "the attention", error.message)
+        return re.sub(r"model: \w+ has", "the model has", re.sub(r"\blayer \d+", "a layer", named))
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {str(error)[:100]}"
+    same = all(torch.equal(one, other) for got in results for one, other in zip(expected.logits, got.logits, strict=True))
     return "bit-exact" if same else "differs"
 
 
@@ -106,7 +111,7 @@ def test_a_family_works_as_documented(family: str) -> None:
 def test_all_families_work_as_documented() -> None:
     families = sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
     found = {family: result for family in families if (result := outcome(family)) is not None}
-    assert "differs" not in found.values()
+    assert not {family for family, result in found.items() if result.startswith(("differs", "fails"))}
     if WANTED == "write":
         write(found)
     assert listed() == found

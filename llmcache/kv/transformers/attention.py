@@ -87,6 +87,9 @@ def enable(model: Any) -> Any:
     """
     if not any(_uses_interface(part) for part in model.modules()):
         raise _not_replaceable(model, "it does not go through transformers' AttentionInterface")
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        hint = "use the model without a SpillCache"
+        raise UsageError(f"model: {type(model).__name__} has a cache of its own", hint)
     inner = model.base_model
     pairs = itertools.pairwise(getattr(inner, "layers", []))
     ahead = [(layer, following) for layer, following in pairs if _can_be_estimated(layer, following)]

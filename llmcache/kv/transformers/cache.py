@@ -22,11 +22,12 @@ from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.tiers import KvStore, Traffic
-from llmcache.kv.transformers import sidecar, version_of
+from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.conversation import Conversation, broken_off
 from llmcache.kv.transformers.identity import identity_of
 from llmcache.kv.transformers.settings import SpillSettings, memory_size, policy_settings
 from llmcache.kv.transformers.tensors import dtype_name
+from llmcache.kv.transformers.versions import version_of
 from llmcache.papers.csd import PROFILES, CsdProfile
 
 TAG = "_llmcache_layer"
@@ -63,8 +64,8 @@ class SpillCache(Cache):
     file stay in memory: up to two token budgets, at most an eighth of the context. `ssd` is "file", or "csd" for the
     *emulated* computational SSD with `profile`. `gpu_pages`, counted over all layers and sequences, are cached in the memory
     of the model's device. With `lookahead`, the next layer is evaluated and fetched while the current one computes; with
-    `exact=False`, it then attends to the tokens chosen for its estimated queries. UsageError names an unsupported setting, or
-    an unsupported property of the model.
+    `exact=False`, it then attends to the tokens chosen for its estimated queries. UsageError names an unsupported setting,
+    or an unsupported property of the model.
     """
 
     def __init__(

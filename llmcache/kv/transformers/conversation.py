@@ -38,7 +38,7 @@ from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore
 from llmcache.kv.tiers.table import look
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, DenseLayers, crossing
+from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, SPILLED, DenseLayers, crossing
 from llmcache.kv.transformers.settings import MemoryBudget, SpillSettings
 from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
 from llmcache.units import format_size
@@ -244,7 +244,9 @@ class Conversation:
         """Return whether this step has full attention; measure the break-even once the context exceeds `SHORT`."""
         tokens = self.length + call.tokens
         if SHORT < tokens <= self._most_full and not self._is_measured:
-            self._most_full = min(self._most_full, break_even(self.settings, call))
+            # With small pools, selected tokens would be read from the file.
+            reads = self.settings.cpu_pages is not None and self.settings.cpu_pages * self.store.shape.page_tokens < SPILLED
+            self._most_full = min(self._most_full, max(break_even(self.settings, call), SPILLED if reads else 0))
             self._is_measured = True
         return tokens <= self._most_full
 
@@ -277,6 +279,9 @@ class Conversation:
         if (self._dense or self.store).layer_length(layer) > self.length:
             self._roll_back()
         shape, batch = self.store.shape, self.store.batch
+        if call.mask is not None and call.mask.shape[3] != self.length + call.tokens:
+            keys = f"{call.mask.shape[3]} keys instead of {self.length + call.tokens}"
+            raise UsageError(f"model: it computes a mask for {keys}", "use transformers' own cache for this model")
         if len(call.query) != batch:
             raise UsageError(
                 f"batch: must be the {batch} sequences of the cache, not {len(call.query)}",
@@ -390,7 +395,7 @@ class Conversation:
             free_bytes = torch.cuda.mem_get_info(device)[0] + unused
             most = int(GPU_SHARE * free_bytes) // (store.batch * store.shape.layers * store.shape.token_bytes)
         elif settings.full_tokens is None and settings.cpu_pages is not None:
-            most = settings.cpu_pages * store.shape.page_tokens
+            most = max(SPILLED, settings.cpu_pages * store.shape.page_tokens)
         if self._budget is not None and device.type != "cuda" and (most == NEVER or not self._budget.flexible):
             most = min(most, max(0, self._budget.full_tokens))
         return most
