@@ -37,6 +37,7 @@ _SIZES = {
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "mistral": {"sliding_window": None},

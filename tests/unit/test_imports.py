@@ -34,7 +34,7 @@ ALLOWED = {
     "tokens.command": BASE | {"tokens", "mount", "model", "run"},
     "run": BASE | {"cache", "mount", "model", "cgroup", "tokens"},
     "kv": BASE | {"cache", "model", "papers.csd"},
-    "kv.proxy": BASE | {"kv", "run"},
+    "kv.proxy": BASE | {"kv", "model", "run"},
     "papers.csd": BASE | {"kv"},
     "papers.edram": BASE | {"cache", "kv"},
     "papers": BASE | {"cache", "model", "trace.record", "kv", "papers.edram", "report"},

@@ -84,7 +84,6 @@ class PageIndex(ABC):
         self.shape, self.first, self.end = shape, first, first
 
     def __len__(self) -> int:
-        """Return the number of indexed tokens."""
         return self.end - self.first
 
     @property
@@ -99,7 +98,6 @@ class PageIndex(ABC):
 
     @property
     def step(self) -> int:
-        """The unit of removal in tokens."""
         return self.shape.page_tokens
 
     def add(self, rows: NDArray[Any]) -> None:
@@ -139,7 +137,6 @@ class ValueSums(PageIndex):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the sums."""
         return (len(self._sums) + 1) * self._all.nbytes
 
     @property
@@ -148,7 +145,6 @@ class ValueSums(PageIndex):
 
     @property
     def step(self) -> int:
-        """The tokens per sum."""
         return SUM_TOKENS
 
     @property
@@ -189,7 +185,6 @@ class Scorer(PageIndex):
 
     @property
     def why(self) -> str:
-        """The scoring method in use, and the reason."""
         return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
@@ -221,12 +216,10 @@ class Grown:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """The used part of the array."""
         return self._array[: self._used]
 
     @property
     def size_bytes(self) -> int:
-        """Memory, including unused room."""
         return self._array.nbytes
 
     @property
@@ -234,7 +227,6 @@ class Grown:
         return int(np.prod(self._array.shape[1:])) * self._array.itemsize
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Append rows."""
         end = self._used + len(rows)
         if end > len(self._array):
             longer = np.empty((max(end, int(len(self._array) * GROWTH)), *self._array.shape[1:]), self._array.dtype)
@@ -262,7 +254,6 @@ class ExactScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the keys."""
         return sum(stored.size_bytes for stored in self._kept)
 
     @property
@@ -392,7 +383,6 @@ class QuestScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the summaries."""
         return self._boxes.size_bytes
 
     @property
@@ -444,7 +434,6 @@ class ChunkScorer(QuestScorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the summaries of pages and chunks."""
         return self._boxes.size_bytes + self._chunks.size_bytes
 
     @property
@@ -506,7 +495,6 @@ class DciScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the trees."""
         return sum(index.size_bytes for index in self.indexes)
 
     @property
@@ -566,7 +554,6 @@ class Trial:
 
     @property
     def chosen(self) -> str:
-        """The faster scorer with enough recall."""
         return "dci" if self.enough and self.dci_s * MARGIN < self.exact_s else "exact"
 
 
@@ -588,7 +575,6 @@ class AutoScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the scorer in use."""
         return self.used.size_bytes
 
     @property
@@ -598,7 +584,6 @@ class AutoScorer(Scorer):
 
     @property
     def why(self) -> str:
-        """The scorer in use, and the measurements that led to it."""
         if self.trial is None:
             return f"exact: {len(self)} keys of {self.shape.head_dim} numbers; a tree is tried from {self._next} keys on"
         times = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
@@ -671,7 +656,6 @@ class PageIndexes(Generic[Index]):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all indexes."""
         found = {id(own): own.size_bytes for layer in self.found for own in layer if own is not None}
         return sum(found.values())
 
@@ -728,7 +712,6 @@ class PageIndexes(Generic[Index]):
         return found
 
     def forget(self, sequence: int) -> None:
-        """Remove the indexes of a sequence."""
         for row in self.found:
             row[sequence] = None
 

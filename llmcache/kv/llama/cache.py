@@ -54,7 +54,7 @@ from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, common_length, describe, is_of, keys_of, links_of
 from llmcache.kv.llama.writer import PrefixCounters, Task, Writer
-from llmcache.kv.prefix.metrics import openmetrics
+from llmcache.kv.prefix import openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
@@ -528,7 +528,6 @@ class AttachedCache(BaseLlamaCache):
             setattr(llama, name, getattr(self, name))
 
     def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the PrefixCache."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._cache, name)
@@ -548,7 +547,6 @@ class AttachedCache(BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Bytes of all blocks in the directory."""
         return self._cache.cache_size
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:

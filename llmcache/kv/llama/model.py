@@ -50,12 +50,10 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Name of the directory of its blocks."""
         return self.root[:32]
 
     @property
     def usable(self) -> bool:
-        """Whether prompts are restored and stored."""
         return bool(self.root) and not self.refused
 
     def identify(self, digests: list[str]) -> None:

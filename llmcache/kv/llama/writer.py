@@ -105,7 +105,6 @@ class Writer:
         return bool(self._tasks) and sum(other.size_bytes for other in self._tasks) + size_bytes > self._most
 
     def _drop(self, blocks: int, kind: str, why: object) -> None:
-        """Count blocks that are not stored, and log why."""
         self._counters.dropped_blocks += blocks
         self.report(kind, "a prompt was not stored: %s", why)
 
@@ -147,7 +146,6 @@ class Writer:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self) -> None:
-        """Write the queued tasks, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

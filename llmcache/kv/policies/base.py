@@ -119,7 +119,6 @@ class TokenTable(Generic[Kind]):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all rows, including unused room."""
         return sum(table.nbytes for tables in self._tables for table in tables)
 
     def bytes_at(self, tokens: int) -> int:

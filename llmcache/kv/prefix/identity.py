@@ -105,7 +105,6 @@ class FileIdentity:
 
     @property
     def hashed_bytes(self) -> int:
-        """Number of bytes hashed so far."""
         return _hasher.job(self.path, self.stamp).hashed_bytes
 
 

@@ -97,7 +97,6 @@ class SharedTier:
         self.pushed_blocks += bool(self._asked(put, time.monotonic() + self.deadline_s))
 
     def close(self) -> None:
-        """Close the connections."""
         self._redis.close()
 
     def _block(self, key: BlockKey, until_s: float) -> Block | None:

@@ -90,12 +90,10 @@ class BlockKey:
 
     @property
     def base(self) -> str:
-        """Name of the block's file."""
         return f"{self.name}-{self.index}.{self.kind}"
 
     @property
     def file(self) -> str:
-        """Path of the block's file, relative to the store's directory."""
         return f"{self.model}/{self.base}"
 
 
@@ -383,7 +381,6 @@ class BlockStore:
         return freed
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Remove blocks."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 os.unlink(key.base, dir_fd=directory)
@@ -408,7 +405,6 @@ class BlockStore:
     # Listing
 
     def entries(self) -> list[Entry]:
-        """Return all stored blocks, unsorted."""
         found = []
         for model in self.models():
             for item in self._files(model):
@@ -420,7 +416,6 @@ class BlockStore:
         return found
 
     def models(self) -> list[str]:
-        """Return the fingerprints of the models that have a directory."""
         with os.scandir(self.directory) as listing:
             return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
 
@@ -535,7 +530,6 @@ class BlockStore:
                 os.rmdir(self.directory / model)
 
     def _sweep(self) -> None:
-        """Remove the temporary files of dead writers."""
         for model in self.models():
             for item in self._files(model):
                 if not _TEMPORARY.fullmatch(item.name):

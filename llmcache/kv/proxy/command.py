@@ -126,7 +126,6 @@ async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Opt
 
 @contextlib.asynccontextmanager
 async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options) -> AsyncIterator[None]:
-    """Serve clients and watch the server while the context is open."""
     servers = []
     for address in addresses:
         try:

@@ -35,7 +35,6 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
-        """Parse a head without the empty line at its end. BadRequest."""
         line, *rest = data.split(b"\r\n")
         headers = []
         for each in rest:
@@ -73,7 +72,6 @@ class Head:
 
     @property
     def status(self) -> int:
-        """Status code of an answer. BadRequest."""
         try:
             return int(self.line.split(b" ", 2)[1])
         except (IndexError, ValueError):
@@ -93,17 +91,14 @@ class Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body was read."""
         return self.parts is None
 
     @property
     def path(self) -> str:
-        """Path of the target without the query."""
         return self.target.partition("?")[0]
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the client may send another request on the connection."""
         connection = (self.head.get("Connection") or "").lower()
         return "close" not in connection and (self.version == "HTTP/1.1" or "keep-alive" in connection)
 

@@ -91,7 +91,6 @@ class StoredPrompts:
         return max(found, key=self.usable, default=None)
 
     def usable(self, found: Found) -> int:
-        """Estimate how many tokens of the state can be used."""
         if self.states_only and found.common < len(found.tokens):
             return found.common // 2  # from a checkpoint of the server, if there is one
         return found.common
@@ -141,7 +140,6 @@ class StoredPrompts:
             self.store.used([found.key], tokens, size_bytes)
 
     def drop(self, found: Found) -> None:
-        """Remove a stored prompt that the server rejects."""
         self.store.drop([found.key])
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
@@ -216,7 +214,6 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove the files of this process."""
         with contextlib.suppress(OSError):
             self._sweep_own()
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.kv.prefix.metrics import openmetrics
+from llmcache.kv.prefix import openmetrics
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.kv.proxy import http
 from llmcache.kv.proxy.http import Address, Answer, BadRequest, Request
@@ -102,7 +102,6 @@ class Served:
     failed_saves: int = 0  # consecutive failures
 
     def learn(self, timings: dict[str, Any]) -> None:
-        """Update the speed of evaluation from the timings of an answer."""
         with contextlib.suppress(KeyError, TypeError):
             if timings["prompt_n"] >= LEAST_NEW:
                 self.token_s = timings["prompt_ms"] / 1e3 / timings["prompt_n"]
@@ -283,7 +282,6 @@ class Proxy:
         return prompt
 
     async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
-        """Return the tokens that the server computes for a prompt. NotUnderstood."""
         answer = await self._request("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
         try:
             return np.array(answer["tokens"], np.int32)
@@ -461,7 +459,6 @@ class Proxy:
         return True
 
     async def _store(self, served: Served, path: Path, tokens: Tokens, stack: contextlib.ExitStack) -> None:
-        """Store a slot file, one at a time, and remove it."""
         try:
             with stack:
                 async with self._storing:
@@ -555,7 +552,6 @@ class Proxy:
                 break
 
     def metrics(self) -> str:
-        """Return the counters as OpenMetrics text."""
         own = self.counters
         rows = (
             ("lookups", "", own.lookups, "Prompts that were looked up"),
@@ -600,7 +596,6 @@ class _Turn:
 
     @property
     def slot_tokens(self) -> int:
-        """Least number of tokens in the slot."""
         return max(len(self.tokens), len(self.slot.tokens))
 
 
@@ -612,12 +607,10 @@ class _Client(asyncio.StreamReaderProtocol):
         self.gone = asyncio.Event()
 
     def eof_received(self) -> bool | None:
-        """Record that the client closed its side of the connection."""
         self.gone.set()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record the end of the connection."""
         self.gone.set()
         super().connection_lost(exc)
 

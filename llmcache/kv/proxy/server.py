@@ -92,7 +92,6 @@ class Options:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the paths of all routes."""
         return (self.value("--api-prefix", variable="LLAMA_ARG_API_PREFIX") or "").rstrip("/")
 
     @property
@@ -105,7 +104,6 @@ class Options:
 
     @property
     def caches_prompts(self) -> bool:
-        """Whether the server reuses the contents of a slot by default."""
         off = self.environment.get("LLAMA_ARG_CACHE_PROMPT", "") in ("0", "false", "off", "disabled")
         return "--no-cache-prompt" not in self.words and not off and "LLAMA_ARG_NO_CACHE_PROMPT" not in self.environment
 

@@ -93,11 +93,9 @@ class SlotTable:
 
     @property
     def busy(self) -> int:
-        """Number of leased slots."""
         return sum(slot.is_busy for slot in self.slots)
 
     def take_idle(self) -> list[Slot]:
-        """Lease all idle slots, and return them."""
         idle = [slot for slot in self.slots if not slot.is_busy]
         for slot in idle:
             slot.is_busy = True

@@ -55,12 +55,10 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all slots, used or not."""
         return sum(array.nbytes for array in self.sides)
 
     @property
     def used(self) -> int:
-        """The number of pages in the pool."""
         return self._slots - len(self._free)
 
     def know(self, numbers: int) -> None:
@@ -111,7 +109,6 @@ class Pool:
         self._slots = slots
 
     def drop(self, numbers: Int64s) -> None:
-        """Free the slots of those pages that have one."""
         slots = self.slot_of[numbers]
         # The lowest on top, so that neighboring pages get neighboring slots.
         self._free += sorted(slots[slots != NOT_HERE].tolist(), reverse=True)

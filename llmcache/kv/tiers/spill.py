@@ -104,7 +104,6 @@ class Spill:
         self._write_out(layer, full, lambda b, stream, pages: self._write_run(layer, stream, b, pages, fresh))
 
     def write_tokens(self) -> None:
-        """Write the unwritten full pages of tokens."""
         tokens, size = self._state.tokens, self._state.shape.page_tokens
 
         def write_run(b: int, stream: int, pages: range) -> None:
@@ -147,7 +146,6 @@ class Spill:
             self.ssd.append(stream, layer, [array[:, part] for array in fresh[1][b]])
 
     def write_all(self) -> None:
-        """Write all unwritten full pages."""
         for layer in range(self._state.shape.layers):
             self.write(layer)
         self.write_tokens()
@@ -309,7 +307,6 @@ class Spill:
             )
 
     def bring(self, layer: int, numbers: Int64s) -> None:
-        """Load pages into the pool, even above its limit."""
         pool = self._state.checked(layer)
         with pool.lock:
             missing = np.unique(numbers[pool.slot_of[numbers] == NOT_HERE])
@@ -318,7 +315,6 @@ class Spill:
                 pool.put(found, arrays)
 
     def down(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Drop pages of the middle from the pool."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)

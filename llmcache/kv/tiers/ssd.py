@@ -60,7 +60,6 @@ class Buffers:
         return aligned(key_bytes + key_bytes // 8), aligned(value_bytes + value_bytes // 8)
 
     def give_back(self, memory: Memory) -> None:
-        """Return memory to the pool."""
         if self.most_bytes is not None and sum(side.size for side in memory) > self.most_bytes:
             return
         with self._lock:
@@ -141,11 +140,9 @@ class FileTier:
                     yield ScoreBlock(head, positions[part], of_head[part])
 
     def flush(self) -> None:
-        """Write all data to disk, durably."""
         self.file.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
         self.file.close()
 
 
@@ -159,7 +156,6 @@ class CsdTier:
 
     @contextlib.contextmanager
     def _command(self, why: str) -> Iterator[EmulatedCsd]:
-        """Lock the device, and count the bytes that its commands transfer."""
         with self._lock:
             if self._busy:
                 raise ValueError("score_ssd: the device is busy until all score blocks are consumed")
@@ -182,7 +178,6 @@ class CsdTier:
             device.append(stream, layer, *arrays)
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
-        """Write ids and positions of tokens over the link."""
         with self._command("spill") as device:
             device.append_tokens(stream, ids, positions)
 
@@ -193,7 +188,6 @@ class CsdTier:
 
     @contextlib.contextmanager
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
-        """Read whole pages over the link."""
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
@@ -217,7 +211,6 @@ class CsdTier:
             yield from device.execute(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
-        """Write all data to disk, durably."""
         with self._command("spill") as device:
             device.flush()
 
@@ -227,7 +220,6 @@ class CsdTier:
             device.restart()
 
     def close(self) -> None:
-        """Flush the file and stop the device."""
         with self._lock:
             self.device.close()
 

@@ -60,12 +60,10 @@ class PageTable:
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
         return len(self._table)
 
     @property
     def numbers(self) -> int:
-        """The upper bound of page numbers."""
         return len(self._used)
 
     @property
@@ -171,7 +169,6 @@ class PageTable:
             yield stream, order[streams == stream]
 
     def places(self, numbers: Int64s) -> Int64s:
-        """Return the places of pages in their streams."""
         return self.place[numbers].astype(np.int64)
 
     def adopt(self, sequences: list[list[tuple[int, int]]]) -> None:
@@ -236,7 +233,6 @@ class Sequences:
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
         return self.table.batch
 
     @property
@@ -303,7 +299,6 @@ class Tables:
         return alike and not self.saved and not self.sidecar
 
     def opened(self) -> Tables:
-        """Return the tables with the last run of each sequence open."""
         opened = [[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences]
         return replace(self, sequences=opened)
 
@@ -316,7 +311,6 @@ class Tables:
         return spill.with_name(f"tables-{spill.name}")
 
     def write(self, spill: Path) -> None:
-        """Replace the tables of a spill file, durably."""
         path = self.path(spill)
         data = {"schema": SCHEMA, "saved": self.saved, "sequences": self.sequences, "beside": self.sidecar}
         with explained(path, "writing page tables"), files.replacing(path) as stream:

@@ -22,9 +22,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from llmcache.arrays import Int64s
 from llmcache.errors import UsageError, is_interrupt
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
-from llmcache.kv.transformers.conversation import Call, Output
 from llmcache.kv.transformers.identity import identity_of
-from llmcache.kv.transformers.tensors import as_array
+from llmcache.kv.transformers.tensors import Call, Output, as_array
 
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"

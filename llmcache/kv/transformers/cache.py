@@ -40,6 +40,7 @@ _HINT = "use transformers' own cache for this model"
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA) is",
     "attention_chunk_size": "chunked attention is",
+    "cross_attention_layers": "cross attention is",
     "num_kv_shared_layers": "layers with shared keys are",
 }
 
@@ -276,7 +277,6 @@ class SpillLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name up to transformers 5.0
 
     def reset(self) -> None:
-        """Close the conversation of all layers."""
         self.conversation.close()
 
     def _only_together(self, *arguments: Any) -> None:
@@ -309,9 +309,9 @@ def checked_text_config(config: Any) -> Any:
     for name, kind_is in _REFUSED.items():
         if getattr(text, name, None):
             raise UsageError(f"{name}: {kind_is} not supported", _HINT)
-    known = ("full_attention", "sliding_attention", *(("linear_attention", "conv") if _RECURRENT else ()))
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
-        if kind not in known:
+        # Before transformers 5, DynamicCache ignores other types; since then, it has a class for each.
+        if kind == "chunked_attention" or not (_RECURRENT or kind in ("full_attention", "sliding_attention")):
             raise UsageError(f"layer_types: '{kind}' of layer {index} is not supported", _HINT)
     return text
 

@@ -20,14 +20,11 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError, UsageError
@@ -35,15 +32,23 @@ from llmcache.kv.pipeline import NO_TIMELINE, KvEngine
 from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.tiers import Gathered, KvStore
+from llmcache.kv.tiers import KvStore
 from llmcache.kv.tiers.table import look
 from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, SPILLED, DenseLayers, crossing
 from llmcache.kv.transformers.settings import MemoryBudget, SpillSettings
-from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
+from llmcache.kv.transformers.tensors import (
+    Call,
+    Output,
+    TorchFastTier,
+    as_array,
+    dtype_name,
+    first_tokens,
+    refuse_backward,
+    with_unseen,
+)
 from llmcache.units import format_size
 
-Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that the model received as an embedding."""
 GPU_SHARE = 0.5
@@ -53,39 +58,6 @@ MEASURED_LAYERS, MEASURED_STEPS = 4, 5
 
 log = logging.getLogger("llmcache.kv")
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
-
-
-@dataclass
-class Call:
-    """Arguments of a call of an attention function: `stock` is transformers' own, `options` its further arguments.
-
-    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only; `mask`
-    is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
-    """
-
-    module: Any
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    options: dict[str, Any]
-    stock: Callable[..., Output]
-
-    @property
-    def tokens(self) -> int:
-        """The number of new tokens of each sequence."""
-        return int(self.query.shape[2])
-
-    def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Return the output of the stock attention for the given keys, values and mask."""
-        return self.stock(self.module, self.query, key, value, mask, **self.options)
-
-    def run_chosen(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Like `run`, but without cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer."""
-        if self.query.device.type != "cuda":
-            return self.run(key, value, mask)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return self.run(key, value, mask)
 
 
 class Conversation:
@@ -117,7 +89,6 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, padding included."""
         if self._dense is not None:
             return self._dense.length
         return self._store.length if self._store is not None else 0
@@ -159,8 +130,8 @@ class Conversation:
             parts.append(f"at most {self._budget.longest:,} tokens")
         if store.config.path is not None:
             free = shutil.disk_usage(store.config.path.parent).free
-            pages = store.config.cpu_pages
-            parts.append(f"then {pages} pages of {store.shape.page_tokens} tokens per layer")
+            if self._dense is None:
+                parts.append(f"then {store.config.cpu_pages} pages of {store.shape.page_tokens} tokens per layer")
             parts.append(f"SSD file {store.config.path} ({format_size(free)} free on its disk)")
         return ", ".join(parts)
 
@@ -222,7 +193,6 @@ class Conversation:
                     self._budget.check(self.length + call.tokens)
                 self._hand_over(engine)
                 self._dense, self._fitted = None, 0
-                log.info("%s", self.describe())
             if self._dense is None:
                 self._fit(self.length + call.tokens)
         if self._dense is not None:
@@ -232,7 +202,7 @@ class Conversation:
         else:
             output = self._attend_chosen(engine, layer, call)
         if self.length:
-            _refuse_backward(output[0])
+            refuse_backward(output[0])
         self._done.add(layer)
         if len(self._done) == self.layers:
             self._done = set()
@@ -259,7 +229,9 @@ class Conversation:
         ahead = self._budget.horizon(tokens)
         dense_bytes = self._dense.size_bytes if self._dense is not None and self._dense.is_on_host else 0
         self.store.limit(self._budget.pages(ahead, dense_bytes), self._budget.buffer_bytes(ahead))
-        self._fitted = ahead
+        is_first, self._fitted = self._fitted == 0, ahead
+        if is_first and self._dense is None:
+            log.info("%s", self.describe())
 
     def _hand_over(self, engine: KvEngine) -> None:
         """Append to the store the tokens that only `_dense` has; the call can be repeated after an error."""
@@ -280,8 +252,8 @@ class Conversation:
             self._roll_back()
         shape, batch = self.store.shape, self.store.batch
         if call.mask is not None and call.mask.shape[3] != self.length + call.tokens:
-            keys = f"{call.mask.shape[3]} keys instead of {self.length + call.tokens}"
-            raise UsageError(f"model: it computes a mask for {keys}", "use transformers' own cache for this model")
+            covers = f"covers {call.mask.shape[3]} keys instead of {self.length + call.tokens}"
+            raise UsageError(f"model: its attention mask {covers}", "use transformers' own cache for this model")
         if len(call.query) != batch:
             raise UsageError(
                 f"batch: must be the {batch} sequences of the cache, not {len(call.query)}",
@@ -309,27 +281,23 @@ class Conversation:
             engine.rest()
             store = self.store
             before = store.gather(layer, store.everything)
-            sides = zip(_tensors(before, call), (keys, values), strict=True)
+            sides = zip(call.tensors(before), (keys, values), strict=True)
             keys, values = (torch.cat([old, new], 2) for old, new in sides)
         output = call.run(keys, values, call.mask)
         if before is not None:
             before.release()
-        kept_queries = call.query if engine.policy.needs_weights else call.query[:, :, :0]
-        engine.prefill(layer, as_array(kept_queries.float()), as_array(call.key), as_array(call.value))
+        queries, *new = call.arrays(with_queries=engine.policy.needs_weights)
+        engine.prefill(layer, queries, *new)
         return output
 
     def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
-        queries = as_array(call.query[:, :, 0].float().contiguous())
-        newest = as_array(call.key)
-        gathered = engine.step(layer, queries, newest, as_array(call.value))
-        keys, values = _tensors(gathered, call)
-        mask = cut_mask(call.mask, gathered.positions, call.query)
-        run = call.run if keys.shape[2] > self.length else call.run_chosen
-        output = run(keys, values, mask)
-        unseen = engine.unseen(layer, queries, newest)
-        engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
+        queries, newest, values = call.arrays()
+        gathered = engine.step(layer, queries[:, :, 0], newest, values)
+        output, weights = call.run_chosen(gathered, self.length, engine.policy.needs_weights)
+        unseen = engine.unseen(layer, queries[:, :, 0], newest)
+        engine.attended(layer, weights)
         gathered.release()
-        return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
+        return output if unseen is None else (with_unseen(output[0], *unseen), output[1])
 
     def _update_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
         """Pass the first token of each sequence to the policy, in each step until every sequence has one."""
@@ -376,12 +344,13 @@ class Conversation:
             if store.length:  # the tokens of a restored file
                 for layer in range(self.layers):
                     gathered = store.gather(layer, store.everything)
-                    dense.append(layer, *_tensors(gathered, call))
+                    dense.append(layer, *call.tensors(gathered))
                     gathered.release()
                 dense.commit(store.ids, store.positions)
                 self._fitted = 0
             self._dense = dense
-        log.info("%s", self.describe())
+        if self._dense is not None or self._budget is None:
+            log.info("%s", self.describe())
         return self.engine
 
     def _longest_full(self, device: torch.device) -> int:
@@ -588,43 +557,3 @@ def _remove(path: Path) -> None:
         if other.name.endswith(f"-{path.name}"):
             other.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
-
-
-def _refuse_backward(output: torch.Tensor) -> None:
-    """Make a backward pass through `output` an error: stored keys are copies, through which no gradient flows."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
-
-    if output.requires_grad:
-        output.register_hook(refuse)
-
-
-def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.is_tensor(gathered.keys):
-        return gathered.keys, gathered.values
-    keys, values = (as_tensor(side, call.key.dtype, call.key.device) for side in (gathered.keys, gathered.values))
-    return keys, values
-
-
-def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
-    """Replace `shares` [batch, heads] of an output [batch, 1, heads, dim] by `values` [batch, kv_heads, dim]."""
-    each = np.repeat(values, shares.shape[1] // values.shape[1], axis=1)
-    target, share = (torch.from_numpy(side).to(output.device) for side in (each[:, None], shares[:, None, :, None]))
-    found = torch.lerp(output.float(), target, share)
-    return found.to(output.dtype)
-
-
-def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
-    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
-    if weights is None:
-        batch, heads, _, dim = call.query.shape
-        grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
-        scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, 1, -1)
-        scores = scores * (call.options.get("scaling") or dim**-0.5)
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
-        elif mask is not None:
-            scores = scores + mask
-        weights = scores.softmax(-1)
-    return as_array(weights[:, :, 0].float().contiguous())

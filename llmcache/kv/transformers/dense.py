@@ -49,7 +49,6 @@ class DenseLayers:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the keys and values, with the spare room."""
         return sum(side.numel() * side.element_size() for sides in self._sides for side in sides)
 
     @property

@@ -155,7 +155,6 @@ class MemoryBudget:
         return store.batch * rows * store.shape.token_bytes * 5 // 4
 
     def dense_bytes(self, tokens: int) -> int:
-        """Return the bytes of a short context."""
         store = self._policy.store
         rows = store.shape.layers * (tokens + DenseLayers.ROOM) * store.shape.token_bytes
         return store.batch * (rows + 16 * tokens)
@@ -198,12 +197,10 @@ class MemoryBudget:
 
     @property
     def full_tokens(self) -> int:
-        """The longest context that fits with full attention."""
         return self._longest(lambda tokens: self.dense_bytes(tokens) + self.least_bytes(tokens))
 
     @property
     def longest(self) -> int:
-        """The longest context that fits with the smallest pools."""
         return self._longest(self.least_bytes)
 
     def horizon(self, tokens: int) -> int:
