@@ -190,7 +190,7 @@ class Scorer(PageIndex):
     def top(self, queries: Floats, k: int) -> Int64s:
         """Return the tokens [kv_heads, k], ascending, that matter most for `queries` [heads, dim] float32.
 
-        K is at most all.
+        `k` is limited to the number of tokens.
         """
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:

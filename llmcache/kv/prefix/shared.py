@@ -58,7 +58,7 @@ class SharedTier:
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Return the blocks of `keys` in order, up to the first that is missing or damaged, or would arrive after `until_s`.
+        """Return the blocks of `keys` in order, up to the first one that is missing, damaged, or not received by `until_s`.
 
         `until_s` is a time of `time.monotonic()`.
         """

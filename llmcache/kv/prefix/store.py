@@ -1,7 +1,7 @@
 """BlockStore: a directory with one file for each block, which several processes read and write at once.
 
     DIR/lock                          used bytes and the newest time of use, changed only under its lock (flock)
-    DIR/MODEL/model.json, uses        what the fingerprint MODEL was computed from; counters of restores
+    DIR/MODEL/model.json, uses        the input of the fingerprint MODEL; counters of restores
     DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME is a hash of all tokens up to its end
     DIR/MODEL/NAME-INDEX.part         the last block of a prompt, with fewer tokens
     DIR/MODEL/NAME-INDEX.state        a whole state that ends with this block, for states that cannot be cut
@@ -116,7 +116,7 @@ class Entry:
 
 
 class Uses(NamedTuple):
-    """Totals of what was restored for one model."""
+    """Totals of the restores of one model."""
 
     restores: int = 0
     restored_tokens: int = 0
@@ -125,7 +125,7 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Summary of one model in a store: its blocks, their size and ages, and what was restored."""
+    """Summary of one model in a store: its blocks, their size and ages, and the totals of its restores."""
 
     fingerprint: str
     file: str  # name of the model's file; empty if `model.json` is missing
@@ -142,7 +142,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Totals of a prune: what it removed, and what remains."""
+    """Totals of a prune: the removed and the remaining blocks."""
 
     removed_blocks: int
     removed_bytes: int
@@ -386,7 +386,7 @@ class BlockStore:
                 os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
-        """Remove the blocks of `model` (None: of all models), and return what was removed. OSError.
+        """Remove the blocks of `model` (None: of all models), and return the totals. OSError.
 
         With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently used
         ones until at most that many bytes remain; without both, all. Metadata of models without blocks is removed too.
@@ -428,7 +428,7 @@ class BlockStore:
         return described if isinstance(described, dict) else {}
 
     def uses(self, model: str) -> Uses:
-        """Return the totals of what was restored for `model`."""
+        """Return the totals of the restores of `model`."""
         try:
             return Uses(*_USES.unpack(self._small_file(model, "uses")))
         except (OSError, struct.error):

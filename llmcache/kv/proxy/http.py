@@ -1,7 +1,7 @@
 """HTTP/1.1 over asyncio's streams, for a proxy that forwards bodies unchanged.
 
 Each request to the upstream server has its own connection, with `Connection: close`. An answer ends with its connection, and
-closing the connection tells the server that the client has disconnected.
+when a client disconnects, its connection to the server is closed.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class StoredPrompts:
         return found.common
 
     def _known(self) -> list[tuple[BlockKey, Tokens]]:
-        """Return all stored prompts, including those that other processes have stored meanwhile."""
+        """Return all stored prompts, including those of other processes."""
         names = set()
         with contextlib.suppress(OSError):
             names = set(os.listdir(self.store.directory / self.fingerprint))

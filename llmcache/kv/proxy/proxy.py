@@ -366,7 +366,7 @@ class Proxy:
                 async for _ in answer.parts():
                     pass
         except OSError:
-            return  # the request itself shows what is wrong
+            return  # the request itself will report the error
         timings = _timings(answer.tail)
         if answer.head.status != 200 or timings is None:
             return

@@ -219,7 +219,7 @@ def identify(
 ) -> Identity:
     """Return the identity of a server with these /props, /lora-adapters and tokens per slot. Waits until files are hashed.
 
-    MissingRequirement: the server cannot be identified, or `ended` was set meanwhile; OSError.
+    MissingRequirement: the server cannot be identified, or `ended` was set; OSError.
     """
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":

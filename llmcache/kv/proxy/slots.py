@@ -41,7 +41,7 @@ class Slot:
     is_busy: bool = False
 
     def hold(self, tokens: Tokens, text: str = "") -> None:
-        """Record that the slot contains `tokens`, of the prompt `text` if that is known."""
+        """Record that the slot contains `tokens`, of the prompt `text`, if known."""
         self.stored = min(self.stored, common(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 

@@ -156,7 +156,7 @@ class KvStore(Sequences):
             spill.bring(layer, self.table.table[:, pages].reshape(-1))
 
     def limit(self, cpu_pages: int, buffer_bytes: int) -> None:
-        """Set the limit of the pools, and that of a buffer that is kept; between steps only.
+        """Set the limits of the pools and of a reusable buffer; between steps only.
 
         Smaller pools drop pages and free their memory; larger ones read the latest pages from the spill file.
         """
