@@ -23,7 +23,19 @@ from tests.hf.tiny_models import generate
 DOCS = Path(__file__).parents[2] / "docs/contexts.md"
 WANTED = os.environ.get("ARCHITECTURES", "")
 RECORDED_WITH = "5.24"
-SAMPLE = ("bamba", "falcon", "gemma3_text", "gpt2", "jamba", "llama", "mixtral", "phi3", "qwen3_5_text", "qwen3_next")
+SAMPLE = (
+    "bamba",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt2",
+    "jamba",
+    "llama",
+    "minimax",
+    "mixtral",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 HYBRIDS = ("bamba", "jamba", "qwen3_5_text", "qwen3_next")
 MOST_PARAMETERS = 30_000_000
 _SIZES = {
