@@ -123,7 +123,7 @@ def test_the_slot_with_the_longest_prefix_is_chosen() -> None:
     assert choose([first, second], ids(7, 8), 0).slot is first, "the other's tokens would be lost"
     half = Slot(3, long[:500], 500, last_use=1)
     assert choose([half, empty], long, 1000).slot is empty, "restoring gains 500 tokens"
-    first.hold(ids(*range(400), 7))
+    first.record(ids(*range(400), 7))
     assert first.stored == 400
     assert common(ids(), long) == common(ids(1), ids(2)) == 0 and common(ids(1, 2), ids(1, 3)) == 1
 
@@ -131,14 +131,14 @@ def test_the_slot_with_the_longest_prefix_is_chosen() -> None:
 def test_a_conversation_continues_in_its_slot() -> None:
     table = SlotTable(2)
     first, second = table.slots
-    first.hold(np.arange(300, dtype=np.int32), "a" * 900)
+    first.record(np.arange(300, dtype=np.int32), "a" * 900)
     assert table.lease_continued("b" * 900) is None and table.lease_continued("a" * 2000) is None
     first.answered = 50
-    second.hold(np.arange(100, dtype=np.int32), "a" * 100)
+    second.record(np.arange(100, dtype=np.int32), "a" * 100)
     assert table.lease_continued("a" * 2000) is first
     assert table.lease_continued("a" * 2000) is None, "it is busy, and the other is too short"
     first.is_busy = False
-    first.hold(ids(1))
+    first.record(ids(1))
     assert table.lease_continued("a" * 900) is second
     table.forget_idle()
     assert first.text == ""

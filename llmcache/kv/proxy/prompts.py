@@ -134,7 +134,7 @@ class StoredPrompts:
             return 0
         return size
 
-    def note_use(self, found: Found, tokens: int, size_bytes: int) -> None:
+    def record_use(self, found: Found, tokens: int, size_bytes: int) -> None:
         """Record that `tokens` of a stored prompt were restored."""
         with contextlib.suppress(OSError):
             self.store.used([found.key], tokens, size_bytes)

@@ -321,16 +321,16 @@ class Proxy:
                 log.warning("nothing is restored: %s", error)
                 return 0
         if not is_restored:
-            turn.slot.hold(turn.tokens[:0])
+            turn.slot.record(turn.tokens[:0])
             return 0
-        turn.slot.hold(found.tokens)
+        turn.slot.record(found.tokens)
         turn.slot.stored = len(found.tokens)
         self.counters.hits += 1
         self.counters.restored_tokens += found.common
         self.counters.restored_bytes += size
         self.counters.restore_s += time.perf_counter() - started
         turn.restore_s = time.perf_counter() - started
-        await asyncio.to_thread(served.prompts.note_use, found, found.common, size)
+        await asyncio.to_thread(served.prompts.record_use, found, found.common, size)
         return found.common
 
     async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
@@ -345,7 +345,7 @@ class Proxy:
             others = turn.served.slots.take_idle() if not attempt else []
             for slot in others:
                 await self.address.call("POST", f"{self.prefix}/slots/{slot.number}?action=erase", {}, turn.headers)
-                slot.hold(turn.tokens[:0])
+                slot.record(turn.tokens[:0])
             for slot in others:
                 await turn.served.slots.release(slot)
         if turn.served.slots.busy == 1:
@@ -371,7 +371,7 @@ class Proxy:
         if answer.head.status != 200 or timings is None:
             return
         cached, evaluated_s = int(timings["cache_n"]), float(timings.get("prompt_ms", 0.0)) / 1e3
-        turn.slot.hold(first)
+        turn.slot.record(first)
         turn.served.learn(timings)
         self._count_reuse(turn, cached)
         if len(first) * turn.served.save_token_s <= EARLY_COST * evaluated_s and self._is_worth(turn.slot, len(first)):
@@ -390,22 +390,22 @@ class Proxy:
             answer = turn.answers[0] if turn.answers else None
             if answer is None or answer.head.status != 200 or not len(turn.tokens):
                 if answer is None or answer.head.status == 200:
-                    turn.slot.hold(turn.tokens[:0])
+                    turn.slot.record(turn.tokens[:0])
                 return
-            turn.slot.hold(turn.tokens, turn.text)
+            turn.slot.record(turn.tokens, turn.text)
             timings = _timings(answer.tail)
             if timings is None:  # the answer was not read completely
                 count = len(turn.tokens) + answer.tail.count(b"data: ")
                 turn.slot.answered = 0
             else:
                 if turn.is_continued:
-                    turn.slot.hold(turn.tokens[: timings["cache_n"]], turn.text)
+                    turn.slot.record(turn.tokens[: timings["cache_n"]], turn.text)
                 turn.slot.answered = timings["predicted_n"]
                 count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
                 self._count_reuse(turn, int(timings["cache_n"]))
                 turn.served.learn(timings)
             if count >= turn.served.context_tokens - 1:  # after a context shift, the keys belong to other tokens
-                turn.slot.hold(turn.tokens[:0])
+                turn.slot.record(turn.tokens[:0])
             elif self._is_worth(turn.slot, count):
                 await self._save(turn)
         finally:
@@ -452,7 +452,7 @@ class Proxy:
             failed.pop_all()
         self.counters.save_s += seconds
         served.save_token_s = seconds / len(tokens)
-        turn.slot.hold(tokens, turn.slot.text)
+        turn.slot.record(tokens, turn.slot.text)
         turn.slot.stored = len(tokens)
         self._waiting += 1
         self._run(self._store(served, path, tokens, stack))

@@ -61,7 +61,7 @@ class Pool:
     def used(self) -> int:
         return self._slots - len(self._free)
 
-    def know(self, numbers: int) -> None:
+    def extend_to(self, numbers: int) -> None:
         """Extend the tables to page numbers below `numbers`."""
         with self.lock:
             more = numbers - len(self.slot_of)

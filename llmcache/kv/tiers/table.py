@@ -264,7 +264,7 @@ class Sequences:
             raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         if not 0 <= sequence < self.batch:
             raise ValueError(f"sequence: must be from 0 to {self.batch - 1}, not {sequence}")
-        self.pools[layer].know(self.table.numbers)
+        self.pools[layer].extend_to(self.table.numbers)
         return self.pools[layer]
 
     def checked_pages(self, sequence: int, pages: Int64s | list[int], within: range) -> tuple[Int64s, Int64s]:
@@ -364,7 +364,7 @@ class Snapshot:
     tables: Tables | None
 
 
-def look(path: Path, shape: KvShape) -> Snapshot:
+def snapshot_of(path: Path, shape: KvShape) -> Snapshot:
     """Return the content of a spill file of `shape`; DataError if it is of another model, damaged, or has no sequence."""
     with SpillReader.open(path, shape) as file:
         tables = Tables.read(path)

@@ -33,7 +33,7 @@ from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import KvStore
-from llmcache.kv.tiers.table import look
+from llmcache.kv.tiers.table import snapshot_of
 from llmcache.kv.transformers import sidecar
 from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, SPILLED, DenseLayers, crossing
 from llmcache.kv.transformers.settings import MemoryBudget, SpillSettings
@@ -388,7 +388,7 @@ class Conversation:
             raise UsageError("path: must name a spill file", "name the file that was saved")
         with SpillReader.open(path) as file:
             shape = dataclasses.replace(file.shape, model=self.model, layers=self.layers, dtype=dtype)
-        batch = len(look(path, shape).sequences)
+        batch = len(snapshot_of(path, shape).sequences)
         self._store = KvStore.restore(path, self.settings.store_config(shape, batch, path))
         self._is_restored = True
 
