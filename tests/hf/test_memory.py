@@ -144,15 +144,23 @@ def test_a_limit_changes_no_answers_at_full_budget(enabled: Enabled, tmp_path: P
         check_same(expected, got)
 
 
-def test_a_restored_context_is_within_the_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["selecting", "full attention"])
+def test_a_saved_and_restored_context_is_within_the_memory(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if full:
+        monkeypatch.setattr(conversation, "break_even", lambda *arguments: NEVER)
     model = enable(model_of(2, 2, 64, "float32"))
-    options: dict[str, Any] = {"token_budget": 64, "memory": "2M", "threads": 2}
+    options: dict[str, Any] = {"token_budget": 64, "memory": "2M" if not full else "8M", "threads": 2}
+    limit = 8_000_000 if full else 2_000_000
     with SpillCache(model, path=tmp_path / "a.kv", **options) as cache:
         fill(model, cache, (2500,))
         cache.save()
-        assert held_bytes(cache) <= 2_000_000
+        assert held_bytes(cache) <= limit
+        assert max(fill(model, cache, (2550,))) <= limit
+        cache.save()
     with SpillCache.restore(model, tmp_path / "a.kv", **options) as cache:
-        assert max(fill(model, cache, (2600,))) <= 2_000_000
+        assert max(fill(model, cache, (2600, 4000))) <= limit
 
 
 def test_repr_and_log_name_the_limits(llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -228,7 +228,7 @@ class Conversation:
             self._budget.check(tokens)
         ahead = self._budget.horizon(tokens)
         dense_bytes = self._dense.size_bytes if self._dense is not None and self._dense.is_on_host else 0
-        self.store.limit(self._budget.pages(ahead, dense_bytes), self._budget.buffer_bytes(ahead))
+        self._budget.restrict(ahead, dense_bytes)
         is_first, self._fitted = self._fitted == 0, ahead
         if is_first and self._dense is None:
             log.info("%s", self.describe())
@@ -336,6 +336,8 @@ class Conversation:
         app, exact = settings.lookahead, settings.exact
         self.engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
         self._budget, self._fitted = settings.memory_budget(policy), 0
+        if self._budget is not None:
+            self._budget.restrict(self.length)
         self._most_full = self._longest_full(call.key.device)
         # On a GPU, full attention is faster as long as the context fits in its memory.
         self._is_measured = settings.full_tokens is not None or call.key.device.type == "cuda"

@@ -182,6 +182,14 @@ class MemoryBudget:
         budget = self._policy.settings.token_budget or 0
         return max(self._least, fitting, self._policy.store.shape.pages_of(budget) if self.flexible else 0)
 
+    def restrict(self, tokens: int, dense_bytes: int | None = None) -> None:
+        """Set the limits of the store for a context of `tokens` tokens beside a short one of `dense_bytes`.
+
+        None: the short one may use all of the memory, so the pools have the smallest size.
+        """
+        pages = self._least if dense_bytes is None else self.pages(tokens, dense_bytes)
+        self._policy.store.limit(pages, self.buffer_bytes(tokens))
+
     def check(self, tokens: int) -> None:
         """Raise UsageError if a context of `tokens` tokens does not fit, even with the smallest pools."""
         if self.flexible or self.least_bytes(tokens) <= self.memory_bytes:
