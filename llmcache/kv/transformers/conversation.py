@@ -129,10 +129,12 @@ class Conversation:
         if self._budget is not None and not self._budget.flexible:
             parts.append(f"at most {self._budget.longest:,} tokens")
         if store.config.path is not None:
-            free = shutil.disk_usage(store.config.path.parent).free
             if self._dense is None:
                 parts.append(f"then {store.config.cpu_pages} pages of {store.shape.page_tokens} tokens per layer")
-            parts.append(f"SSD file {store.config.path} ({format_size(free)} free on its disk)")
+            parts.append(f"SSD file {store.config.path}")
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(store.config.path.parent).free
+                parts[-1] += f" ({format_size(free)} free on its disk)"
         return ", ".join(parts)
 
     @property
