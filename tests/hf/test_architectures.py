@@ -159,7 +159,7 @@ def test_a_hybrid_with_beams_and_a_batch(family: str) -> None:
 
 
 @recurrent
-def test_an_interrupted_step_of_a_hybrid_is_reported(tmp_path: Path) -> None:
+def test_an_interrupted_step_of_a_hybrid_is_reported() -> None:
     """A recurrent state cannot be rolled back, saved or cropped."""
     model = enable(tiny_model("qwen3_next"))
     one = torch.tensor([[5]])
@@ -167,7 +167,7 @@ def test_an_interrupted_step_of_a_hybrid_is_reported(tmp_path: Path) -> None:
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    with SpillCache(model, "full", path=tmp_path / "a.kv") as cache, torch.no_grad():
+    with SpillCache(model, "full") as cache, torch.no_grad():
         model(input_ids=torch.tensor([[5, 6, 7]]), **cache_argument(cache))
         for refused in (cache.save, lambda: cache.crop(-1)):
             with pytest.raises(UsageError, match="recurrent"):
