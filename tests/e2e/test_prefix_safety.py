@@ -148,7 +148,7 @@ def test_a_small_disk_stores_prompts_and_one_without_room_is_reported_at_the_sta
         assert cache.store.entries() and not caplog.messages
     for settings, told in (({"limit": "500k"}, "limit is 500 KB"), ({"floor": "1G"}, "1.00 GB of the file system")):
         with stored(tmp_path / "other", **settings):
-            assert len(caplog.messages) == 1 and "no room" in caplog.text and told in caplog.text
+            assert len(caplog.messages) == 1 and "no space" in caplog.text and told in caplog.text
         caplog.clear()
 
 
