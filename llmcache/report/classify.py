@@ -11,12 +11,12 @@ from rich.table import Table
 
 from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
-from llmcache.cache.routing import ExpertLayer, MixtureUses
+from llmcache.cache.routing import ExpertLayer, MoeUses
 from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import fit, fitted_table
+from llmcache.report.output import fit, fitted_table, plain_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
@@ -42,7 +42,7 @@ def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Itera
         less = f"not shown (--min-bytes): {len(smaller)} row{'s' if len(smaller) > 1 else ''} below {format_size(min_bytes)}"
         yield f"{less}, {format_size(size)} in total, {share:.1%} of the accesses"
     yield from layer_tables(found.layers, width)
-    yield from expert_tables(found.mixtures, width)
+    yield from expert_tables(found.moe_models, width)
     yield from summary(found)
 
 
@@ -65,9 +65,7 @@ def table(rows: Sequence[Classification], width: int) -> Table:
     tensors = [names_line(row) for row in rows]
     files = [f"{printable(row.path)}{_notes(row)}" for row in rows]
     has_tensor_column = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        made.add_column(name, justify="left" if name in ("class", "op") else "right", no_wrap=True)
+    made = plain_table(*columns, left=("op",))
     made.add_column("file", overflow="fold")
     if has_tensor_column:
         columns |= {"file": files, "tensors": tensors}
@@ -219,7 +217,7 @@ COUNTS = ("experts", "used", "visits", "uses")
 EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
-def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str | Table]:
+def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Table]:
     """Yield, for each MoE model, a heading, a table of its layers or their spread, a table of caches, and remarks."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
@@ -229,7 +227,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
         yield from _remarks(mixture)
 
 
-def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
+def expert_blocks(mixture: MoeUses) -> Iterator[HtmlBlock]:
     """Yield the same as HTML blocks, with all layers."""
     caption = f"Experts of {mixture.model}. Top tenth, top quarter: percentage of the uses that go to the most used tenth "
     caption += "and quarter of the experts. Again: percentage of the experts of a visit that the next visit uses again."
@@ -269,7 +267,7 @@ def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
     return (min(known), median(known), max(known)) if known else (None, None, None)
 
 
-def _caches(mixture: MixtureUses, width: int) -> Table:
+def _caches(mixture: MoeUses, width: int) -> Table:
     columns = {
         f"{cache.share:.0%}": [format_size(cache.size_bytes), _share(cache.lru), _share(cache.belady)]
         for cache in mixture.caches
@@ -277,7 +275,7 @@ def _caches(mixture: MixtureUses, width: int) -> Table:
     return fitted_table("", ("size", "LRU", "Belady"), columns, width, LEAST_NAME, CACHES_TO_GO)
 
 
-def _remarks(mixture: MixtureUses) -> Iterator[str]:
+def _remarks(mixture: MoeUses) -> Iterator[str]:
     if not mixture.equal:
         yield "experts differ in size: the caches count experts of the mean size, so hit ratios are approximate"
     if mixture.incomplete is not None:

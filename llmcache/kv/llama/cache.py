@@ -3,7 +3,7 @@
     llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
 
 The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a common
-prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls
+prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (`AttachedCache`) calls
 this one before and after a prompt is evaluated and after its answer. To restore a prefix, the cache loads the state with
 llama_state_seq_set_data and sets `input_ids` and `n_tokens`; `Llama` then evaluates only the rest. `Llama.load_state` takes
 only whole contexts.
