@@ -1,0 +1,605 @@
+"""The nightly checks. They run as root in a guest: `python3 -m tools.guests.checks NAME` prints the result as JSON.
+
+A check ends with an outcome. `fail`: the program does not do what its documentation promises. `unavailable`: the program
+says that this system cannot do it, in the documented way (exit code 3). Only `pass` means that it was tried and works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+BUDGET = 40_000_000
+SOURCE, MOUNT = Path("/data/models"), Path("/mnt/models")
+MODEL = "model.bin"
+USER = "tester"
+UNIT = "llmcachefs@check"
+SHARE = Path("/opt/llmcache/share/llmcache")
+PASSES = 3
+SLACK = 2 * MIB
+"""Memory that other processes may lock meanwhile."""
+
+Facts = dict[str, Any]
+
+
+class Failed(Exception):
+    """The program does not do what it promises."""
+
+
+class Unavailable(Exception):
+    """The program says that this system lacks something."""
+
+
+def expect(condition: object, message: str) -> None:
+    """Raise Failed with the message unless the condition holds."""
+    if not condition:
+        raise Failed(message)
+
+
+def sh(*words: object, seconds: float = 240, user: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command, also as another user, and return its output. Failed: it does not end."""
+    command = [*(["runuser", "-u", user, "--"] if user else []), *map(str, words)]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as expired:
+        raise Failed(f"`{' '.join(map(str, words))}` has not ended after {seconds:.0f} s") from expired
+
+
+def ok(*words: object, seconds: float = 240, user: str | None = None) -> str:
+    """Run a command that has to succeed, and return its stdout."""
+    done = sh(*words, seconds=seconds, user=user)
+    expect(done.returncode == 0, f"`{' '.join(map(str, words))}` exits with {done.returncode}: {last_line(done.stderr)}")
+    return done.stdout
+
+
+def last_line(text: str) -> str:
+    """Return the error in the output of a command: the line with `error:`, else the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "(no output)")
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Return whether a condition holds within some time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def meminfo(name: str) -> int:
+    """Return a value of /proc/meminfo, in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def drop_caches() -> None:
+    """Empty the page cache."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def is_mounted(path: Path) -> bool:
+    """Return whether something is mounted on a directory."""
+    return any(line.split()[1] == str(path) for line in Path("/proc/self/mounts").read_text().splitlines())
+
+
+def daemons() -> list[int]:
+    """Return the processes of mounts: the daemons and their helpers."""
+    return [
+        int(pid)
+        for pid in sh("pgrep", "-f", "^/opt/llmcache/bin/python.*(llmcachefs|llmcache)").stdout.split()
+        if int(pid) != os.getpid()
+    ]
+
+
+def make_model() -> str:
+    """Write the model file, unless it exists, and return its hash."""
+    SOURCE.mkdir(parents=True, exist_ok=True)
+    MOUNT.mkdir(parents=True, exist_ok=True)
+    path, stored = SOURCE / MODEL, SOURCE.with_suffix(".sha256")
+    if not stored.exists():
+        content = os.urandom(SIZE)
+        path.write_bytes(content)
+        os.sync()
+        stored.write_text(hashlib.sha256(content).hexdigest())
+        time.sleep(3)  # a mount ignores files that were written in the last two seconds
+    return stored.read_text()
+
+
+def read_passes(path: str, passes: int, how: str) -> None:
+    """Print the hash of a file once for each pass over it, by `mmap` or by `read`. This runs in a process of its own."""
+    with open(path, "rb", buffering=0) as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if how == "mmap" else None
+        size = os.fstat(file.fileno()).st_size
+        for _ in range(passes):
+            digest = hashlib.sha256()
+            for at in range(0, size, MIB):
+                digest.update(mapped[at : at + MIB] if mapped else os.pread(file.fileno(), MIB, at))
+            print(digest.hexdigest(), flush=True)
+
+
+def reader(path: Path, passes: int, how: str) -> list[str]:
+    """Return the command of a process that reads a file."""
+    return ["/usr/bin/python3", "-m", "tools.guests.checks", "read", str(path), str(passes), how]
+
+
+def compare_bytes(
+    path: Path, want: str, passes: int = PASSES, user: str | None = None, ways: tuple[str, ...] = ("mmap", "read")
+) -> None:
+    """Read a file in both ways and compare every pass with the hash that it must have."""
+    for how in ways:
+        hashes = ok(*reader(path, passes, how), seconds=400, user=user).split()
+        expect(hashes == [want] * passes, f"{how}: {sum(one != want for one in hashes)} of {passes} passes read wrong bytes")
+
+
+def stats(mount: Path = MOUNT, user: str | None = None) -> Facts:
+    """Return the statistics of a mount."""
+    found: Facts = json.loads(ok("llmcache", "stats", mount, "--json", user=user))
+    return found
+
+
+def mount(*options: object, target: Path = MOUNT, user: str | None = None) -> str:
+    """Mount SOURCE and return what the program prints. Unavailable: this system lacks something that it needs."""
+    done = sh("llmcachefs", SOURCE, target, "--cache", BUDGET, *options, user=user)
+    if done.returncode == 3:
+        raise Unavailable(last_line(done.stderr).removeprefix("llmcache: error: "))
+    expect(done.returncode == 0, f"llmcachefs exits with {done.returncode}: {last_line(done.stderr)}")
+    return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def cleaned(target: Path = MOUNT) -> Iterator[None]:
+    """Remove the mount after the block, whatever happens in it."""
+    try:
+        yield
+    finally:
+        subprocess.run(["systemctl", "stop", UNIT], capture_output=True, check=False)
+        if is_mounted(target):
+            subprocess.run(["timeout", "60", "llmcache", "umount", "--force", str(target)], capture_output=True, check=False)
+        if is_mounted(target):
+            subprocess.run(["umount", "-l", str(target)], capture_output=True, check=False)
+
+
+def expect_nothing_left(target: Path, locked: int) -> None:
+    """Compare with the state before the mount: nothing is mounted, no process remains, no memory is locked."""
+    expect(not is_mounted(target), f"{target} is still mounted")
+    expect(until(lambda: not daemons(), 10), f"processes remain: {daemons()}")
+    expect(until(lambda: meminfo("Mlocked") <= locked + SLACK, 10), f"{meminfo('Mlocked') - locked} bytes remain locked")
+
+
+def check_mode(mode: str, user: str | None = None) -> Facts:
+    """Compare bytes and the budget in a mode; kill the daemon; clean up; mount again."""
+    want, locked = make_model(), meminfo("Mlocked")
+    target = Path(f"/home/{USER}/mount") if user else MOUNT
+    if user:
+        ok("mkdir", "-p", target, user=user)
+    drop_caches()
+    with cleaned(target):
+        mount("--mode", mode, target=target, user=user)
+        compare_bytes(target / MODEL, want, user=user)
+        time.sleep(2)
+        seen, now_locked = stats(target, user), meminfo("Mlocked") - locked
+        facts = {name: seen[name] for name in ("pinned_bytes", "window_bytes", "resident_bytes", "daemon_bytes")}
+        facts["locked_bytes"] = now_locked
+        expect(seen["mode"] == mode, f"stats reports mode {seen['mode']}")
+        expect(seen["pinned_bytes"] > 0, f"after {2 * PASSES} passes nothing is pinned")
+        expect(
+            seen["resident_bytes"] <= BUDGET, f"resident {seen['resident_bytes']} bytes, more than the budget of {BUDGET}"
+        )
+        expect(now_locked <= BUDGET + SLACK, f"{now_locked} bytes are locked, more than the budget of {BUDGET}")
+        facts |= kill_daemon(target, want, mode, user)
+        ok("llmcache", "umount", "--force", target, user=user)
+        expect_nothing_left(target, locked)
+        mount("--mode", mode, target=target, user=user)
+        compare_bytes(target / MODEL, want, passes=1, user=user)
+        ok("llmcache", "umount", target, user=user)
+        expect_nothing_left(target, locked)
+    return facts
+
+
+def kill_daemon(target: Path, want: str, mode: str, user: str | None) -> Facts:
+    """Kill the daemon under a running reader: in place the reader continues; over FUSE it fails, and does not hang."""
+    mounts = json.loads(ok("llmcache", "stats", "--json", user=user))["mounts"]
+    pid = next(one["pid"] for one in mounts if one["mount"] == str(target))
+    command = [*(["runuser", "-u", user, "--"] if user else []), *reader(target / MODEL, 6, "mmap")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout
+        try:
+            first = process.stdout.readline().strip()
+            os.kill(pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired as expired:
+            raise Failed("a reader hangs after the daemon was killed") from expired
+        finally:
+            process.kill()
+    hashes = [first, *output.split()]
+    expect(set(hashes) <= {want}, "a reader reads wrong bytes after the daemon was killed")
+    if mode == "inplace":
+        expect(process.returncode == 0 and len(hashes) == 6, f"in place, a reader ends with status {process.returncode}")
+    else:
+        expect(process.returncode != 0, "over FUSE, a reader reads the whole file from a dead mount")
+        done = sh("cat", target / MODEL, user=user)
+        expect("not connected" in done.stderr, f"reading a dead mount: {last_line(done.stderr)}")
+    return {"reader_after_kill": process.returncode}
+
+
+def check_doctor() -> Facts:
+    """Compare what doctor reports with what works: the modes as root and as a user, the tracer's tier, the kernel."""
+    make_model()
+    found = {one["name"]: one for one in json.loads(ok("llmcache", "doctor", SOURCE, "--json"))["findings"]}
+    facts: Facts = {"inplace": found["in place"]["found"], "tier": found["tier"]["facts"].get("tier")}
+    claims = {"inplace": "in place", "steer": "RLIMIT_MEMLOCK", "arena": "FUSE"}
+    for mode, name in claims.items():
+        expect_claim(f"mode {mode}", found[name], works(mode))
+    first = next((mode for mode, name in claims.items() if found[name]["status"] == "ok"), None)
+    with cleaned():
+        mount()
+        expect(stats()["mode"] == first, f"doctor promises {first}, and --mode auto takes {stats()['mode']}")
+    tier = found["tier"]["facts"].get("tier")
+    passed_over = found["tier"]["facts"].get("passed_over", {})
+    expect(f"tier {tier};" in traced()[1], f"doctor promises tier {tier}, and llmcache trace takes another")
+    for worse in passed_over:
+        expect(traced("--tier", worse)[0] == 3, f"doctor says that tier {worse} does not work, but it does")
+    expect(found["cgroup"]["facts"]["version"] == 2, f"cgroup: {found['cgroup']['found']}")
+    expect(os.uname().release in found["system"]["found"], f"system: {found['system']['found']}")
+    own = {one["name"]: one for one in json.loads(ok("llmcache", "doctor", SOURCE, "--json", user=USER))["findings"]}
+    for mode, name in claims.items():
+        expect_claim(f"mode {mode} for an ordinary user", own[name], works(mode, USER))
+    return facts
+
+
+def expect_claim(what: str, finding: Facts, reality: str | None) -> None:
+    """Compare a finding of doctor with the reason why something does not work, or None if it works."""
+    if finding["status"] == "ok":
+        expect(reality is None, f"doctor reports {what} as ok ({finding['found']}), but: {reality}")
+    else:
+        expect(reality is not None, f"doctor reports {what} as {finding['status']} ({finding['found']}), but it works")
+
+
+def works(mode: str, user: str | None = None) -> str | None:
+    """Return None if a mode can be mounted, else the reason."""
+    target = Path(f"/home/{USER}/mount") if user else MOUNT
+    if user:
+        ok("mkdir", "-p", target, user=user)
+    with cleaned(target):
+        try:
+            mount("--mode", mode, target=target, user=user)
+        except Unavailable as reason:
+            return str(reason)
+        ok("llmcache", "umount", target, user=user)
+    return None
+
+
+READS, FAULTS, STRIDE = 200, 300, 16
+KNOWN_READER = f"""
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+for number in range({READS}):
+    os.pread(fd, 4096, number * {STRIDE} * 4096)
+mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+mapped.madvise(mmap.MADV_RANDOM)
+for number in range({READS}, {READS + FAULTS}):
+    mapped[number * {STRIDE} * 4096]
+"""
+"""Reads one block of every 16: the first 200 by pread, the next 300 through a mapping."""
+
+
+def traced(*options: str) -> tuple[int, str, Facts]:
+    """Trace the known reader with a cold cache; return the exit code, the messages, and the summary."""
+    drop_caches()
+    command = ["llmcache", "trace", "-o", "/data/known.parquet", "--force", "--path", f"{SOURCE}/*", "--json", *options]
+    done = sh(*command, "--", "/usr/bin/python3", "-c", KNOWN_READER, SOURCE / MODEL)
+    expect(done.returncode in (0, 3), f"llmcache trace exits with {done.returncode}: {last_line(done.stderr)}")
+    return done.returncode, done.stderr, json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def check_trace() -> Facts:
+    """Compare the counts of each tier with those of a known reader."""
+    make_model()
+    # tier: blocks accessed, blocks filled from storage
+    known = {
+        "filemap": (READS + FAULTS,) * 2,
+        "fexit": (READS + FAULTS,) * 2,
+        "syscalls": (READS, 0),
+        "faults": (READS + FAULTS, 0),
+    }
+    facts: Facts = {}
+    wrong = []
+    for tier, want in known.items():
+        code, messages, summary = traced("--tier", tier)
+        if code == 3:
+            facts[tier] = last_line(messages).removeprefix("llmcache: error: ")
+            continue
+        counted = (summary["blocks"], summary["filled_blocks"])
+        facts[tier] = "exact" if counted == want else "{} blocks, {} filled".format(*counted)
+        if counted != want or summary["lost_events"]:
+            wrong.append(f"tier {tier}: {facts[tier]}, {summary['lost_events']} events lost; read were {want[0]}, {want[1]}")
+    expect(not wrong, "; ".join(wrong))
+    expect("exact" in facts.values(), f"no tier works: {facts}")
+    return facts
+
+
+def start_service(settings: str = "") -> None:
+    """Start the unit of tools/systemd with a settings file."""
+    Path("/etc/llmcache").mkdir(exist_ok=True)
+    Path("/etc/llmcache/check.toml").write_text(
+        f'[mount]\nsource = "{SOURCE}"\nmount = "{MOUNT}"\ncache = "{BUDGET}"\n{settings}'
+    )
+    Path("/etc/systemd/system/llmcachefs@.service").write_text((SHARE / "llmcachefs@.service").read_text())
+    ok("systemctl", "daemon-reload")
+    ok("systemctl", "reset-failed")
+    ok("systemctl", "start", UNIT)
+
+
+def main_pid() -> int:
+    """Return the daemon of the unit, 0 if it is not running."""
+    return int(ok("systemctl", "show", "-P", "MainPID", UNIT))
+
+
+def check_systemd() -> Facts:
+    """Start, reload, restart, kill and stop the unit."""
+    want, locked = make_model(), meminfo("Mlocked")
+    with cleaned():
+        warnings = sh("systemd-analyze", "verify", "/opt/llmcache/share/llmcache/llmcachefs@.service").stderr
+        start_service()
+        expect(is_mounted(MOUNT), "the unit is active, and nothing is mounted")
+        compare_bytes(MOUNT / MODEL, want)
+        facts: Facts = {"mode": stats()["mode"], "verify": [line for line in warnings.splitlines() if "llmcachefs@" in line]}
+        pid = main_pid()
+        ok("systemctl", "reload", UNIT)
+        expect(main_pid() == pid, "reload starts another daemon")
+        ok("systemctl", "restart", UNIT)
+        expect(is_mounted(MOUNT), "nothing is mounted after restart")
+        pid = main_pid()
+        os.kill(pid, signal.SIGKILL)
+        expect(
+            until(lambda: main_pid() not in (0, pid) and is_mounted(MOUNT), 60), "the unit is not restarted after SIGKILL"
+        )
+        expect(
+            until(lambda: ok("systemctl", "show", "-P", "ActiveState", UNIT).strip() == "active", 30),
+            "the unit is not active again",
+        )
+        compare_bytes(MOUNT / MODEL, want, passes=1)
+        ok("systemctl", "stop", UNIT)
+        expect(sh("systemctl", "is-failed", UNIT).returncode != 0, "the unit is failed after stop")
+        expect_nothing_left(MOUNT, locked)
+    return facts
+
+
+def check_fstab() -> Facts:
+    """Mount by mount(8) and by systemd, from a line of /etc/fstab."""
+    want, locked = make_model(), meminfo("Mlocked")
+    fstab = Path("/etc/fstab")
+    before = fstab.read_text()
+    helper = Path("/sbin/mount.llmcachefs")
+    if not helper.exists():
+        helper.symlink_to("/opt/llmcache/bin/mount.llmcachefs")
+    facts: Facts = {}
+    with cleaned():
+        ok("mount", "-t", "llmcachefs", SOURCE, MOUNT, "-o", f"cache={BUDGET}")
+        facts["mode"] = stats()["mode"]
+        compare_bytes(MOUNT / MODEL, want, passes=1)
+        ok("umount", MOUNT)
+        expect_nothing_left(MOUNT, locked)
+        try:
+            for mode in ("inplace", "steer"):
+                options = f"cache={BUDGET},mode={mode},nofail,x-systemd.requires-mounts-for=/data"
+                fstab.write_text(f"{before}{SOURCE} {MOUNT} llmcachefs {options} 0 0\n")
+                ok("systemctl", "daemon-reload")
+                done = sh("mount", MOUNT)
+                if done.returncode == 32 and mode == "inplace":
+                    facts["inplace"] = last_line(done.stderr)
+                    continue
+                expect(done.returncode == 0, f"mount {MOUNT}, mode {mode}: {last_line(done.stderr)}")
+                ok("mount", "-a")
+                expect(Path("/proc/mounts").read_text().count(f" {MOUNT} ") == 1, "`mount -a` mounts it a second time")
+                compare_bytes(MOUNT / MODEL, want, passes=1)
+                ok("umount", MOUNT)
+                expect_nothing_left(MOUNT, locked)
+                unit = ok("systemd-escape", "-p", "--suffix=mount", MOUNT).strip()
+                ok("systemctl", "start", unit)
+                compare_bytes(MOUNT / MODEL, want, passes=1, ways=("mmap",))
+                ok("systemctl", "stop", unit)
+                expect_nothing_left(MOUNT, locked)
+        finally:
+            fstab.write_text(before)
+            ok("systemctl", "daemon-reload")
+    return facts
+
+
+def group_of(pid: int) -> Path:
+    """Return the directory of the cgroup (version 2) of a process."""
+    return Path("/sys/fs/cgroup" + Path(f"/proc/{pid}/cgroup").read_text().strip().split(":")[-1])
+
+
+def events(group: Path) -> dict[str, int]:
+    """Return memory.events of a cgroup."""
+    return {
+        name: int(count) for name, count in (line.split() for line in (group / "memory.events").read_text().splitlines())
+    }
+
+
+def check_daemon_cgroup() -> Facts:
+    """Limit the daemon's cgroup below its budget: the pinned bytes shrink, no process is killed, bytes stay right."""
+    want = make_model()
+    facts: Facts = {}
+    for mode in ("inplace", "steer"):
+        with cleaned():
+            try:
+                start_service(f'mode = "{mode}"\npin = ["{MODEL}"]\n')
+            except Failed as failure:
+                if mode == "inplace" and works("inplace"):
+                    facts[mode] = works("inplace")
+                    continue
+                raise failure
+            ok("llmcache", "warmup", MOUNT)
+            pid, group = main_pid(), group_of(main_pid())
+            pinned = stats()["pinned_bytes"]
+            expect(pinned > BUDGET // 4, f"{mode}: only {pinned} bytes are pinned before the limit")
+            base = int((group / "memory.current").read_text()) - pinned
+            for name in ("MemoryHigh", "MemoryMax"):
+                limit = base + pinned // 2
+                ok("systemctl", "set-property", "--runtime", UNIT, f"{name}={limit}")
+                compare_bytes(MOUNT / MODEL, want, passes=1)
+                shrunk = until(lambda most=pinned * 3 // 4: stats()["pinned_bytes"] < most, 60)
+                left = stats()["pinned_bytes"]
+                facts[f"{mode} {name}"] = f"{pinned / 1e6:.1f} -> {left / 1e6:.1f} MB pinned"
+                expect(shrunk, f"{mode}, {name} of {limit} bytes: {left} of {pinned} bytes remain pinned")
+                expect(main_pid() == pid, f"{mode}, {name}: the daemon was killed ({events(group)})")
+                ok("systemctl", "set-property", "--runtime", UNIT, f"{name}=infinity")
+            facts[f"{mode} events"] = events(group)
+            ok("systemctl", "stop", UNIT)
+    return facts
+
+
+CLIENT_BYTES = 32 * MIB
+
+
+def check_client_cgroup() -> Facts:
+    """Run a client in a cgroup that is smaller than the pinned bytes: it must end normally, as it does without a mount."""
+    want = make_model()
+    facts: Facts = {}
+    for mode in (None, "inplace", "steer"):
+        for limits in ((f"MemoryMax={CLIENT_BYTES}",), (f"MemoryHigh={CLIENT_BYTES}", f"MemoryMax={CLIENT_BYTES * 3 // 2}")):
+            name = f"{mode or 'no mount'}, {limits[0].split('=')[0]}"
+            with cleaned():
+                drop_caches()
+                try:
+                    if mode:
+                        mount("--mode", mode)
+                except Unavailable as reason:
+                    facts[name] = str(reason)
+                    continue
+                options = [word for limit in (*limits, "MemorySwapMax=0") for word in ("-p", limit)]
+                where = MOUNT if mode else SOURCE
+                command = [
+                    "systemd-run",
+                    "--quiet",
+                    "--wait",
+                    "--pipe",
+                    "--collect",
+                    f"--working-directory={Path.cwd()}",
+                    *options,
+                ]
+                started = time.monotonic()
+                done = sh(*command, *reader(where / MODEL, 5, "mmap"), seconds=300)
+                facts[name] = f"status {done.returncode}, {time.monotonic() - started:.0f} s"
+                expect(
+                    done.returncode == 0,
+                    f"{name}: a client limited to {CLIENT_BYTES} bytes ends with status {done.returncode}",
+                )
+                expect(done.stdout.split() == [want] * 5, f"{name}: the client reads wrong bytes")
+    return facts
+
+
+def check_restrictions() -> Facts:
+    """Restrict ptrace (Yama) and user namespaces as far as possible: everything works, or says that it cannot."""
+    want = make_model()
+    facts: Facts = {}
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    namespaces = Path("/proc/sys/user/max_user_namespaces")
+    before = namespaces.read_text()
+    if not scope.exists():
+        facts["yama"] = "not in this kernel"
+    try:
+        for level in ("1", "2", "3") if scope.exists() else ():
+            scope.write_text(level)  # 3 stays until the next boot
+            for user in (None, USER):
+                facts[f"ptrace_scope {level}, {user or 'root'}"] = restricted(user)
+            with cleaned():
+                mount()
+                compare_bytes(MOUNT / MODEL, want, passes=1)
+                facts[f"ptrace_scope {level}, mount"] = f"{stats()['mode']} works"
+                with subprocess.Popen(reader(MOUNT / MODEL, 1000, "mmap"), stdout=subprocess.DEVNULL) as process:
+                    time.sleep(3)
+                    done = sh("llmcache", "doctor", "--pid", process.pid)
+                    process.kill()
+                expect(done.returncode in (0, 3), f"doctor --pid exits with {done.returncode}: {last_line(done.stderr)}")
+        for limit in (before, "0"):
+            namespaces.write_text(limit)
+            done = sh(
+                "llmcache", "run", "--cache", BUDGET, "--dir", SOURCE, "--", *reader(SOURCE / MODEL, 1, "mmap"), user=USER
+            )
+            facts[f"llmcache run of a user, {'no' if limit == '0' else 'with'} user namespaces"] = outcome_of(done, want)
+    finally:
+        namespaces.write_text(before)
+    return facts
+
+
+def restricted(user: str | None) -> str:
+    """Trace a command with tier `faults`, which uses strace; return what happens."""
+    trace = f"/tmp/{user or 'root'}.parquet"
+    command = ["llmcache", "trace", "--tier", "faults", "-o", trace, "--force", "--path", f"{SOURCE}/*", "--json"]
+    done = sh(*command, "--", "/usr/bin/python3", "-c", KNOWN_READER, SOURCE / MODEL, user=user)
+    expect(done.returncode in (0, 3), f"llmcache trace exits with {done.returncode}: {last_line(done.stderr)}")
+    if done.returncode == 3:
+        return f"trace: {last_line(done.stderr)}"
+    return f"trace: {json.loads(done.stdout)['blocks']} blocks"
+
+
+def outcome_of(done: subprocess.CompletedProcess[str], want: str) -> str:
+    """Describe a run of the reader; Failed if it neither works nor says why not."""
+    if done.returncode == 0:
+        expect(done.stdout.split() == [want], "the command reads wrong bytes")
+        return "works"
+    expect(done.returncode == 3, f"llmcache run exits with {done.returncode}: {last_line(done.stderr)}")
+    return last_line(done.stderr)
+
+
+CHECKS: dict[str, Callable[[], Facts]] = {
+    "doctor": check_doctor,
+    "inplace": lambda: check_mode("inplace"),
+    "steer": lambda: check_mode("steer"),
+    "arena": lambda: check_mode("arena", USER),
+    "trace": check_trace,
+    "systemd": check_systemd,
+    "fstab": check_fstab,
+    "daemon cgroup": check_daemon_cgroup,
+    "client cgroup": check_client_cgroup,
+    "restrictions": check_restrictions,  # the last one, because ptrace_scope 3 stays until the next boot
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a check and return its result."""
+    started = time.monotonic()
+    facts: Facts = {}
+    try:
+        facts = CHECKS[name]()
+        outcome, reason = "pass", ""
+    except Unavailable as missing:
+        outcome, reason = "unavailable", str(missing)
+    except Failed as failure:
+        outcome, reason = "fail", str(failure)
+    except Exception as error:  # noqa: BLE001 - an error of a check must not end the night
+        outcome, reason = "fail", f"the check itself fails: {type(error).__name__}: {error}"
+    return {
+        "check": name,
+        "outcome": outcome,
+        "reason": reason,
+        "facts": facts,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "read":
+        read_passes(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    else:
+        print(json.dumps(run(sys.argv[1])))
