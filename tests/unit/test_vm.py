@@ -42,7 +42,7 @@ def image(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine, "choose_accelerator", lambda _kernel, _log: ("tcg", None))
     program(programs, "ssh", "exit 255")
     program(programs, "mke2fs", "")
-    program(programs, "setpriv", 'shift 5; exec "$@"')  # without --pdeathsig KILL nice -n 5
+    program(programs, "setpriv", 'shift 5; exec "$@"')  # without --pdeathsig KILL nice -n 2
     return programs
 
 

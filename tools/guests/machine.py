@@ -47,7 +47,7 @@ class Settings:
     """Properties of the virtual machine. `mglru`: whether the guest uses MGLRU; by default as its kernel decides."""
 
     memory: int = 2048
-    cpus: int = 1
+    cpus: int = 2
     mglru: bool | None = None
 
 
@@ -168,14 +168,17 @@ def qemu(
     with data.open("wb") as file:
         file.truncate(DATA_BYTES)
     subprocess.run(["mke2fs", *images.EXT4, "-L", "DATA", str(data)], env={**os.environ, "PATH": images.PATH}, check=True)
-    # TCG emulates five-level page tables slowly.
-    processor = {"kvm": ["-accel", "kvm", "-cpu", "host"], "tcg": ["-accel", "tcg,thread=multi", "-cpu", "max,la57=off"]}
+    # TCG emulates five-level page tables slowly, as it does the kernel's mitigations (below).
+    processor = {
+        "kvm": ["-accel", "kvm", "-cpu", "host"],
+        "tcg": ["-accel", "tcg,thread=multi", "-cpu", "max,la57=off,svm=off"],
+    }
     return [
         # If this process is killed, QEMU must not remain.
-        *("setpriv", "--pdeathsig", "KILL", "nice", "-n", "5", "qemu-system-x86_64", "-M", "q35", *processor[accelerator]),
+        *("setpriv", "--pdeathsig", "KILL", "nice", "-n", "2", "qemu-system-x86_64", "-M", "q35", *processor[accelerator]),
         *("-smp", str(settings.cpus), "-m", str(settings.memory), "-nodefaults", "-display", "none", "-no-reboot"),
         *("-kernel", str(directory / f"vmlinuz.{guest.kernel}"), "-initrd", str(directory / f"initrd.{guest.kernel}")),
-        *("-append", "root=/dev/vda rw console=ttyS0 net.ifnames=0 panic=1"),
+        *("-append", "root=/dev/vda rw console=ttyS0 net.ifnames=0 panic=1 mitigations=off"),
         *("-drive", f"file={directory / 'root.raw'},if=virtio,format=raw,snapshot=on,cache=unsafe"),
         *("-drive", f"file={data},if=virtio,format=raw,cache=unsafe"),
         *("-drive", f"file={scratch / 'payload.tar'},if=virtio,format=raw,readonly=on"),
