@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmcache.errors import MissingRequirement
-from tools.guests import checks, images, machine, nightly
+from tools.guests import checks, compare, images, machine, nightly
 from tools.guests.__main__ import main
 from tools.guests.images import GUESTS, TRIXIE
 from tools.guests.machine import GuestFailure, Settings, booted
@@ -73,7 +73,7 @@ def test_missing_programs_are_named_with_their_package(
 
 def test_too_little_space_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "require", lambda *_: None)
-    monkeypatch.setattr(images.os, "geteuid", lambda: 0)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(images, "KEYRING", "/")
     monkeypatch.setattr(images, "NEEDED_BYTES", 1 << 60)
     with pytest.raises(MissingRequirement) as raised:
@@ -131,7 +131,7 @@ def test_directories_of_killed_runs_are_removed(cache: Path) -> None:
 def test_an_unusable_kvm_gives_tcg_and_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "setpriv", "echo failed to set MSR 0x10a >&2; kill -ABRT $$")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(machine.os, "access", lambda *_: True)
+    monkeypatch.setattr("os.access", lambda *_: True)
     assert machine.choose_accelerator(tmp_path / "kernel", tmp_path / "log") == ("tcg", "failed to set MSR 0x10a")
     program(tmp_path, "setpriv", "echo Linux version 6.12; exit 0")
     assert machine.choose_accelerator(tmp_path / "kernel", tmp_path / "log") == ("kvm", None)
@@ -195,3 +195,16 @@ def test_the_table_has_a_column_for_each_guest_and_the_reasons() -> None:
     assert "| steer | pass | fail |" in lines
     assert "- Debian 13, Linux 6.12.118, steer: fail: wrong bytes" in lines
     assert "- backports: fail: guest backports does not boot" in lines
+
+
+def test_the_comparison_takes_the_better_page_cache_as_the_opponent() -> None:
+    cell = {
+        "cell": "MoE, 30% in memory",
+        "mglru": True,
+        "storage_bytes": {"kernel": 90e6, "kernel-32": 60e6, "inplace": 45e6, "steer": 66e6},
+        "problems": {},
+    }
+    whole = {"cell": "fits", "mglru": None, "storage_bytes": {"kernel": 0.0, "inplace": 0.0, "steer": 1e6}, "problems": {}}
+    lines = compare.table({"cells": [cell, whole]}).splitlines()
+    assert lines[2] == "| MoE, 30% in memory | on | 60.0 MB | 45.0 MB (0.75) | 66.0 MB (1.10) |"
+    assert lines[3] == "| fits | none | 0 B | 0 B | 1.00 MB |"

@@ -10,6 +10,7 @@ from llmcache.errors import LlmcacheError, UsageError
 
 from . import images
 from .checks import CHECKS
+from .compare import compare
 from .machine import COMMAND_SECONDS, Settings, booted
 from .nightly import nightly
 
@@ -76,6 +77,9 @@ def run_command(args: argparse.Namespace, words: list[str]) -> int:
     if args.command == "nightly":
         guests = [images.guest_of(name) for name in args.names or images.GUESTS]
         return nightly(guests, settings_of(args), args.only or list(CHECKS), args.json)
+    if args.command == "compare":
+        guest, options = images.guest_of(args.name), ["--scale", args.scale, *([args.only] if args.only else [])]
+        return compare(guest, settings_of(args), options, args.json)
     if not words:
         raise UsageError("no command is given", "tools/vm run NAME -- COMMAND…")
     with booted(images.guest_of(args.name), settings_of(args)) as machine:

@@ -289,19 +289,19 @@ def check_doctor() -> Facts:
     return facts
 
 
-READS, FAULTS, STRIDE = 200, 300, 16
+READS, MAPPED = 200, 512
 KNOWN_READER = f"""
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDONLY)
 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 for number in range({READS}):
-    os.pread(fd, 4096, number * {STRIDE} * 4096)
+    os.pread(fd, 4096, number * 16 * 4096)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-mapped.madvise(mmap.MADV_RANDOM)
-for number in range({READS}, {READS + FAULTS}):
-    mapped[number * {STRIDE} * 4096]
+for number in range({MAPPED}):
+    mapped[(32 << 20) + number * 4096]
 """
-"""Reads one block of every 16: the first 200 by pread, the next 300 through a mapping."""
+"""Preads 200 single blocks, then touches 2 MiB through a mapping."""
 
 
 def traced(*options: str) -> tuple[int, str, Facts]:
@@ -316,26 +316,33 @@ def traced(*options: str) -> tuple[int, str, Facts]:
 def check_trace() -> Facts:
     """Compare the counts of each tier with those of a known reader."""
     make_model()
-    # tier: blocks accessed, blocks filled from storage
+    both = READS + MAPPED
+    # tier: the fewest and the most blocks accessed, the fewest filled from storage. The kernel reads ahead of the mapping,
+    # and maps several pages at a fault, of which tier `faults` sees one.
     known = {
-        "filemap": (READS + FAULTS,) * 2,
-        "fexit": (READS + FAULTS,) * 2,
-        "syscalls": (READS, 0),
-        "faults": (READS + FAULTS, 0),
+        "filemap": (both, both, both),
+        "fexit": (both, both, both),
+        "syscalls": (READS, READS, 0),
+        "faults": (READS, both, 0),
+    }
+        "filemap": (both, both, both),
+        "fexit": (both, both, both),
+        "syscalls": (READS, READS, 0),
+        "faults": (READS, both, 0),
     }
     facts: Facts = {}
     wrong = []
-    for tier, want in known.items():
+    for tier, (fewest, most, filled) in known.items():
         code, messages, summary = traced("--tier", tier)
         if code == 3:
             facts[tier] = last_line(messages).removeprefix("llmcache: error: ")
             continue
-        counted = (summary["blocks"], summary["filled_blocks"])
-        facts[tier] = "exact" if counted == want else "{} blocks, {} filled".format(*counted)
-        if counted != want or summary["lost_events"]:
-            wrong.append(f"tier {tier}: {facts[tier]}, {summary['lost_events']} events lost; read were {want[0]}, {want[1]}")
+        facts[tier] = "{blocks} blocks, {filled_blocks} filled, {lost_events} lost".format(**summary)
+        right = fewest <= summary["blocks"] <= most and summary["filled_blocks"] >= filled and not summary["lost_events"]
+        if not right:
+            wrong.append(f"tier {tier}: {facts[tier]}; read were {READS} blocks by pread and {MAPPED} by mmap")
     expect(not wrong, "; ".join(wrong))
-    expect("exact" in facts.values(), f"no tier works: {facts}")
+    expect(any("blocks" in found for found in facts.values()), f"no tier works: {facts}")
     return facts
 
 
@@ -432,16 +439,9 @@ def group_of(pid: int) -> Path:
     return Path("/sys/fs/cgroup" + Path(f"/proc/{pid}/cgroup").read_text().strip().split(":")[-1])
 
 
-def events(group: Path) -> dict[str, int]:
-    """Return memory.events of a cgroup."""
-    return {
-        name: int(count) for name, count in (line.split() for line in (group / "memory.events").read_text().splitlines())
-    }
-
-
 def check_daemon_cgroup() -> Facts:
-    """Limit the daemon's cgroup below its budget: the pinned bytes shrink, no process is killed, bytes stay right."""
-    want = make_model()
+    """Limit the daemon's cgroup below its budget: the pinned bytes shrink and grow again, and no process is killed."""
+    make_model()
     facts: Facts = {}
     for mode in ("inplace", "steer"):
         with cleaned():
@@ -450,23 +450,34 @@ def check_daemon_cgroup() -> Facts:
                 continue
             start_service(f'mode = "{mode}"\npin = ["{MODEL}"]\n')
             ok("llmcache", "warmup", MOUNT)
-            pid, group = main_pid(), group_of(main_pid())
-            pinned = stats()["pinned_bytes"]
-            expect(pinned > BUDGET // 4, f"{mode}: only {pinned} bytes are pinned before the limit")
-            base = int((group / "memory.current").read_text()) - pinned
             for name in ("MemoryHigh", "MemoryMax"):
-                limit = base + pinned // 2
-                ok("systemctl", "set-property", "--runtime", UNIT, f"{name}={limit}")
-                compare_bytes(MOUNT / MODEL, want, passes=1)
-                shrunk = until(lambda most=pinned * 3 // 4: stats()["pinned_bytes"] < most, 60)
-                left = stats()["pinned_bytes"]
-                facts[f"{mode} {name}"] = f"{pinned / 1e6:.1f} -> {left / 1e6:.1f} MB pinned"
-                expect(shrunk, f"{mode}, {name} of {limit} bytes: {left} of {pinned} bytes remain pinned")
-                expect(main_pid() == pid, f"{mode}, {name}: the daemon was killed ({events(group)})")
-                ok("systemctl", "set-property", "--runtime", UNIT, f"{name}=infinity")
-            facts[f"{mode} events"] = events(group)
+                facts[f"{mode}, {name}"] = limit_daemon(name)
             ok("systemctl", "stop", UNIT)
     return facts
+
+
+def limit_daemon(name: str) -> str:
+    """Set a memory limit of the unit to half of the pinned bytes more than the daemon itself needs, and remove it."""
+    pid = main_pid()
+    group = group_of(pid)
+    expect(until(lambda: pinned() > BUDGET // 2, 60), f"{name}: only {pinned()} bytes are pinned before the limit")
+    before = pinned()
+    limit = int((group / "memory.current").read_text()) - before // 2
+    ok("systemctl", "set-property", "--runtime", UNIT, f"{name}={limit}")
+    compare_bytes(MOUNT / MODEL, make_model(), passes=1)
+    expect(until(lambda: pinned() < before * 3 // 4, 60), f"{name}: {pinned()} of {before} bytes remain pinned")
+    under = pinned()
+    expect(main_pid() == pid, f"{name}: the daemon was killed: {(group / 'memory.events').read_text().split()}")
+    ok("systemctl", "set-property", "--runtime", UNIT, f"{name}=infinity")
+    compare_bytes(MOUNT / MODEL, make_model(), passes=1)
+    grown = until(lambda: pinned() > before * 3 // 4, 60)
+    expect(grown, f"{name}: without the limit only {pinned()} of {before} bytes are pinned again")
+    return f"{before / 1e6:.1f} MB pinned, {under / 1e6:.1f} MB under the limit, then {pinned() / 1e6:.1f} MB"
+
+
+def pinned() -> int:
+    """Return the bytes that the mount has pinned."""
+    return int(stats()["pinned_bytes"])
 
 
 CLIENT_BYTES = 32 * MIB
@@ -550,8 +561,8 @@ def restricted(user: str | None) -> str:
     done = sh(*command, "--", "/usr/bin/python3", "-c", KNOWN_READER, SOURCE / MODEL, user=user)
     expect(done.returncode in (0, 3), f"llmcache trace exits with {done.returncode}: {last_line(done.stderr)}")
     if done.returncode == 3:
-        return f"trace: {last_line(done.stderr)}"
-    return f"trace: {json.loads(done.stdout)['blocks']} blocks"
+        return last_line(done.stderr)
+    return f"{json.loads(done.stdout)['blocks']} blocks traced"
 
 
 def outcome_of(done: subprocess.CompletedProcess[str], want: str) -> str:

@@ -87,6 +87,11 @@ class Machine:
             command,
         ]
 
+    def command(self, words: Sequence[str], seconds: float, *options: str) -> list[str]:
+        """Return the command line that runs `words` in the tree in the guest, for at most `seconds`."""
+        limit = ["timeout", "--foreground", "-k", "20", f"{seconds:.0f}"]
+        return self.ssh(f"cd {TREE} && exec env {ENVIRONMENT} {shlex.join([*limit, *words])}", *options)
+
     def run(self, words: Sequence[str], seconds: float = COMMAND_SECONDS) -> int:
         """Run a command in the tree in the guest, with this terminal; return its exit status, 124 after `seconds`."""
         terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
@@ -99,11 +104,14 @@ class Machine:
     def _run(
         self, words: Sequence[str], seconds: float, *options: str, capture: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        limit = ["timeout", "--foreground", "-k", "20", f"{seconds:.0f}"]
-        command = self.ssh(f"cd {TREE} && exec env {ENVIRONMENT} {shlex.join([*limit, *words])}", *options)
         try:
             done = subprocess.run(
-                command, text=True, errors="replace", capture_output=capture, timeout=seconds + 120, check=False
+                self.command(words, seconds, *options),
+                text=True,
+                errors="replace",
+                capture_output=capture,
+                timeout=seconds + 120,
+                check=False,
             )
         except subprocess.TimeoutExpired as expired:
             raise self.failure("does not answer") from expired
