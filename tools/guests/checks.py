@@ -325,11 +325,6 @@ def check_trace() -> Facts:
         "syscalls": (READS, READS, 0),
         "faults": (READS, both, 0),
     }
-        "filemap": (both, both, both),
-        "fexit": (both, both, both),
-        "syscalls": (READS, READS, 0),
-        "faults": (READS, both, 0),
-    }
     facts: Facts = {}
     wrong = []
     for tier, (fewest, most, filled) in known.items():
