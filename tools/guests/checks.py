@@ -32,6 +32,9 @@ PASSES = 3
 SLACK = 2 * MIB
 """Memory that other processes may lock meanwhile."""
 
+STREAMED = {"inplace": 32 * MIB, "steer": 12 * MIB, "arena": 12 * MIB}
+"""Memory for streamed data beyond the budget: OVERHEAD in llmcachefs(1)."""
+
 Facts = dict[str, Any]
 
 
@@ -206,7 +209,7 @@ def check_mode(mode: str, user: str | None = None) -> Facts:
         expect(seen["mode"] == mode, f"stats reports mode {seen['mode']}")
         expect(seen["pinned_bytes"] > 0, f"after {2 * PASSES} passes nothing is pinned")
         within = seen["resident_bytes"] - seen["beyond_bytes"]  # the kernel may cache more in memory that no program needs
-        expect(within <= BUDGET, f"resident within the budget of {BUDGET} bytes: {within}")
+        expect(within <= BUDGET + STREAMED[mode], f"{within} bytes are resident, with a budget of {BUDGET}")
         expect(now_locked <= BUDGET + SLACK, f"{now_locked} bytes are locked, more than the budget of {BUDGET}")
         facts |= kill_daemon(target, want, mode, user)
         ok("llmcache", "umount", "--force", target, user=user)
@@ -249,9 +252,11 @@ CLAIMS = {"inplace": "in place", "steer": "RLIMIT_MEMLOCK", "arena": "FUSE"}
 
 
 def doctor(user: str | None = None) -> dict[str, Facts]:
-    """Return the findings of doctor by name."""
-    findings = json.loads(ok("llmcache", "doctor", SOURCE, "--json", user=user))["findings"]
-    return {one["name"]: one for one in findings}
+    """Return the findings of doctor by name. They are kept, because doctor takes a minute on an emulated processor."""
+    path = Path(f"/run/doctor-{user or 'root'}.json")
+    if not path.exists():
+        path.write_text(ok("llmcache", "doctor", SOURCE, "--json", user=user))
+    return {one["name"]: one for one in json.loads(path.read_text())["findings"]}
 
 
 def expect_claim(mode: str, user: str | None, reality: str | None) -> None:
