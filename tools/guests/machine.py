@@ -255,6 +255,7 @@ def install(machine: Machine, settings: Settings) -> None:
     pip = "/opt/llmcache/bin/pip install -q --no-index --no-deps --root-user-action ignore --disable-pip-version-check"
     steps = [
         "systemctl is-system-running --wait >/dev/null || true",
+        "mountpoint -q /data || mount LABEL=DATA /data",  # systemd waits for the disk for only 90 s
         f"tar xf /dev/vdc -C {TREE}",
         f"{pip} {TREE}/wheel/*.whl",
         "ln -s /opt/llmcache/bin/llmcache /opt/llmcache/bin/llmcachefs /usr/local/bin/",
