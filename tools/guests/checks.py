@@ -86,8 +86,13 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
 
 def meminfo(name: str) -> int:
     """Return a value of /proc/meminfo, in bytes."""
-    found = re.search(rf"^{name}:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return counter(Path("/proc/meminfo"), f"{name}:") * 1024
+
+
+def counter(file: Path, name: str) -> int:
+    """Return the number behind a name in a file of the kernel; 0 if the file does not have the name."""
+    found = re.search(rf"^{name}\s+(\d+)", file.read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def drop_caches() -> None:
@@ -448,11 +453,12 @@ def check_daemon_cgroup() -> Facts:
             if mode == "inplace" and doctor()[CLAIMS[mode]]["status"] != "ok":
                 facts[mode] = "unavailable"
                 continue
-            start_service(f'mode = "{mode}"\npin = ["{MODEL}"]\n')
-            ok("llmcache", "warmup", MOUNT)
             for name in ("MemoryHigh", "MemoryMax"):
+                drop_caches()
+                start_service(f'mode = "{mode}"\npin = ["{MODEL}"]\n')
+                ok("llmcache", "warmup", MOUNT)
                 facts[f"{mode}, {name}"] = limit_daemon(name)
-            ok("systemctl", "stop", UNIT)
+                ok("systemctl", "stop", UNIT)
     return facts
 
 
@@ -462,6 +468,8 @@ def limit_daemon(name: str) -> str:
     group = group_of(pid)
     expect(until(lambda: pinned() > BUDGET // 2, 60), f"{name}: only {pinned()} bytes are pinned before the limit")
     before = pinned()
+    charged = counter(group / "memory.stat", "file")
+    expect(charged > before // 2, f"{name}: only {charged} of {before} pinned bytes are charged to the daemon's cgroup")
     limit = int((group / "memory.current").read_text()) - before // 2
     ok("systemctl", "set-property", "--runtime", UNIT, f"{name}={limit}")
     compare_bytes(MOUNT / MODEL, make_model(), passes=1)
