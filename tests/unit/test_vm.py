@@ -56,6 +56,18 @@ def test_run_without_a_command_is_a_usage_error(capsys: pytest.CaptureFixture[st
     assert "tools/vm run NAME -- COMMAND" in capsys.readouterr().err
 
 
+def test_nightly_with_an_unknown_check_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["nightly", "trixie", "--only", "nothing"])
+    assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["nightly", "compare"])
+def test_every_command_reports_an_unknown_guest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "potato"]) == 2
+    assert "there is no guest 'potato'" in capsys.readouterr().err
+
+
 def test_list_names_every_guest_before_images_are_built(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from pathlib import Path
 
 from llmcache.errors import LlmcacheError, UsageError
 
@@ -45,17 +46,33 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a command in a guest", usage="tools/vm run NAME [options] -- COMMAND…")
     run.add_argument("name", metavar="NAME")
     run.add_argument(
-        "--timeout", type=float, default=COMMAND_SECONDS, metavar="SECONDS", help="end the command after this time"
+        "--timeout", type=float, default=COMMAND_SECONDS, metavar="SECONDS", help="end the command then, with status 124"
     )
     add_settings(run)
+    checks = commands.add_parser("nightly", help="check llmcache in guests")
+    checks.add_argument("names", nargs="*", metavar="NAME", help="a guest; default: all")
+    checks.add_argument("--only", action="append", choices=list(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
+    add_json(checks)
+    add_settings(checks)
+    cells = commands.add_parser("compare", help="compare bytes from storage with and without MGLRU")
+    cells.add_argument("name", metavar="NAME")
+    cells.add_argument("--only", choices=("dense", "moe"), help="default: both")
+    cells.add_argument("--scale", default="1", metavar="X", help="size of the files, relative to the default")
+    add_json(cells)
+    add_settings(cells)
     return top
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add the option of a file with the results."""
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add the options of the virtual machine."""
     command.add_argument("--memory", type=int, default=Settings.memory, metavar="MiB", help="default: %(default)s")
     command.add_argument("--cpus", type=int, default=Settings.cpus, metavar="N", help="default: %(default)s")
-    command.add_argument("--mglru", choices=("on", "off"), help="default: as the kernel of the guest decides")
+    command.add_argument("--mglru", choices=("on", "off"), help="default: as the guest's kernel decides; compare: both")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
