@@ -478,7 +478,7 @@ def limit_daemon(name: str) -> str:
     expect(main_pid() == pid, f"{name}: the daemon was killed: {(group / 'memory.events').read_text().split()}")
     ok("systemctl", "set-property", "--runtime", UNIT, f"{name}=infinity")
     compare_bytes(MOUNT / MODEL, make_model(), passes=1)
-    grown = until(lambda: pinned() > before * 3 // 4, 60)
+    grown = until(lambda: pinned() > before * 3 // 4, 240)  # the budget returns slowly
     expect(grown, f"{name}: without the limit only {pinned()} of {before} bytes are pinned again")
     return f"{before / 1e6:.1f} MB pinned, {under / 1e6:.1f} MB under the limit, then {pinned() / 1e6:.1f} MB"
 
