@@ -154,15 +154,16 @@ def test_an_unusable_kvm_gives_tcg_and_the_reason(tmp_path: Path, monkeypatch: p
     [(None, "pass"), (checks.Failed("x"), "fail"), (checks.Unavailable("x"), "unavailable"), (OSError("x"), "fail")],
 )
 def test_unavailable_differs_from_pass(error: Exception | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> dict[str, Any]:
+    def check(facts: dict[str, Any]) -> None:
+        facts["seen"] = 1
         if error:
             raise error
-        return {}
 
     monkeypatch.setitem(checks.CHECKS, "doctor", check)
     result = checks.run("doctor")
     assert result["outcome"] == outcome
     assert bool(result["reason"]) == (outcome != "pass")
+    assert result["facts"] == {"seen": 1}
 
 
 def test_a_mount_that_this_system_cannot_make_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

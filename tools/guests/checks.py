@@ -190,7 +190,7 @@ def expect_nothing_left(target: Path, locked: int) -> None:
     expect(until(lambda: meminfo("Mlocked") <= locked + SLACK, 10), f"{meminfo('Mlocked') - locked} bytes remain locked")
 
 
-def check_mode(mode: str, user: str | None = None) -> Facts:
+def check_mode(facts: Facts, mode: str, user: str | None = None) -> None:
     """Compare bytes and the budget in a mode; kill the daemon; clean up; mount again."""
     want, locked = make_model(), meminfo("Mlocked")
     target = Path(f"/home/{USER}/mount") if user else MOUNT
@@ -207,27 +207,26 @@ def check_mode(mode: str, user: str | None = None) -> Facts:
         compare_bytes(target / MODEL, want, user=user)
         time.sleep(2)
         seen, now_locked = stats(target, user), meminfo("Mlocked") - locked
-        facts = {
-            name: seen[name] for name in ("pinned_bytes", "window_bytes", "resident_bytes", "beyond_bytes", "daemon_bytes")
-        }
+        names = ("pinned_bytes", "window_bytes", "resident_bytes", "beyond_bytes", "daemon_bytes")
+        facts |= {name: seen[name] for name in names}
         facts["locked_bytes"] = now_locked
+        facts["helper_locked_bytes"] = counter(Path(f"/proc/{seen['helper_pid']}/status"), "VmLck:") * 1024
         expect(seen["mode"] == mode, f"stats reports mode {seen['mode']}")
         expect(seen["pinned_bytes"] > 0, f"after {2 * PASSES} passes nothing is pinned")
         within = seen["resident_bytes"] - seen["beyond_bytes"]  # the kernel may cache more in memory that no program needs
         expect(within <= BUDGET + STREAMED[mode], f"{within} bytes are resident, with a budget of {BUDGET}")
         expect(now_locked <= BUDGET + SLACK, f"{now_locked} bytes are locked, more than the budget of {BUDGET}")
-        facts |= kill_daemon(target, want, mode, user)
+        facts["reader_after_kill"] = kill_daemon(target, want, mode, user)
         ok("llmcache", "umount", "--force", target, user=user)
         expect_nothing_left(target, locked)
         mount("--mode", mode, target=target, user=user)
         compare_bytes(target / MODEL, want, passes=1, user=user)
         ok("llmcache", "umount", target, user=user)
         expect_nothing_left(target, locked)
-    return facts
 
 
-def kill_daemon(target: Path, want: str, mode: str, user: str | None) -> Facts:
-    """Kill the daemon under a running reader: in place the reader continues; over FUSE it fails, and does not hang."""
+def kill_daemon(target: Path, want: str, mode: str, user: str | None) -> int:
+    """Kill the daemon under a reader and return its exit status. In place it continues; over FUSE it must fail, not hang."""
     mounts = json.loads(ok("llmcache", "stats", "--json", user=user))["mounts"]
     pid = next(one["pid"] for one in mounts if one["mount"] == str(target))
     command = [*(["runuser", "-u", user, "--"] if user else []), *reader(target / MODEL, 6, "mmap")]
@@ -249,7 +248,7 @@ def kill_daemon(target: Path, want: str, mode: str, user: str | None) -> Facts:
         expect(process.returncode != 0, "over FUSE, a reader reads the whole file from a dead mount")
         done = sh("cat", target / MODEL, user=user)
         expect("not connected" in done.stderr, f"reading a dead mount: {last_line(done.stderr)}")
-    return {"reader_after_kill": process.returncode}
+    return process.returncode
 
 
 CLAIMS = {"inplace": "in place", "steer": "RLIMIT_MEMLOCK", "arena": "FUSE"}
@@ -273,14 +272,14 @@ def expect_claim(mode: str, user: str | None, reality: str | None) -> None:
         expect(reality is not None, f"doctor says about mode {mode} {finding['found']!r}, but it works")
 
 
-def check_doctor() -> Facts:
+def check_doctor(facts: Facts) -> None:
     """Compare what doctor reports with what works: the mode of `auto`, the tier of the tracer, an ordinary user's modes.
 
     The checks of the modes compare its findings about them.
     """
     make_model()
     found = doctor()
-    facts: Facts = {"inplace": found["in place"]["found"], "tier": found["tier"]["facts"].get("tier")}
+    facts |= {"inplace": found["in place"]["found"], "tier": found["tier"]["facts"].get("tier")}
     first = next((mode for mode, name in CLAIMS.items() if found[name]["status"] == "ok"), None)
     with cleaned():
         mount()
@@ -296,7 +295,6 @@ def check_doctor() -> Facts:
     for mode in ("inplace", "steer"):
         finding = own[CLAIMS[mode]]
         expect(finding["status"] != "ok", f"doctor promises mode {mode} to an ordinary user: {finding['found']}")
-    return facts
 
 
 READS, MAPPED = 200, 512
@@ -323,7 +321,7 @@ def traced(*options: str) -> tuple[int, str, Facts]:
     return done.returncode, done.stderr, json.loads(done.stdout) if done.returncode == 0 else {}
 
 
-def check_trace() -> Facts:
+def check_trace(facts: Facts) -> None:
     """Compare the counts of each tier with those of a known reader."""
     make_model()
     both = READS + MAPPED
@@ -335,7 +333,6 @@ def check_trace() -> Facts:
         "syscalls": (READS, READS, 0),
         "faults": (READS, both, 0),
     }
-    facts: Facts = {}
     wrong = []
     for tier, (fewest, most, filled) in known.items():
         code, messages, summary = traced("--tier", tier)
@@ -348,7 +345,6 @@ def check_trace() -> Facts:
             wrong.append(f"tier {tier}: {facts[tier]}; read were {READS} blocks by pread and {MAPPED} by mmap")
     expect(not wrong, "; ".join(wrong))
     expect(any("blocks" in found for found in facts.values()), f"no tier works: {facts}")
-    return facts
 
 
 def start_service(settings: str = "") -> None:
@@ -368,7 +364,7 @@ def main_pid() -> int:
     return int(ok("systemctl", "show", "-P", "MainPID", UNIT))
 
 
-def check_systemd() -> Facts:
+def check_systemd(facts: Facts) -> None:
     """Start, reload, restart, kill and stop the unit."""
     want, locked = make_model(), meminfo("Mlocked")
     with cleaned():
@@ -376,7 +372,7 @@ def check_systemd() -> Facts:
         start_service()
         expect(is_mounted(MOUNT), "the unit is active, and nothing is mounted")
         compare_bytes(MOUNT / MODEL, want)
-        facts: Facts = {"mode": stats()["mode"], "verify": [line for line in warnings.splitlines() if "llmcachefs@" in line]}
+        facts |= {"mode": stats()["mode"], "verify": [line for line in warnings.splitlines() if "llmcachefs@" in line]}
         pid = main_pid()
         ok("systemctl", "reload", UNIT)
         expect(main_pid() == pid, "reload starts another daemon")
@@ -395,10 +391,9 @@ def check_systemd() -> Facts:
         ok("systemctl", "stop", UNIT)
         expect(sh("systemctl", "is-failed", UNIT).returncode != 0, "the unit is failed after stop")
         expect_nothing_left(MOUNT, locked)
-    return facts
 
 
-def check_fstab() -> Facts:
+def check_fstab(facts: Facts) -> None:
     """Mount by mount(8) and by systemd, from a line of /etc/fstab."""
     want, locked = make_model(), meminfo("Mlocked")
     fstab = Path("/etc/fstab")
@@ -406,7 +401,6 @@ def check_fstab() -> Facts:
     helper = Path("/sbin/mount.llmcachefs")
     if not helper.exists():
         helper.symlink_to("/opt/llmcache/bin/mount.llmcachefs")
-    facts: Facts = {}
     with cleaned():
         ok("mount", "-t", "llmcachefs", SOURCE, MOUNT, "-o", f"cache={BUDGET}")
         facts["mode"] = stats()["mode"]
@@ -436,7 +430,6 @@ def check_fstab() -> Facts:
         finally:
             fstab.write_text(before)
             ok("systemctl", "daemon-reload")
-    return facts
 
 
 def group_of(pid: int) -> Path:
@@ -444,10 +437,9 @@ def group_of(pid: int) -> Path:
     return Path("/sys/fs/cgroup" + Path(f"/proc/{pid}/cgroup").read_text().strip().split(":")[-1])
 
 
-def check_daemon_cgroup() -> Facts:
+def check_daemon_cgroup(facts: Facts) -> None:
     """Limit the daemon's cgroup below its budget: the pinned bytes shrink and grow again, and no process is killed."""
     make_model()
-    facts: Facts = {}
     for mode in ("inplace", "steer"):
         with cleaned():
             if mode == "inplace" and doctor()[CLAIMS[mode]]["status"] != "ok":
@@ -459,7 +451,6 @@ def check_daemon_cgroup() -> Facts:
                 ok("llmcache", "warmup", MOUNT)
                 facts[f"{mode}, {name}"] = limit_daemon(name)
                 ok("systemctl", "stop", UNIT)
-    return facts
 
 
 def limit_daemon(name: str) -> str:
@@ -491,10 +482,9 @@ def pinned() -> int:
 CLIENT_BYTES = 32 * MIB
 
 
-def check_client_cgroup() -> Facts:
+def check_client_cgroup(facts: Facts) -> None:
     """Run a client in a cgroup that is smaller than the pinned bytes: it must end normally, as it does without a mount."""
     want = make_model()
-    facts: Facts = {}
     for mode in (None, "inplace", "steer"):
         for limits in ((f"MemoryMax={CLIENT_BYTES}",), (f"MemoryHigh={CLIENT_BYTES}", f"MemoryMax={CLIENT_BYTES * 3 // 2}")):
             name = f"{mode or 'no mount'}, {limits[0].split('=')[0]}"
@@ -525,13 +515,11 @@ def check_client_cgroup() -> Facts:
                     f"{name}: a client limited to {CLIENT_BYTES} bytes ends with status {done.returncode}",
                 )
                 expect(done.stdout.split() == [want] * 5, f"{name}: the client reads wrong bytes")
-    return facts
 
 
-def check_restrictions() -> Facts:
+def check_restrictions(facts: Facts) -> None:
     """Restrict ptrace (Yama) and user namespaces as far as possible: everything works, or says that it cannot."""
     want = make_model()
-    facts: Facts = {}
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     namespaces = Path("/proc/sys/user/max_user_namespaces")
     before = namespaces.read_text()
@@ -559,7 +547,6 @@ def check_restrictions() -> Facts:
             facts[f"llmcache run of a user, {'no' if limit == '0' else 'with'} user namespaces"] = outcome_of(done, want)
     finally:
         namespaces.write_text(before)
-    return facts
 
 
 def restricted(user: str | None) -> str:
@@ -582,11 +569,11 @@ def outcome_of(done: subprocess.CompletedProcess[str], want: str) -> str:
     return last_line(done.stderr)
 
 
-CHECKS: dict[str, Callable[[], Facts]] = {
+CHECKS: dict[str, Callable[[Facts], None]] = {
     "doctor": check_doctor,
-    "inplace": lambda: check_mode("inplace"),
-    "steer": lambda: check_mode("steer"),
-    "arena": lambda: check_mode("arena", USER),
+    "inplace": lambda facts: check_mode(facts, "inplace"),
+    "steer": lambda facts: check_mode(facts, "steer"),
+    "arena": lambda facts: check_mode(facts, "arena", USER),
     "trace": check_trace,
     "systemd": check_systemd,
     "fstab": check_fstab,
@@ -601,7 +588,7 @@ def run(name: str) -> dict[str, Any]:
     started = time.monotonic()
     facts: Facts = {}
     try:
-        facts = CHECKS[name]()
+        CHECKS[name](facts)
         outcome, reason = "pass", ""
     except Unavailable as missing:
         outcome, reason = "unavailable", str(missing)
