@@ -1,5 +1,6 @@
 """tools/vm without booting: usage errors, missing programs, QEMU ends with the run, outcomes and the table of checks."""
 
+import contextlib
 import json
 import os
 import stat
@@ -187,8 +188,8 @@ def test_the_reader_of_checks_reads_a_file_as_often_as_wanted(tmp_path: Path) ->
 
 def test_the_table_has_a_column_for_each_guest_and_the_reasons() -> None:
     def guest(system: str, kernel: str, *outcomes: tuple[str, str, str]) -> dict[str, Any]:
-        each = [dict(zip(("check", "outcome", "reason"), one, strict=True)) for one in outcomes]
-        return {"name": system, "system": system, "kernel": kernel, "date": "2026-11-29", "checks": each}
+        each = [dict(zip(("check", "outcome", "reason"), one, strict=True), date="2026-11-29") for one in outcomes]
+        return {"name": system, "system": system, "kernel": kernel, "checks": each}
 
     document = {
         "guests": [
@@ -221,3 +222,25 @@ def test_the_comparison_takes_the_better_page_cache_as_the_opponent() -> None:
     lines = compare.table({"cells": [cell, whole]}).splitlines()
     assert lines[2] == "| MoE, 30% in memory | on | 60.0 MB | 45.0 MB (0.75) | 66.0 MB (1.10) |"
     assert lines[3] == "| fits | none | 0 B | 0 B | 1.00 MB |"
+
+
+def test_results_of_earlier_runs_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Booted:
+        accelerator = "tcg"
+
+        def output(self, _words: object) -> subprocess.CompletedProcess[str]:
+            return subprocess.CompletedProcess([], 0, stdout="0x0007\n")
+
+    outcomes = iter(("fail", "pass", "pass"))
+    monkeypatch.setattr(nightly, "booted", lambda *_: contextlib.nullcontext(Booted()))
+    monkeypatch.setattr(
+        nightly, "run_check", lambda _machine, name: {"check": name, "outcome": next(outcomes), "reason": "", "facts": {}}
+    )
+    monkeypatch.setattr(nightly, "kernel_version", lambda _guest: "6.12.118+deb13-cloud-amd64")
+    file = cache / "results.json"
+    assert nightly.nightly([GUESTS["trixie"]], Settings(), ["steer"], file) == 1
+    assert nightly.nightly([GUESTS["bookworm"]], Settings(), ["doctor"], file) == 0
+    assert nightly.nightly([GUESTS["trixie"]], Settings(), ["inplace"], file) == 0
+    guests = {one["name"]: one for one in json.loads(file.read_text())["guests"]}
+    kept = {name: [(each["check"], each["outcome"]) for each in one["checks"]] for name, one in guests.items()}
+    assert kept == {"trixie": [("inplace", "pass"), ("steer", "fail")], "bookworm": [("doctor", "pass")]}
