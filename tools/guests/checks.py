@@ -35,6 +35,8 @@ SLACK = 2 * MIB
 
 STREAMED = {"inplace": 32 * MIB, "steer": 12 * MIB, "arena": 12 * MIB}
 """Memory for streamed data beyond the budget: OVERHEAD in llmcachefs(1)."""
+OVERHEAD = 25_000_000
+"""Memory of the daemon and its helpers, which lock some of their own: OVERHEAD in llmcachefs(1)."""
 
 Facts = dict[str, Any]
 
@@ -216,7 +218,7 @@ def check_mode(facts: Facts, mode: str, user: str | None = None) -> None:
         expect(seen["pinned_bytes"] > 0, f"after {2 * PASSES} passes nothing is pinned")
         within = seen["resident_bytes"] - seen["beyond_bytes"]  # the kernel may cache more in memory that no program needs
         expect(within <= BUDGET + STREAMED[mode], f"{within} bytes are resident, with a budget of {BUDGET}")
-        expect(now_locked <= BUDGET + SLACK, f"{now_locked} bytes are locked, more than the budget of {BUDGET}")
+        expect(now_locked <= BUDGET + OVERHEAD, f"{now_locked} bytes are locked, with a budget of {BUDGET}")
         facts["reader_after_kill"] = kill_daemon(target, want, mode, user)
         ok("llmcache", "umount", "--force", target, user=user)
         expect_nothing_left(target, locked)
