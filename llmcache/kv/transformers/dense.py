@@ -22,7 +22,8 @@ SPILLED = 4096
 """Contexts of up to this many tokens do not use a spill file, if their memory is not limited in bytes.
 
 *Measured* with pools of 128 and 1,024 tokens, and 8 layers with the shape of SmolLM2 on two cores: at 2,048 tokens, a token
-takes 2.6 to 2.8 times as long as with transformers' own cache (1.4 times without a file), and at 4,096 tokens 1.0 times.
+takes 2.6 to 2.8 times as long as with transformers' own cache (1.4 times without a file); at 4,096 tokens 0.8 to 2.6 times,
+depending on the load of the machine.
 """
 LENGTHS = (1024, 4096)
 """Context lengths at which both methods are measured; lines through the times meet at the break-even."""
