@@ -200,11 +200,15 @@ class LoopOrder:
     """A permutation of the extents 0..count-1, initially in file order: `rank_of[extent]` and `extent_at[rank]`."""
 
     def __init__(self, count: int) -> None:
-        self.extent_at = array("I", range(count))
-        self.rank_of = self.extent_at[:]
+        self.reset(count)
 
     def __len__(self) -> int:
         return len(self.extent_at)
+
+    def reset(self, count: int) -> None:
+        """Start again with `count` extents in file order."""
+        self.extent_at = array("I", range(count))
+        self.rank_of = self.extent_at[:]
 
     def extend(self, count: int) -> None:
         """Add extents at the end, up to `count` in all."""
@@ -365,6 +369,14 @@ class LoopLearner:
         self._unproved: Sequence[int] = ()  # the last pass in an order other than the current one
         # the longest pass over a space that is not known to loop; re-reading one page does not make it a loop
         self._scan: Pass | None = None
+
+    def resize(self, count: int) -> None:
+        """Change the number of extents of a written file; with fewer than before, start again in file order."""
+        if count > len(self.order):
+            self.order.extend(count)
+        else:
+            self.order.reset(count)
+        self.use.resize(count)
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
         """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""

@@ -21,8 +21,8 @@ import pytest
 
 from llmcache.mount.backends.fuse import FuseBackend
 from llmcache.mount.engine.warmup import Tell, Warmup
+from llmcache.mount.source.tree import SourceTree, WritePolicy
 from llmcache.mount.vfs.operations import LlmcacheOperations
-from llmcache.mount.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import PAGE, READ_AHEAD_PAGES, READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 
@@ -99,8 +99,8 @@ def test_a_loop_is_pinned_and_released(rig: Rig) -> None:
 
     wait_until(reads_less, "a pass reads less than the whole file")
     rig.engine.removed("/loop")
-    wait_until(lambda: state.used_bytes == 0 and not rig.kernel.resident_bytes(), "everything is released")
-    assert state.pinned_bytes() == 0
+    wait_until(lambda: state.memory.used_bytes == 0 and not rig.kernel.resident_bytes(), "everything is released")
+    assert state.memory.pinned_bytes == 0
 
 
 def test_a_loop_over_part_of_a_loaded_file_is_pinned_if_it_fits(rig: Rig) -> None:
@@ -137,7 +137,7 @@ def test_a_smaller_budget_holds(rig: Rig) -> None:
     rig.engine.resize(BUDGET)
     rig.sweep(file)
     wait_until(rig.settled, "memory is within the smaller budget")
-    assert rig.engine.state.pinned_bytes() <= BUDGET
+    assert rig.engine.state.memory.pinned_bytes <= BUDGET
     rig.bound_holds()
 
 

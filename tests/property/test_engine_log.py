@@ -132,8 +132,7 @@ def test_the_log_reproduces_the_state_of_the_core(
 ) -> None:
     with running(tmp_path, "arena", monkeypatch) as rig:
         log = ListLog()
-        # ListLog has the methods of AccessLog that the engine calls.
-        rig.engine.state.references.log = log  # type: ignore[assignment]
+        rig.engine.state.references.log = log
         work(rig)
         wait_until(lambda: matches_log(rig, log), "no load runs")
 
@@ -147,8 +146,9 @@ def matches_log(rig: Rig, log: ListLog) -> bool:
         core, holder = state.references.core, rig.engine.holder
         assert core is not None and isinstance(holder, ArenaPinStore)
         assert state_of(replayed_core(log, BUDGET)) == state_of(core)
+        state.memory.verify(state.spaces.values())
         cached = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
         assert set(holder.regions) == cached
-        assert state.held_bytes == sum(region.size for region in holder.regions.values())
+        assert state.memory.held_bytes == sum(region.size for region in holder.regions.values())
         assert core.clock > 0 and core.held_blocks * 4096 <= core.limit_bytes
         return True

@@ -23,8 +23,7 @@ from llmcache.memory import (
     machine_memory,
     tightest,
 )
-from llmcache.mount.engine import budget
-from llmcache.mount.engine.budget import (
+from llmcache.mount.budget import (
     DAEMON_BYTES,
     LEAST_LIMIT_BYTES,
     MIN_BUDGET_BYTES,
@@ -32,6 +31,7 @@ from llmcache.mount.engine.budget import (
     settle_budget,
     settle_mode,
 )
+from llmcache.mount.engine import budget
 from llmcache.units import parse_size
 
 MIB = 1 << 20

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.space import HUGE_BYTES
 from llmcache.mount import syscalls
 from llmcache.mount.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
 from llmcache.mount.readahead import read_ahead_file
-from llmcache.mount.vfs.backing import Backing
+from llmcache.mount.source.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345
 

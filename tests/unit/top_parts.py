@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmcache.mount.client.top import HeatLayer
-from llmcache.mount.engine.state import WaitHistogram
+from llmcache.mount.state.state import WaitHistogram
 
 MB = 1_000_000
 

@@ -24,23 +24,19 @@ import time
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
+from llmcache.cache.space import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import MissingRequirement
 from llmcache.model.names import NOT_THERE
 from llmcache.mount import syscalls
 from llmcache.mount.backends.touches import FILES, PLACES, RUNS, Touches
-from llmcache.mount.engine.space import PINNED, SINGLE, LoopSpace, SpaceFile
-from llmcache.mount.engine.state import LOADS_S
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
-from llmcache.mount.vfs.backing import Backing
-from llmcache.mount.vfs.source import LinkTarget
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import Caller, LinkTarget
+from llmcache.mount.state.interfaces import EngineCalls
+from llmcache.mount.state.space import PINNED, SINGLE, LoopSpace, SpaceFile
+from llmcache.mount.state.state import LOADS_S
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.vfs.source import Caller
 
 log = logging.getLogger(__name__)
 
@@ -354,7 +350,7 @@ class SlotAllocator:
 class Files:
     """The table of files below SOURCE and of their clients, maintained by the thread `run` and by warm-ups."""
 
-    def __init__(self, touches: Touches, engine: Engine) -> None:
+    def __init__(self, touches: Touches, engine: EngineCalls) -> None:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
@@ -441,7 +437,7 @@ class Files:
             self.read_ahead = None
 
     def _fit(self) -> bool:
-        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
+        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.memory.budget_bytes
 
     def _set_read_ahead(self) -> None:
         """Set the readahead while the files do not fit. If they do, the kernel's own setting makes larger folios."""

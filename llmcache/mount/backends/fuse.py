@@ -23,17 +23,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
-from llmcache.mount.backends.base import BOUNCE_BYTES, BUFFER_BYTES, BufferFetch, MemoryRegion
+from llmcache.cache.space import LARGE_EXTENT
+from llmcache.cache.steering import HIT, KEPT, MISS
 from llmcache.mount.backends.samples import FilePrograms, Samples
-from llmcache.mount.client.mountpoint import find
-from llmcache.mount.engine.experts import ExpertLoad
-from llmcache.mount.engine.space import (
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.state.buffers import BOUNCE_BYTES, BUFFER_BYTES, MemoryRegion
+from llmcache.mount.state.interfaces import EngineCalls, KernelNotifier, PinStore
+from llmcache.mount.state.space import (
     ABSENT,
     LOADING,
     PINNED,
@@ -41,24 +41,17 @@ from llmcache.mount.engine.space import (
     SINGLE,
     SPARSE,
     TOUCHED,
+    BufferFetch,
+    ExpertLoad,
     Fetch,
     LoopSpace,
+    MoeFile,
     SpaceFile,
     Tripwire,
 )
-from llmcache.mount.engine.state import READ
+from llmcache.mount.state.state import READ, CacheState, Job, read_whole
 from llmcache.procfs import Mount, MountWatch
 from llmcache.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import KernelNotifier, PinStore
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState, Job
-    from llmcache.mount.vfs.backing import Backing
-
-
-FAILED = 1 << 20  # value of `LoopSpace.missed` for an extent that could not be read: it is never fetched ahead again
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +61,13 @@ class FuseBackend:
 
     in_place, large_extent = False, LARGE_EXTENT
 
-    def __init__(self, state: CacheState, holder: PinStore) -> None:
+    def __init__(
+        self, state: CacheState, holder: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
+    ) -> None:
+        """`find(mountpoint)`: this mount in the mount table, or None if it is not there."""
         self.state = state
         self.holder = holder
+        self._find = find
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
@@ -79,7 +76,7 @@ class FuseBackend:
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Begin to serve; called before the first request, after which clients hang if this process is killed."""
         self.notifier = notifier
-        self._entry = MountWatch(lambda: find(mountpoint))
+        self._entry = MountWatch(lambda: self._find(mountpoint))
         entry = self._entry.current()
         self._guard(entry)
         self.slices.start(entry.dev if entry is not None else 0)
@@ -142,10 +139,8 @@ class FuseBackend:
         charged = space.accounted_bytes[extent]
         fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
         fetch.keep = verdict == KEPT
-        space.loading[extent] = fetch
-        space.partial_extents.pop(extent, None)
-        space.set_state(extent, LOADING)
-        self.state.account(space, extent, length)
+        space.begin_load(fetch)
+        self.state.memory.account(space, extent, length)
         if verdict == HIT:
             fetch.held = True
             fetch.done.set()
@@ -242,13 +237,8 @@ class FuseBackend:
         if fetch.keep and space.alive:
             self.state.references.lost(space, extent)
         if space.loading.get(extent) is fetch:
-            del space.loading[extent]
-            space.missed[extent] = FAILED
-            space.set_state(extent, SPARSE)
-            self.state.resident_bytes -= space.accounted_bytes[extent] - fetch.charged
-            space.accounted_bytes[extent] = fetch.charged
-            if fetch.charged:
-                space.partial_extents[extent] = time.monotonic_ns()
+            self.state.memory.correct(space, extent, fetch.charged)
+            space.fail_load(extent, time.monotonic_ns(), for_good=True)
 
     def store(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
         """Store the loaded extent in the page cache and finish the fetch."""
@@ -277,8 +267,7 @@ class FuseBackend:
                 self._stored(space, member, fetch, trip, failed)
             elif usable and member.node is not None:
                 # The space has ended since: data stored after its pages were invalidated must be invalidated as well.
-                self.state.pending_invalidations.append((member.node, fetch.offset, fetch.length, 0))
-                self.state.room.notify()
+                self.state.invalidate(member.node, fetch.offset, fetch.length)
             self.state.finish(fetch)
         fetch.stored.set()
 
@@ -298,17 +287,14 @@ class FuseBackend:
     def _stored(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch, trip: bool, failed: int) -> None:
         """Set the state of an extent after its STORE; `failed` is 0 or the negative errno. Lock held."""
         extent = fetch.extent
-        del space.loading[extent]
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
-            space.set_state(extent, SPARSE if space.missed.get(extent, 0) else ABSENT)
-            space.partial_extents[extent] = time.monotonic_ns()  # the pages that were stored must be evicted some time
+            space.fail_load(extent, time.monotonic_ns(), for_good=False)
             return
         self.state.counters.stored_bytes += fetch.length
         if trip and not fetch.joined and fetch.length > PAGE_BYTES:
-            space.set_state(extent, READY)
-            space.ready[extent] = time.monotonic_ns()
-            space.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE_BYTES), fetch.held)
+            page = ctypes.string_at(fetch.region.address, PAGE_BYTES)
+            space.make_ready(extent, time.monotonic_ns(), Tripwire(page, fetch.held))
         else:
             space.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
@@ -347,20 +333,9 @@ class FuseBackend:
 
 def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
     """Start the process that aborts the connection of a mount if this process is killed."""
-    script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
+    script = str(Path(__file__).with_name("sentinel.py"))
     minor = str(os.minor(entry.dev))
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
-
-
-def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
-    """Read a range; return True if all of it was read. On an error, readers of the range get it from their own read."""
-    try:
-        count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
-    except OSError:
-        return False
-    with state.lock:
-        state.counters.backing_read_bytes += count
-    return count >= length
 
 
 def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
@@ -617,7 +592,7 @@ class PendingRead:
 class Reader:
     """Serves reads of all files, and reports completed passes to the engine."""
 
-    def __init__(self, engine: Engine, backend: FuseBackend) -> None:
+    def __init__(self, engine: EngineCalls, backend: FuseBackend) -> None:
         self.engine = engine
         self.backend = backend
         self.state = backend.state
@@ -753,19 +728,14 @@ class Reader:
         if space.state(extent) == TOUCHED:
             count = space.refaults[extent] = space.refaults.get(extent, 0) + 1
             if count >= REFAULTS_MAX:
-                # The kernel has reclaimed most of it: the next request fetches the extent whole.
-                del space.refaults[extent]
-                space.touched.pop(extent, None)
-                space.set_state(extent, ABSENT)
-                space.partial_extents[extent] = time.monotonic_ns()
+                space.reclaimed(extent, time.monotonic_ns())
 
     def _stray(self, space: LoopSpace, extent: int, length: int) -> None:
         """Account pages that enter the page cache by a reply without a fetch. Lock held."""
-        self.state.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
+        self.state.memory.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if space.state(extent) in (SINGLE, ABSENT, SPARSE):
-            space.partial_extents.pop(extent, None)
-            space.partial_extents[extent] = time.monotonic_ns()
+            space.make_partial(extent, time.monotonic_ns())
 
     def _answer(self, rest: PendingRead, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
         """Answer `length` bytes from `start` of a fetch; return the bytes.

@@ -34,19 +34,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
+from llmcache.cache.space import LARGE_EXTENT
+from llmcache.cache.steering import HIT, KEPT, Steering
 from llmcache.memory import limits_apart
-from llmcache.mount.backends.base import MemoryRegion, PinStore
 from llmcache.mount.backends.pinhelper import BATCH_BYTES, Run, add_run, overlap, pieces, take_out
-from llmcache.mount.engine.space import PINNED, READY, TOUCHED, Fetch, LoopSpace
-from llmcache.mount.engine.state import CacheState
 from llmcache.mount.services import Services
-from llmcache.mount.vfs.source import LinkTarget
+from llmcache.mount.source.tree import LinkTarget
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.interfaces import PinStore
+from llmcache.mount.state.space import PINNED, Fetch, LoopSpace
+from llmcache.mount.state.state import CacheState
 
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 20
-SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
 RETRY_S = 1.0  # from a refused unlock to the next attempt, and between checks of helpers while no request is queued
 PAYERS_S = 5.0  # between checks of the limits of cgroups that are charged for locked pages
@@ -547,42 +548,38 @@ class LockedPinStore(PinStore):
 
     def pin_ready(self, space: LoopSpace) -> None:
         """Lock the wanted extents that are ready or touched."""
-        present, now_ns = (READY, TOUCHED), time.monotonic_ns()
-        by_rank = zip(space.order.extent_at, space.status, strict=True)
-        wanted = [extent for extent, state in by_rank if state in present and space.wanted[extent]]
+        now_ns = time.monotonic_ns()
+        wanted = [extent for extent in (*space.ready, *space.touched) if space.wanted[extent]]
         self._pin(space, [extent for extent in wanted if space.unlockable.get(extent, 0) <= now_ns])
 
     def _pin(self, space: LoopSpace, extents: list[int]) -> None:
         for extent in extents:
-            space.set_state(extent, PINNED)
-            for table in (space.trips, space.ready, space.touched):
-                table.pop(extent, None)
-            space.pinned_bytes += space.length_of(space.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(space, extents):
+            space.pin(extent)
+            self.state.memory.pin(space, space.length_of(space.member_of(extent), extent))
+        for member, offset, length in space.ranges(extents):
             self.pins.lock(member.path, offset, length)
 
     def release(self, space: LoopSpace, extents: list[int]) -> None:
         """Unlock extents; their data stays until it is evicted."""
         for extent in extents:
             if space.state(extent) == PINNED:
-                space.set_state(extent, TOUCHED)
-                space.touched[extent] = 0
-                space.pinned_bytes -= space.length_of(space.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(space, extents):
+                space.touch(extent, 0)
+                self.state.memory.pin(space, -space.length_of(space.member_of(extent), extent))
+        for member, offset, length in space.ranges(extents):
             self.pins.unlock(member.path, offset, length)
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until the helpers have served the requests queued before."""
-        self.pins.settle(SETTLE_S)
+        self.pins.settle(timeout_s)
 
     def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
         """Lock pages of pinned extents again that were dropped and have been read again."""
-        for member, offset, length in self.state.ranges(space, extents):
+        for member, offset, length in space.ranges(extents):
             self.pins.lock(member.path, offset, length)
 
     def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents in state PINNED."""
-        return [space.order.extent_at[rank] for rank, state in enumerate(space.status) if state == PINNED]
+        return space.in_state(PINNED) if space.pinned_bytes else []
 
 
 class ArenaPinStore(PinStore):
@@ -592,14 +589,14 @@ class ArenaPinStore(PinStore):
     chooses the victims. `regions`: memory of the pinned extents, by space key and extent.
     """
 
-    def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, steering: Steering) -> None:
         self.state = state
-        self.core = Steering(state.budget_bytes, self._evicted, on_plan)
+        steering.on_evict = self._evicted
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
     def brings_region(self, space: LoopSpace, extent: int) -> bool:
         """Return True for extents that are in the arena, or will be."""
-        return self.core.holds(space.key, extent) or self.core.wants(space.key, extent)
+        return extent in space.held or bool(space.wanted[extent])
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
         """Return the extent's region on a hit, a new region if the core pins it, else None."""
@@ -609,17 +606,15 @@ class ArenaPinStore(PinStore):
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
         """Keep `region`, unless the core has evicted the extent while it was read."""
-        if self.core.holds(space.key, extent):
+        if extent in space.held:
             self.regions[(space.key, extent)] = region
-            self.state.held_bytes += region.size
-            space.pinned_bytes += region.size
+            self.state.memory.hold(space, region.size)
 
     def _evicted(self, key: str, extent: int) -> None:
         """Free the region of an evicted extent; one that is still being read is not in `regions` yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
-            self.state.held_bytes -= region.size
-            self.state.spaces[key].pinned_bytes -= region.size
+            self.state.memory.hold(self.state.spaces[key], -region.size)
             self.state.room.notify()
 
     def pinned(self, space: LoopSpace) -> list[int]:

@@ -32,27 +32,32 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.space import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.mount import syscalls
-from llmcache.mount.backends.base import ClientReads
 from llmcache.mount.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
-from llmcache.mount.backends.fuse import FAILED
 from llmcache.mount.backends.samples import Samples
 from llmcache.mount.backends.touches import MISS, Touch, Touches
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, LoopSpace, SpaceFile
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.state.interfaces import ClientReads, EngineCalls, KernelNotifier
+from llmcache.mount.state.space import (
+    ABSENT,
+    LOADING,
+    PINNED,
+    READY,
+    SINGLE,
+    SPARSE,
+    TOUCHED,
+    Fetch,
+    LoopSpace,
+    MoeFile,
+    SpaceFile,
+)
+from llmcache.mount.state.state import Job
 from llmcache.procfs import MountWatch, mounts
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import KernelNotifier
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import Job
-    from llmcache.mount.vfs.backing import Backing
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +143,7 @@ class InPlaceBackend:
 
     in_place, large_extent = True, HUGE_BYTES
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCalls) -> None:
         self.engine = engine
         self.state = engine.state
         self.touches = Touches()
@@ -194,7 +199,7 @@ class InPlaceBackend:
         gains nothing there, and if both meet, the kernel continues in small pages, which clients then keep mapped. Once the
         clients pause, extents whose read was not observed are fetched, or found resident.
         """
-        is_kernels = not space.learner.passes and self.files.window >= HUGE_BYTES and space.kept_whole
+        is_kernels = not space.touches.passes and self.files.window >= HUGE_BYTES and space.kept_whole
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
@@ -262,7 +267,7 @@ class InPlaceBackend:
     def find_experts(self, moe: MoeFile) -> None:
         """Take over the experts that are resident, and queue those resident in part for invalidation."""
         whole: list[int] = []
-        debts: list[tuple[int, int, int, int]] = []
+        partly: list[tuple[int, int]] = []
         file = self.files.of_node(moe.member.node)
         if file is None:
             return
@@ -272,12 +277,12 @@ class InPlaceBackend:
                 if pages * BLOCK_BYTES >= moe.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
-                    debts += [(moe.member.node or 0, *part, 0) for part in moe.own(expert)]
+                    partly += moe.own(expert)
         with self.state.lock:
             if moe.member.moe is moe and not moe.alone:
                 self.state.expert_cache.found(moe, whole)
-                self.state.pending_invalidations += debts
-                self.state.room.notify()
+                for part in partly:
+                    self.state.invalidate(moe.member.node or 0, *part)
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
         """Claim an extent; return the job that fetches it. Lock held."""
@@ -286,16 +291,13 @@ class InPlaceBackend:
     def _demand(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
         """Queue a fetch of a whole extent that a reader has begun to read. Lock held."""
         if member.reachable and extent not in space.loading:
-            self.state.jobs.append(self._claim(space, member, extent, ahead=False))
+            self.state.queue(self._claim(space, member, extent, ahead=False))
 
     def _claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool) -> Job:
         length = space.length_of(member, extent)
         fetch = Fetch(extent, length, ahead, member.backing, space.accounted_bytes[extent])
-        space.loading[extent] = fetch
-        space.partial_extents.pop(extent, None)
-        space.touched.pop(extent, None)
-        space.set_state(extent, LOADING)
-        self.state.account(space, extent, length)
+        space.begin_load(fetch)
+        self.state.memory.account(space, extent, length)
         member.loads += 1
         return functools.partial(self._fetch, space, member, fetch)
 
@@ -388,15 +390,10 @@ class InPlaceBackend:
     def _arrived(self, space: LoopSpace, fetch: Fetch) -> None:
         """Set the state of an extent whose fetch has ended. Lock held."""
         extent, now_ns = fetch.extent, time.monotonic_ns()
-        del space.loading[extent]
         if fetch.error is not None:
-            if fetch.error.errno != errno.ESTALE:
-                space.missed[extent] = FAILED
-            space.set_state(extent, SPARSE if extent in space.missed else ABSENT)
-            space.partial_extents[extent] = now_ns
+            space.fail_load(extent, now_ns, for_good=fetch.error.errno != errno.ESTALE)
         elif fetch.ahead and not fetch.joined:
-            space.set_state(extent, READY)
-            space.ready[extent] = now_ns
+            space.make_ready(extent, now_ns)
         else:
             space.touch(extent, now_ns)
             self.state.consumed(self.engine.judge.used_bytes(space, extent), False)
@@ -473,8 +470,7 @@ class InPlaceBackend:
         for each in experts:
             self.state.references.slices(moe.space, moe.member, moe.ranges(each), touch.pid)
             moe.member.loads += 1
-            self.state.jobs.append(functools.partial(self._fetch_expert, moe, each))
-            self.state.work.notify()
+            self.state.queue(functools.partial(self._fetch_expert, moe, each))
 
     def _lacks(self, moe: MoeFile, number: int) -> bool:
         """Return True if the kernel has reclaimed pages of a slice; a miss alone may be of a page that is being read."""
@@ -557,7 +553,7 @@ class InPlaceBackend:
                 is_slow = RENEWAL_LEAST_BYTES < self._read_bytes < RENEWAL_BPS * self._read_s
                 if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
-                if self.engine.gauge.is_near:  # the new pages take memory before the old ones are freed
+                if self.state.is_near:  # the new pages take memory before the old ones are freed
                     return
                 with self.files.lock:
                     if file.mappers > 1:
@@ -592,9 +588,9 @@ class InPlaceBackend:
                 return False
             small = [extent for extent in small if space.state(extent) == PINNED]
             self.engine.holder.release(space, small)
-            state.resident_bytes -= sum(map(space.forget, small))
+            state.memory.forget(space, small)
             jobs = [self._claim(space, member, extent, ahead=True) for extent in small]
-        self.engine.pins.settle(PINS_S)
+        self.engine.holder.settle(PINS_S)
         for extent in small:
             self.drop(file.status.st_ino, [parts[extent]])
         for job in jobs:

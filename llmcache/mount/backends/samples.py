@@ -13,16 +13,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
-from llmcache.mount.backends.files import CHECK_S, Program
+from llmcache.mount.backends.files import CHECK_S, File, Files, Program
+from llmcache.mount.state.space import MoeFile
+from llmcache.mount.state.state import CacheState
 from llmcache.procfs import status_of
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.files import File, Files
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState
 
 log = logging.getLogger(__name__)
 

@@ -12,18 +12,16 @@ import os
 import select
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import Ring
 from llmcache.errors import MissingRequirement
+from llmcache.model.tensors import SliceRun
 from llmcache.mount import syscalls
-from llmcache.mount.backends.base import ClientReads
+from llmcache.mount.state.interfaces import ClientReads
 from llmcache.procfs import fstype_at
 from llmcache.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.model.tensors import SliceRun
 
 log = logging.getLogger(__name__)
 

@@ -16,17 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmcache.model.tensors import Part
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.state.interfaces import ClientReads
+from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, MoeFile, SpaceFile
+from llmcache.mount.state.state import CacheState, References
 from llmcache.procfs import status_of
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import ClientReads
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState, References
-
 
 SCHEMA = "llmcache.stats/1"
 
@@ -42,20 +38,20 @@ def snapshot(
     `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
-        counters, log = asdict(state.counters), state.references.log
+        counters, log, memory = asdict(state.counters), state.references.log, state.memory
         result: dict[str, Any] = {
             "schema": SCHEMA,
             "mode": mode,
             "uptime_s": (time.monotonic_ns() - state.began_ns) / 1e9,
-            "budget_bytes": state.budget_bytes,
-            "limit_bytes": state.pin_limit_bytes,
-            "pinned_bytes": state.pinned_bytes(),
-            "window_bytes": state.window_bytes(),
+            "budget_bytes": memory.budget_bytes,
+            "limit_bytes": memory.pin_limit_bytes,
+            "pinned_bytes": memory.pinned_bytes,
+            "window_bytes": memory.window_bytes,
             # Read by pages: headers, embedding rows, small and written files.
             "pages_bytes": sum(
                 space.accounted_bytes[extent] for space in state.spaces.values() for extent in space.partial_extents
             ),
-            "resident_bytes": state.used_bytes,
+            "resident_bytes": memory.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
             "hit_bytes": counters["hit_bytes"],
             "miss_bytes": counters["miss_bytes"],
@@ -68,14 +64,14 @@ def snapshot(
             "stored_bytes": counters["stored_bytes"],
             "invalidated_bytes": counters["invalidated_bytes"],
             "refault_bytes": counters["refault_bytes"],
-            "beyond_bytes": max(0, state.used_bytes - state.limit_bytes) if state.opportunistic_bytes else 0,
+            "beyond_bytes": max(0, memory.used_bytes - memory.limit_bytes) if memory.opportunistic_bytes else 0,
             "helper_pid": next(iter(helper_pids), 0),
             "arena": _arena(state.references),
             "services": state.services.facts(),
             "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
             "files": _files(state, name_of),
         }
-        held_bytes = state.held_bytes
+        held_bytes = memory.held_bytes
     helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
     result["cpu_s"] = cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids)
     result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
@@ -124,12 +120,12 @@ def _class(space: LoopSpace) -> str:
 
 
 def _loop(space: LoopSpace) -> dict[str, Any]:
-    learner = space.learner
+    learner = space.touches
     return {
-        "bytes": space.loop_bytes,
+        "bytes": min(space.used_loop_bytes, sum(member.size_bytes for member in space.members)),
         "period_s": None if learner.period is None else learner.period / 1e9,
         "pinned_bytes": space.pinned_bytes,
-        "window_bytes": space.window_bytes,
+        "window_bytes": space.plan.window_bytes,
         "passes": learner.passes,
         "readers": [cursor.head / space.count for cursor in space.cursors.live],
         "guessed": learner.guessed,
@@ -184,7 +180,7 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 class _Copy:
     """Copy of one space: `status` by rank, the other arrays by extent.
 
-    `held`: extents in the arena. `MoE files`: MoE files, each with its resident experts.
+    `held`: extents in the arena. `moe_files`: MoE files, each with its resident experts.
     """
 
     members: tuple[SpaceFile, ...]
@@ -223,10 +219,8 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
 
 def _copy(state: CacheState, space: LoopSpace) -> _Copy:
     """Return a copy of the space. Lock held."""
-    core = state.references.core
-    core_space = None if core is None else core.spaces.get(space.key)
     now_ns = time.monotonic_ns()
-    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.learner.period or 0))
+    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.touches.period or 0))
     return _Copy(
         tuple(space.members),
         space.extent_bytes,
@@ -234,7 +228,7 @@ def _copy(state: CacheState, space: LoopSpace) -> _Copy:
         space.order.rank_of[:],
         space.accounted_bytes[:],
         space.seen_ns[:],
-        frozenset(() if core_space is None else core_space.held),
+        frozenset(space.held),
         now_ns,
         max(1, now_ns - recent_ns),  # 0 means never
         tuple((member.moe, member.moe.kept) for member in space.members if member.moe is not None),

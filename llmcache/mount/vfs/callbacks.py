@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from llmcache.mount.vfs.source import Caller
+from llmcache.mount.source.tree import Caller
 
 if TYPE_CHECKING:
     from llmcache.mount.vfs.operations import LlmcacheOperations

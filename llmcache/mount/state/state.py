@@ -34,23 +34,19 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES, WINDOW_ALLOWANCE_BYTES
 from llmcache.cache.shadow import Shadow
-from llmcache.cache.steering import HIT, MISS, Steering
-from llmcache.mount.backends.base import BufferPool
-from llmcache.mount.engine.experts import ExpertCache
-from llmcache.mount.engine.space import Fetch, LoopSpace, SpaceFile
+from llmcache.cache.steering import HIT, MISS, Event, Spaces, Steering
 from llmcache.mount.services import Services
-from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.daemon.accesslog import AccessLog
-    from llmcache.mount.vfs.backing import Backing
-
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.state.accounting import Accounting, Counters
+from llmcache.mount.state.buffers import BufferPool, MemoryRegion
+from llmcache.mount.state.experts import ExpertCache
+from llmcache.mount.state.space import Fetch, LoopSpace, SpaceFile, SpaceIndex
+from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1, 3))
 """Upper bounds of the histogram's classes, inclusive, from 0.1 ms to 3 s; one more class counts longer waits."""
@@ -77,41 +73,41 @@ class WaitHistogram:
         return {"bounds_s": bounds, "counts": list(self._counts), "sum_s": self._total_ns / 1e9}
 
 
-@dataclass
-class Counters:
-    """Bytes since the mount began."""
-
-    requested_bytes: int = 0  # by READ requests
-    hit_bytes: int = 0  # read by clients from memory: from pinned extents (counted once a pass), or from the arena
-    miss_bytes: int = 0  # read by clients from storage
-    backing_read_bytes: int = 0
-    backing_write_bytes: int = 0
-    prefetch_useful_bytes: int = 0
-    prefetch_late_bytes: int = 0
-    prefetch_wasted_bytes: int = 0
-    stored_bytes: int = 0
-    invalidated_bytes: int = 0
-    refault_bytes: int = 0
-
-
 LOADS_S = 30.0  # how long the last close of a file waits for reads of it under way
 READ, WRITE = 0, 1  # the values of llmcache.trace.record, which the daemon must not import
 
 
+class Log(Protocol):
+    """The access log, as far as the engine uses it (`daemon.accesslog.AccessLog`)."""
+
+    path: str
+    rows: int
+    lost: int
+
+    def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
+        """Append one reference with the current time."""
+
+    def event(self, event: Sequence[Any]) -> None:
+        """Append an event in its JSON form, which happened before the next row."""
+
+    def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
+        """Append an entry of the file table."""
+
+
 class References:
-    """Passes references to extents, and events, to the deterministic core and to the access log.
+    """Passes references to extents to the steering of mode arena, and references and events to the access log.
 
     Both receive the same sequence, so the decisions of a mount can be replayed from its log through
-    `llmcache.cache.steering`, which defines the events. Mode steer has no core: clients read pinned extents without a
-    request, so the daemon sees only some of the references, and its log contains those. Every method expects the engine's
-    lock.
+    `llmcache.cache.steering`, which defines the events. In the other modes clients read pinned extents without a request,
+    so the daemon sees only some of the references, and its log contains those. Every method expects the engine's lock.
     """
 
-    def __init__(self, core: Steering | None = None) -> None:
-        self.core = core
-        self.log: AccessLog | None = None
+    def __init__(self, steering: Spaces) -> None:
+        self.core = steering if isinstance(steering, Steering) else None
+        self.log: Log | None = None
         self._files: dict[tuple[str, int, int, int], int] = {}
-        self._paused_events: list[tuple[Any, ...]] | None = None  # None: the log is not paused
+        self._paused_events: list[Event] | None = None  # None: the log is not paused
+        steering.journal = self._record
 
     def pause(self) -> None:
         """Stop logging events while the mount ends: a replay must not end with the evictions of an unmount."""
@@ -121,17 +117,13 @@ class References:
         """Log the events since `pause`, and log again: the mount continues."""
         paused_events, self._paused_events = self._paused_events or [], None
         for event in paused_events:
-            if self.log is not None:
-                self.log.event(event)
+            self._record(event)
 
-    def record_event(self, *event: Any) -> None:
-        """Pass an event to the log and the core."""
+    def _record(self, event: Event) -> None:
         if self._paused_events is not None:
             self._paused_events.append(event)
         elif self.log is not None:
             self.log.event(event)
-        if self.core is not None:
-            self.core.apply(event)
 
     def joined(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
         """Log the identity of a member's file, which was opened."""
@@ -145,14 +137,10 @@ class References:
         self.log.file(member.file_id, *identity, backing.size)
         self.log.event(("file", member.file_id, space.key, space.members.index(member)))
 
-    def guessed(self, space: LoopSpace, single: Iterable[int], hot: Iterable[int], order: Iterable[int]) -> None:
-        """Report the first guess from a header: extents read by pages, the hot ones among them, and the loop's order."""
-        self.record_event("guess", space.key, ranges(single), ranges(hot), ranges(order))
-
     def lost(self, space: LoopSpace, extent: int) -> None:
         """Report that an extent could not be read, if the core counts it as held."""
         if self.core is not None and self.core.holds(space.key, extent):
-            self.record_event("lost", space.key, extent)
+            self.core.lost(space.key, extent)
 
     def claimed(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int) -> int:
         """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
@@ -193,81 +181,88 @@ def ranges(extents: Iterable[int]) -> list[tuple[int, int]]:
 Job = Callable[[], None]
 
 
-@dataclass(eq=False)
 class CacheState:
-    """Budget, spaces and counters of one mount."""
+    """Memory, spaces and counters of one mount. `steering`: a `Steering` in mode arena, otherwise a `Spaces`."""
 
-    budget_bytes: int
-    pool: BufferPool
-    allowance_bytes: int = WINDOW_ALLOWANCE_BYTES
-    experts_allowance_bytes: int = 0  # added while MoE models are read
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    counters: Counters = field(default_factory=Counters)
-    late_waits: WaitHistogram = field(
-        default_factory=WaitHistogram
-    )  # for extents that a loader was fetching ahead of the reader
-    demand_waits: WaitHistogram = field(default_factory=WaitHistogram)  # for extents that no loader had fetched ahead
-    began_ns: int = field(default_factory=time.monotonic_ns)
-    references: References = field(default_factory=References)
-    services: Services = field(default_factory=Services)
-    spaces: dict[str, LoopSpace] = field(default_factory=dict)
-    places: dict[str, list[tuple[LoopSpace, SpaceFile]]] = field(
-        default_factory=dict
-    )  # by path; a shard may be in two spaces
-    owners: dict[Backing, tuple[LoopSpace, SpaceFile]] = field(default_factory=dict)
-    opens: dict[Backing, int] = field(default_factory=dict)  # open handles of clients
-    pending_invalidations: list[tuple[int, int, int, int]] = field(
-        default_factory=list
-    )  # (node, offset, length, charged) to invalidate
-    jobs: deque[Job] = field(default_factory=deque)  # loaders run these before they claim extents
-    storing: list[tuple[LoopSpace, SpaceFile]] = field(default_factory=list)  # STOREs under way
-    resident_bytes: int = 0  # upper bound of this mount's bytes in the page cache
-    asked_bytes: int = 0  # room that a warm-up waits for
-    held_bytes: int = 0  # arena only: bytes in the daemon's own memory
-    least_window_bytes: int = MIN_WINDOW_BYTES  # of a loop that does not fit
-    opportunistic_bytes: int = 0  # in place only: opportunistic bytes beyond the limit, in memory that nothing else needs
-    is_calm: bool = True  # available memory has not shrunk for a while
-    crowded: bool = False  # a thread that waits on `work` needs room
-    running: bool = True
+    def __init__(
+        self,
+        budget_bytes: int,
+        pool: BufferPool,
+        steering: Spaces | None = None,
+        *,
+        allowance_bytes: int = WINDOW_ALLOWANCE_BYTES,
+        experts_allowance_bytes: int = 0,
+        least_window_bytes: int = MIN_WINDOW_BYTES,
+    ) -> None:
+        self.pool = pool
+        self.steering = steering or Spaces(budget_bytes)
+        self.references = References(self.steering)
+        self.lock = threading.Lock()
+        self.work, self.room, self.ended = (threading.Condition(self.lock) for _ in range(3))
+        self.memory = Accounting(budget_bytes, allowance_bytes, experts_allowance_bytes, self.room.notify)
+        self.least_window_bytes = least_window_bytes  # of a loop that does not fit
+        self.counters = Counters()
+        self.late_waits = WaitHistogram()  # for extents that a loader was fetching ahead of the reader
+        self.demand_waits = WaitHistogram()  # for extents that no loader had fetched ahead
+        self.began_ns = time.monotonic_ns()
+        self.services = Services()
+        self.spaces: dict[str, LoopSpace] = {}
+        self.extents = 0  # of all spaces
+        self.places: dict[str, list[tuple[LoopSpace, SpaceFile]]] = {}  # by path; a shard may be in two spaces
+        self.owners: dict[Backing, tuple[LoopSpace, SpaceFile]] = {}
+        self.opens: dict[Backing, int] = {}  # open handles of clients
+        self.jobs: deque[Job] = deque()  # loaders run these before they claim extents
+        self.storing: list[tuple[LoopSpace, SpaceFile]] = []  # STOREs under way
+        self.is_calm = True  # available memory has not shrunk for a while
+        self.is_near = False  # little memory is available
+        self.crowded = False  # a thread that waits on `work` needs room
+        self.running = True
+        self.shadow = Shadow(self.memory.limit_bytes)
+        self.expert_cache = ExpertCache(self.memory, self.counters, self.shadow, self._experts_changed)
 
-    def __post_init__(self) -> None:
-        self.pin_limit_bytes = self.budget_bytes
-        self.limit_bytes = self.budget_bytes + self.allowance_bytes
-        self.expert_cache = ExpertCache(self)
-        self.shadow = Shadow(self.limit_bytes)
-        self.work = threading.Condition(self.lock)
-        self.room = threading.Condition(self.lock)
-        self.ended = threading.Condition(self.lock)
+    @property
+    def index(self) -> SpaceIndex:
+        """The spaces that a thread may have work with."""
+        return self.memory.index
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the bytes that memory pressure leaves of the budget: the limit of pins. Windows may add the allowance."""
-        if limit_bytes != self.pin_limit_bytes:
-            self.references.record_event("limit", limit_bytes)
-        self.pin_limit_bytes = limit_bytes
-        experts_bytes = self.experts_allowance_bytes if self.expert_cache.moe_files else 0
-        self.limit_bytes = limit_bytes + self.allowance_bytes + experts_bytes
+        """Set the bytes that memory pressure leaves of the budget: the limit of pins."""
+        if limit_bytes != self.memory.pin_limit_bytes:
+            self.steering.limit(limit_bytes)
+        self.memory.set_limit(limit_bytes, has_experts=bool(self.expert_cache.moe_files))
 
-    def set_opportunistic(self, free_bytes: int) -> None:
-        """Set the bytes that may be used beyond the limit. `free_bytes`: unneeded memory; negative: memory is short."""
-        opportunistic_bytes = max(0, self.used_bytes + free_bytes - self.limit_bytes)
-        if opportunistic_bytes < self.opportunistic_bytes:
-            self.room.notify()
-        self.opportunistic_bytes = opportunistic_bytes
+    def _experts_changed(self) -> None:
+        self.set_limit(self.memory.pin_limit_bytes)
+
+    def add(self, space: LoopSpace) -> None:
+        """Add a space."""
+        self.spaces[space.key] = space
+        self.extents += space.count
+        for member in space.members:
+            self.place(space, member)
+        self.steering.add(space)
+
+    def remove(self, space: LoopSpace) -> None:
+        """Remove a space that ends; does nothing if it was removed before."""
+        if self.spaces.pop(space.key, None) is not None:
+            self.extents -= space.count
+            for member in space.members:
+                self.displace(space, member)
 
     def ask_room(self) -> None:
         """Wake the evictor, which wakes threads that wait on `work` once there is room."""
         self.crowded = True
         self.room.notify()
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that may be used before extents are evicted."""
-        return self.limit_bytes + self.opportunistic_bytes
+    def queue(self, job: Job) -> None:
+        """Have a loader run `job`, without the lock."""
+        self.jobs.append(job)
+        self.work.notify()
 
-    @property
-    def used_bytes(self) -> int:
-        """Kernel and arena bytes that count against the budget."""
-        return self.resident_bytes + self.held_bytes
+    def invalidate(self, node: int, offset: int, length: int) -> None:
+        """Queue a range of which nothing is accounted for invalidation by the evictor."""
+        self.memory.pending.append(self.memory.pend(node, offset, length, 0))
+        self.room.notify()
 
     def stores_old(self, path: str) -> bool:
         """Return True while a STORE to `path` of a space that has ended is under way."""
@@ -285,11 +280,14 @@ class CacheState:
 
     def opens_of(self, space: LoopSpace) -> int:
         """Return the number of client handles on all files of `space`, which is alive."""
-        return sum(self.opens.get(member.backing, 0) for member in space.members if member.backing is not None)
+        return sum(self._handles(space))
 
     def programs_of(self, space: LoopSpace) -> int:
         """Return the largest number of client handles on one file of `space`."""
-        return max((self.opens.get(member.backing, 0) for member in space.members if member.backing is not None), default=0)
+        return max(self._handles(space), default=0)
+
+    def _handles(self, space: LoopSpace) -> list[int]:
+        return [self.opens.get(member.backing, 0) for member in space.members if member.backing is not None]
 
     def place(self, space: LoopSpace, member: SpaceFile) -> None:
         """Register a member at its path."""
@@ -301,17 +299,6 @@ class CacheState:
         members.remove((space, member))
         if not members:
             del self.places[member.path]
-
-    def account(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Account `length` more bytes of `extent`, in whole pages, to the page cache; at most the whole extent."""
-        if not space.alive or space.member_of(extent).node is None:
-            return  # until the node is known, nothing is accounted; then all pages are dropped
-        before = space.accounted_bytes[extent]
-        after = min(space.extent_bytes, before + -(-length // BLOCK_BYTES) * BLOCK_BYTES)
-        space.accounted_bytes[extent] = after
-        self.resident_bytes += after - before
-        if self.used_bytes > self.room_bytes:
-            self.room.notify()
 
     def consumed(self, length: int, hit: bool) -> None:
         """Count bytes that a client has read."""
@@ -327,22 +314,13 @@ class CacheState:
             self.pool.give(fetch.buffer)
             self.work.notify()
 
-    def ranges(self, space: LoopSpace, extents: list[int]) -> list[tuple[SpaceFile, int, int]]:
-        """Return (member, offset, length) of `extents`, consecutive ones merged."""
-        merged: list[tuple[SpaceFile, int, int]] = []
-        for extent in sorted(extents):
-            member = space.member_of(extent)
-            offset, length = space.offset_of(member, extent), space.length_of(member, extent)
-            if merged and merged[-1][0] is member and merged[-1][1] + merged[-1][2] == offset:
-                merged[-1] = (member, merged[-1][1], merged[-1][2] + length)
-            else:
-                merged.append((member, offset, length))
-        return merged
 
-    def pinned_bytes(self) -> int:
-        """Return the bytes that are pinned in the page cache (steer, in place) or in the arena."""
-        return sum(space.pinned_bytes for space in self.spaces.values())
-
-    def window_bytes(self) -> int:
-        """Return the accounted bytes that are not pinned: windows, hot pages and pages that are not invalidated yet."""
-        return max(0, self.used_bytes - self.pinned_bytes())
+def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
+    """Read a range; return True if all of it was read. On an error, readers of the range get it from their own read."""
+    try:
+        count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
+    except OSError:
+        return False
+    with state.lock:
+        state.counters.backing_read_bytes += count
+    return count >= length

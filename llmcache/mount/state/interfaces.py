@@ -1,58 +1,21 @@
-"""Interfaces that the engine works through: back ends, pin stores and the memory for fetches.
+"""Interfaces between the engine and the back ends.
 
-The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE
-(`fuse.py`) or in place (`inplace.py`), and reports opens, reads and closes to the engine. A pin store keeps pinned extents
-in memory. Methods that expect the engine's lock say so.
-
-Memory for fetches is page-aligned: a bounded pool that never blocks, and a small bounce buffer for each thread. A reader
-that finds the pool empty reads only the bytes of its request, through its bounce buffer: a reply must not wait for a buffer
-whose user may itself wait for that reply.
+The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE or in place, and reports
+opens, reads and closes to the engine. A pin store keeps pinned extents in memory. Methods that expect the engine's lock say
+so.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from llmcache.mount.engine.space import Fetch
-
-if TYPE_CHECKING:
-    from llmcache.mount.engine.experts import ExpertLoad, MoeFile
-    from llmcache.mount.engine.space import LoopSpace, SpaceFile
-    from llmcache.mount.engine.state import Job
-    from llmcache.mount.vfs.backing import Backing
-
-
-BUFFER_BYTES = 1 << 20
-BOUNCE_BYTES = 128 << 10
-
-
-class MemoryRegion:
-    """Anonymous page-aligned memory of `size` bytes at `address`."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.memory = mmap.mmap(-1, size)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-
-@dataclass(eq=False)
-class BufferFetch(Fetch):
-    """A read at `offset` into memory of this process: `region` contains the data once it is done.
-
-    `replied`: (start, end) of the bytes that readers received. `stored`: set once the rest is in the page cache. `load`: the
-    expert of which the fetch reads a piece; `extent` is then the expert's number.
-    """
-
-    region: MemoryRegion = field(kw_only=True)
-    offset: int = field(kw_only=True)
-    load: ExpertLoad | None = None
-    stored: threading.Event = field(default_factory=threading.Event)
-    replied: tuple[int, int] = (0, 0)
+from llmcache.cache.loops import Pass
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import SourceTree
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.space import Fetch, LoopSpace, MoeFile, SpaceFile
+from llmcache.mount.state.state import CacheState, Job
 
 
 class ClientReads(NamedTuple):
@@ -60,50 +23,6 @@ class ClientReads(NamedTuple):
 
     client_bytes: int
     own_bytes: int
-
-
-class BufferPool:
-    """Buffers of BUFFER_BYTES, `count` in all; files of hundreds of GiB use fewer, larger ones.
-
-    Fetching ahead leaves `reserve` buffers free for fetches that a reader waits for.
-    """
-
-    def __init__(self, count: int, reserve: int) -> None:
-        self.free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
-        self._left_bytes = count * BUFFER_BYTES  # not handed out, including buffers in `free`
-        self.count = count
-        self.reserve = reserve
-        self._bounce = threading.local()
-
-    def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Return a buffer of `size` bytes or more, or None if none is free for this purpose. Lock held."""
-        size = max(size, BUFFER_BYTES)
-        if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
-            return None
-        buffer = next((buffer for buffer in reversed(self.free) if buffer.size == size), None)
-        if buffer is not None:
-            self.free.remove(buffer)
-        else:
-            while sum(free.size for free in self.free) > self._left_bytes - size:
-                del self.free[0]
-            try:
-                buffer = MemoryRegion(size)
-            except OSError:  # no memory
-                return None
-        self._left_bytes -= size
-        return buffer
-
-    def give(self, buffer: MemoryRegion) -> None:
-        """Put a buffer back. Lock held."""
-        self.free.append(buffer)
-        self._left_bytes += buffer.size
-
-    def bounce(self) -> MemoryRegion:
-        """Return this thread's buffer of BOUNCE_BYTES."""
-        region: MemoryRegion | None = getattr(self._bounce, "region", None)
-        if region is None:
-            region = self._bounce.region = MemoryRegion(BOUNCE_BYTES)
-        return region
 
 
 class KernelNotifier(Protocol):
@@ -217,9 +136,88 @@ class PinStore(Protocol):
         """Lock pages of pinned extents again that were dropped and have been read again."""
         return
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until the locks and unlocks requested before are done. Without the engine's lock."""
         return
 
     def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents that are pinned."""
+
+
+class PinHelpers(Protocol):
+    """The pin helpers, as far as the engine uses them (`backends.holders.PinService`)."""
+
+    pids: tuple[int, ...]
+    again_bytes: int
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes locked by helpers."""
+
+    def start(self, mountpoint: str) -> None:
+        """Start the first helper for `mountpoint`, with nothing attached or locked. May follow `stop`."""
+
+    def stop(self) -> None:
+        """End the helpers, which releases all locks; wait for them."""
+
+    def attach(self, path: str) -> None:
+        """Open `path` in the first helper, which then reports its node."""
+
+    def detach(self, path: str) -> None:
+        """Close `path` and forget its locks."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Record that a file was renamed."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all requests queued before are done, or for `timeout_s`."""
+
+
+class TouchJudge(Protocol):
+    """What a back end reports about touches (`engine.evidence.Judge`). Lock held."""
+
+    def touched(self, space: LoopSpace, extent: int) -> None:
+        """Record a touch of an extent."""
+
+    def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None:
+        """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
+
+    def used_bytes(self, space: LoopSpace, extent: int) -> int:
+        """Estimate the bytes of an extent in use."""
+
+
+class EngineCalls(Protocol):
+    """What back ends report to the engine. Methods with a space expect the lock; those with a file take it."""
+
+    state: CacheState
+    tree: SourceTree
+    holder: PinStore
+    pins: PinHelpers
+
+    @property
+    def judge(self) -> TouchJudge:
+        """The judge of touches."""
+
+    def opened(self, backing: Backing, path: str, pid: int) -> bool:
+        """Record an open of a regular file; return True if the kernel may keep the pages that it has."""
+
+    def adopt(self, backing: Backing) -> bool:
+        """Add a file to a space, or find it in one."""
+
+    def closed(self, backing: Backing, pid: int) -> None:
+        """Record the end of one open."""
+
+    def changed(self, backing: Backing, offset: int, length: int) -> None:
+        """Handle a write through the mount, or a change of the file outside it (offset 0, length -1)."""
+
+    def renamed(self, old: str, new: str) -> None:
+        """Move the files at a path, or below a directory, to a new name."""
+
+    def removed(self, path: str) -> None:
+        """Forget the file at a path, which was deleted."""
+
+    def pass_ended(self, space: LoopSpace, done: Pass) -> None:
+        """Learn from a pass over a space that has ended."""
+
+    def replan(self) -> None:
+        """Request a new plan soon."""
