@@ -31,7 +31,7 @@ from llmcache.mount.budget import (
     settle_budget,
     settle_mode,
 )
-from llmcache.mount.engine import budget
+from llmcache.mount import budget
 from llmcache.units import parse_size
 
 MIB = 1 << 20
