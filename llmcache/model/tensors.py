@@ -314,7 +314,7 @@ def check_tensors(tensors: Iterable[Tensor], header_bytes: int, file_bytes: int)
     return in_order
 
 
-MOST_SLICES = 1 << 16  # of one file: DeepSeek V3 has 44,544
+MOST_SLICES = 1 << 17  # of one file: Kimi K2, one of the largest open models, has 69,120
 _NUMBERED = re.compile(r"\.experts\.([0-9]{1,5})\.")
 
 

@@ -19,7 +19,8 @@ from llmcache.cgroup import Cgroup
 from llmcache.model.tensors import Experts
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
-from tests.mount.live import OVERHEAD_BYTES, live, wait_for
+from tests.mount.live import OVERHEAD_BYTES, Live, live, wait_for
+from tests.unit.gguf_bytes import Gguf
 from tools.bench import patterns, routing
 from tools.bench.runner import client, forget, run_client
 from tools.bench.sides import read_ahead
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
 EXPERTS, USED = 32, 4
 TOKENS, WARM = 60, 20
+Q8_0 = 8  # its number in GGUF files
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,40 @@ def test_every_byte_is_right_while_experts_are_loaded_and_evicted(model: Model, 
         os.utime(path, (1, 1))
         read_for(500, through)
     assert not wrong
+
+
+SHAPES = {
+    "548 GB": [(61, 384, 7168 * 1024)],  # 70,272 slices: the experts of the largest open models
+    "2 x 31 GB": [(48, 128, 2048 * 768), (48, 128, 2048 * 768)],
+}
+"""Layers, experts of each, and values of a slice of models much larger than memory and disk: the files are sparse."""
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_large_models_are_steered(shapes: list[tuple[int, int, int]], tmp_path: Path, mode: str) -> None:
+    (tmp_path / "source").mkdir()
+    for number, (layers, count, values) in enumerate(shapes):
+        model, tensor_bytes = Gguf(), count * values // 32 * 34
+        names = [f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(layers) for part in ("gate", "up", "down")]
+        for name in names:
+            model.tensor(name, [2048, values // 2048, count], Q8_0, len(model.tensors) * tensor_bytes)
+        (tmp_path / "source" / f"{number}.gguf").write_bytes(model.file())
+        os.truncate(tmp_path / "source" / f"{number}.gguf", len(model.file()) + len(names) * tensor_bytes)
+    with live(tmp_path / "source", tmp_path / "mnt", "256M", "--mode", mode) as mount:
+        for number in range(len(shapes)):
+            path = mount.mountpoint / f"{number}.gguf"
+            experts = Experts(routing.layout_of(path))
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+                expert = 0
+                while kept_of(mount, path.name) < 2:
+                    for offset, length in experts.ranges(expert):
+                        assert not any(view[offset : offset + length : mmap.PAGESIZE])
+                    expert += experts.count // 20
+        most = OVERHEAD_BYTES * 5 // 4 + (256 << 20 if mode == "arena" else 0)
+        assert mount.memory_bytes() < most
+
+
+def kept_of(mount: Live, name: str) -> int:
+    """Return how many experts of a file are cached; 0 if it is not steered."""
+    files = [entry for entry in mount.stats()["files"] if entry["path"].lstrip("/") == name]
+    return int(files[0]["experts"]["kept"]) if files and files[0].get("experts") else 0

@@ -62,6 +62,20 @@ def test_lrfu_misses_less_than_lru_and_more_than_oracles(habits: routing.Habits,
     assert missed["belady"] < missed["known"] < missed["llmcache"] <= most * missed["lru"]
 
 
+@pytest.mark.parametrize(("zipf", "share"), [(1.0, 0.2), (1.0, 0.5), (1.3, 0.3)])
+def test_a_change_of_topic_costs_no_more_than_with_lru(zipf: float, share: float) -> None:
+    """Two texts with different popular experts; after the change, LRU is at its usual miss ratio within ten tokens."""
+    habits = routing.Habits(zipf, 0.2, 0.0)
+    first, second = (routing.ranked(150, 8, 64, 6, habits, seed)[0] for seed in (1, 2))
+    missed = routing.replay(np.concatenate([first, second]), int(share * 8 * 64))
+
+    def ratio(begin: int, end: int) -> float:
+        return float(missed["llmcache"][begin:end].sum() / missed["lru"][begin:end].sum())
+
+    assert ratio(150, 200) <= 0.97
+    assert ratio(50, 150) < 0.92 and ratio(200, 300) < 0.92
+
+
 def test_a_preloaded_cache_misses_only_what_did_not_fit() -> None:
     """Three experts of one layer in turn with room for two: the first two are in memory already."""
     routed = np.array([0, 1, 2, 0, 1, 2]).reshape(-1, 1, 1)

@@ -202,7 +202,7 @@ def test_the_example_policy_meets_the_policy_contract(tmp_path: Path, monkeypatc
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(POLICIES, "fifo", "fifo:FIFO")
+    monkeypatch.setitem(POLICIES, "fifo", f"{name}:FIFO")
     spec.loader.exec_module(module)
     for clause in clauses("fifo"):
         clause("fifo", long_case(20, seed=20))
