@@ -693,7 +693,7 @@ class Reader:
     def _note(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
         """Record a client's touch of an extent. Lock held."""
         if state == SINGLE:
-            space.last_ns = space.seen_ns[extent] = time.monotonic_ns()
+            space.record_pages(extent, time.monotonic_ns())
             self.engine.judge.touched_pages(space, extent, space.accounted_bytes[extent])
             return
         done = space.record_access(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)

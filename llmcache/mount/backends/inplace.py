@@ -486,7 +486,7 @@ class InPlaceBackend:
         length = space.length_of(member, extent)
         space.last_pid = touch.pid
         if state == SINGLE:
-            space.last_ns = space.seen_ns[extent] = now_ns
+            space.record_pages(extent, now_ns)
             if file.mapping is not None:
                 pages = syscalls.cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
                 self.engine.judge.touched_pages(space, extent, pages * BLOCK_BYTES)

@@ -14,6 +14,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from llmcache.cache.loops import Pass
@@ -146,7 +147,7 @@ class Engine:
         """
         space, member = self.grouping.adopt(backing)
         with self.state.lock:
-            space.last_ns = space.opened_ns = time.monotonic_ns()
+            space.record_open(time.monotonic_ns())
             self._note_presence(space)
             known = member.node is not None
             attach = not known and not member.attaching
@@ -199,8 +200,7 @@ class Engine:
             self.state.opens[backing] = opens
             owner = self.state.owners.get(backing)
             if owner is not None:
-                owner[0].last_ns = time.monotonic_ns()
-                owner[0].warm = owner[0].warm and pid == os.getpid()
+                owner[0].record_close(time.monotonic_ns(), by_warmup=pid == os.getpid())
             if opens <= 0:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
@@ -352,8 +352,7 @@ class Engine:
             return
         self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
-        for extent in extents:
-            space.wanted[extent] = 0
+        space.adopt(replace(space.plan, pin=(), unpin=extents))
         self.holder.release(space, extents)
         self.planner.pinnable_bytes = self.state.memory.pinned_bytes
         self._plan_due = True

@@ -377,6 +377,19 @@ class LoopSpace(Space):
             if self.alive:
                 self.index.looping[self] = None
 
+    def record_open(self, now_ns: int) -> None:
+        """Record that a client has opened one of its files."""
+        self.last_ns = self.opened_ns = now_ns
+
+    def record_close(self, now_ns: int, *, by_warmup: bool) -> None:
+        """Record that a file was closed. After a client has used it, nothing stays only because it was warmed up."""
+        self.last_ns = now_ns
+        self.warm = self.warm and by_warmup
+
+    def record_pages(self, extent: int, now_ns: int) -> None:
+        """Record that a reader touched pages of a single extent."""
+        self.last_ns = self.seen_ns[extent] = now_ns
+
     def record_access(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
         """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: its process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
