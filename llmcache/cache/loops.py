@@ -68,7 +68,6 @@ class Intervals:
         octave.times_ns.append(ns)
 
     def copy(self) -> Intervals:
-        """Return an independent copy, for the second half of a region that is split."""
         twin = Intervals()
         for key, octave in self._octaves.items():
             twin._octaves[key] = _Octave(octave.count, octave.blocks, deque(octave.times_ns, RECENT))
@@ -155,7 +154,6 @@ class PassRecorder:
         return len(self._extents)
 
     def record_access(self, extent: int, now: int) -> Pass | None:
-        """Record a touch of `extent` at `now`; return the pass that it ends, or None."""
         if extent >= len(self._places):
             self._places.frombytes(bytes(self._places.itemsize * (extent + 1 - len(self._places))))
         place = self._places[extent]
@@ -206,7 +204,6 @@ class LoopOrder:
         return len(self.extent_at)
 
     def reset(self, count: int) -> None:
-        """Start again with `count` extents in file order."""
         self.extent_at = array("I", range(count))
         self.rank_of = self.extent_at[:]
 
@@ -293,7 +290,6 @@ class RecentUse:
         self._usual.extend(b"\1" * more)
 
     def touch(self, extent: int) -> None:
-        """Record that a reader has touched `extent`."""
         gap = self.passes - self._last[extent]
         if not gap:
             return
@@ -311,7 +307,6 @@ class RecentUse:
         return self._last[max(0, extent - RUN_NEAR) : extent].count(self.passes) >= RUN
 
     def end_pass(self) -> None:
-        """Count a pass."""
         self.passes += 1
         self.returned, self._returned_now = self._returned_now, 0
 
@@ -571,5 +566,4 @@ class CursorTable:
         return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
 
     def expire(self, before_ns: int) -> None:
-        """Remove cursors last touched before `before_ns`."""
         self.live = [cursor for cursor in self.live if cursor.last_ns >= before_ns]

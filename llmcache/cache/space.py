@@ -68,7 +68,6 @@ class SpacePlan:
 
     @property
     def streamed(self) -> int:
-        """Number of extents that are streamed."""
         return self.extents - self.pinned
 
     def convoy(self, extent_bytes: int) -> tuple[int, int]:
@@ -120,7 +119,6 @@ class Space:
 
     @property
     def visible(self) -> int:
-        """Number of extents that a whole pass references."""
         return self.single.count(0) - self.learner.use.unused.count(1)
 
     def blocks(self, extent: int) -> int:
@@ -141,13 +139,12 @@ class Space:
 
     def make_single(self, extents: Iterable[int]) -> None:
         """Have extents read by pages from now on; the plan no longer pins them."""
-        unused = self.learner.use.unused
+        single, wanted, unused = self.single, self.wanted, self.learner.use.unused
         for extent in extents:
-            self.single[extent] = 1
-            self.wanted[extent] = unused[extent] = 0
+            single[extent] = 1
+            wanted[extent] = unused[extent] = 0
 
     def adopt(self, plan: SpacePlan) -> None:
-        """Make `plan` the current one."""
         self.plan = plan
         for extent in plan.unpin:
             self.wanted[extent] = 0

@@ -104,7 +104,6 @@ class Spaces:
 
     @_event
     def open(self, key: str) -> None:
-        """Record that a client has opened a file of the space."""
         self._set_open(self.spaces[key], True)
 
     @_event
@@ -120,7 +119,6 @@ class Spaces:
 
     @_event
     def limit(self, limit_bytes: int) -> None:
-        """Set the budget for pinned extents."""
         self._set_limit(limit_bytes)
 
     @_event
@@ -143,7 +141,6 @@ class Spaces:
 
     @_event
     def steer(self, key: str) -> None:
-        """Steer the space again."""
         self.spaces[key].left = False
         self.due = True
 
@@ -244,7 +241,6 @@ class Steering(Spaces):
         return bool(single[extent] if extent < len(single) else single[0])
 
     def holds(self, key: str, extent: int) -> bool:
-        """Return True if `extent` of space `key` is pinned."""
         space = self.spaces.get(key)
         return space is not None and extent in space.held
 

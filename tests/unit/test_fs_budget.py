@@ -23,6 +23,7 @@ from llmcache.memory import (
     machine_memory,
     tightest,
 )
+from llmcache.mount import budget
 from llmcache.mount.budget import (
     DAEMON_BYTES,
     LEAST_LIMIT_BYTES,
@@ -31,7 +32,6 @@ from llmcache.mount.budget import (
     settle_budget,
     settle_mode,
 )
-from llmcache.mount import budget
 from llmcache.units import parse_size
 
 MIB = 1 << 20

@@ -71,11 +71,9 @@ class Program:
 
     @property
     def ended(self) -> bool:
-        """True once the process has ended."""
         return bool(self._end.poll(0))
 
     def close(self) -> None:
-        """Close the pidfd."""
         os.close(self._fd)
 
     def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
@@ -92,7 +90,6 @@ class Program:
         self._advise([(address, BLOCK_BYTES) for address in addresses], syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
-        """Return True if it had mapped the file when its mappings were last read."""
         return (dev, ino) in self._parts
 
     def has(self, dev: int, ino: int) -> bool:
@@ -294,7 +291,6 @@ class File:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Device and inode."""
         return self.status.st_dev, self.status.st_ino
 
     @property
@@ -326,7 +322,6 @@ class SlotAllocator:
 
     @property
     def free(self) -> int:
-        """Number of free places, in a row or not."""
         return sum(end - first for first, end in self._free)
 
     def taken_at(self, first: int) -> int:
@@ -414,7 +409,6 @@ class Files:
             self._requests.put((file, pid))
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._requests.put(None)
 
     # The thread
@@ -555,7 +549,6 @@ class Files:
         return stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev
 
     def _find(self, path: str) -> File | None:
-        """Return the file at `path`, however small."""
         for file in self.by_key.values():
             if file.path == path:
                 return file
@@ -649,7 +642,6 @@ class Files:
             self._place_whole(file)
 
     def _place_whole(self, file: File) -> None:
-        """Free the places of a file's extents, and observe the file as a whole."""
         self._give_places(file)
         file.space = None
         self._watch_whole(file)
@@ -675,7 +667,6 @@ class Files:
         return file.space is not None and (file.mapping is None or now_ns - file.space.last_ns > IDLE_NS)
 
     def _place_waiting(self) -> None:
-        """Try again to find places for open files that have none."""
         for file in list(self.by_number.values()):
             if not file.unplaced or file.mapping is None:
                 continue
@@ -723,7 +714,6 @@ class Files:
                 self._watch(file, space, member)
 
     def _check_programs(self) -> None:
-        """Remove clients that have ended."""
         for pid, program in list(self._programs.items()):
             if not program.ended:
                 continue
@@ -758,7 +748,6 @@ class Files:
                     self._leave(file, pid)
 
     def _leave(self, file: File, pid: int) -> None:
-        """Remove a client from a file; close the file after the last one."""
         file.programs.pop(pid, None)
         if file.mapping is not None:
             self.engine.closed(file.mapping.backing, pid)
@@ -837,7 +826,6 @@ class Files:
             return file.number, True
 
     def release(self, number: int) -> None:
-        """End an open."""
         with self.turn:
             file = self.by_number.get(number)
             if file is None:

@@ -86,7 +86,6 @@ class FuseBackend:
         self.slices.stop()
 
     def close(self) -> None:
-        """End the sentinel."""
         if self._entry is not None:
             self._entry.close()
         if self._sentinel is not None:
@@ -95,7 +94,6 @@ class FuseBackend:
             self._sentinel = None
 
     def guards(self, mountpoint: str) -> bool:
-        """Ensure that a sentinel aborts the connection if this process is killed; return False if the mount is gone."""
         assert self._entry is not None
         return self._guard(self._entry.current())
 
@@ -107,7 +105,6 @@ class FuseBackend:
         return True
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Invalidate parts of a file in the page cache; waits until pages being read are unlocked."""
         if self.notifier is not None:
             for offset, length in parts:
                 self.notifier.invalidate(node, offset, length)
@@ -155,18 +152,15 @@ class FuseBackend:
         return not space.left
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return (device of the mount, node) of the space's files."""
         return {(self.slices.dev, member.node) for member in space.members if member.node is not None}
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes of `space` read from SOURCE up to now."""
         return space.read_bytes
 
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
     def faults(self) -> dict[str, int]:
-        """Return no counters: no request is lost, and the daemon advises no client's memory."""
         return {}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
@@ -197,7 +191,6 @@ class FuseBackend:
         return member, member.node, space.offset_of(member, extent)
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent that no reader waits for; return the job that fetches it, or None without a buffer. Lock held."""
         fetch = self.claim(space, member, extent, ahead=True, pid=pid)
         return None if fetch is None else functools.partial(self._load_and_store, space, member, fetch)
 
@@ -241,7 +234,6 @@ class FuseBackend:
             space.fail_load(extent, time.monotonic_ns(), for_good=True)
 
     def store(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
-        """Store the loaded extent in the page cache and finish the fetch."""
         with self.state.lock:
             usable = fetch.error is None and self._current(space, fetch)
             self.state.storing.append((space, member))
@@ -272,7 +264,6 @@ class FuseBackend:
         fetch.stored.set()
 
     def _current(self, space: LoopSpace, fetch: BufferFetch) -> bool:
-        """Return False if the space has ended or the file has changed since the claim. Lock held."""
         return not fetch.stale and (fetch.load is not None or space.loading.get(fetch.extent) is fetch)
 
     def _put(self, member: SpaceFile, fetch: BufferFetch, start: int, end: int) -> int:
@@ -285,7 +276,6 @@ class FuseBackend:
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
 
     def _stored(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch, trip: bool, failed: int) -> None:
-        """Set the state of an extent after its STORE; `failed` is 0 or the negative errno. Lock held."""
         extent = fetch.extent
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
@@ -302,7 +292,6 @@ class FuseBackend:
         self.holder.stored(space, fetch)
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Store a whole extent that is otherwise read by pages; return False if reading or storing fails."""
         state, notifier = self.state, self.notifier
         try:
             region = MemoryRegion(space.extent_bytes)
@@ -325,7 +314,6 @@ class FuseBackend:
         return stored
 
     def under_way(self, space: LoopSpace, extent: int) -> BufferFetch:
-        """Return the fetch of an extent that is loading. Lock held."""
         fetch = space.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
@@ -393,7 +381,6 @@ class SliceReader:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads."""
         self._over.set()
         if self._samples is not None:
             self._samples.stop()
@@ -435,7 +422,6 @@ class SliceReader:
         return self._piece(moe, expert, offset)
 
     def _came_back(self, moe: MoeFile, expert: int, length: int) -> None:
-        """Record a request for a resident expert: for its tripwire, or for reclaimed pages. Lock held."""
         if expert in moe.trips:
             del moe.trips[expert]
             moe.reach(expert)
@@ -477,7 +463,6 @@ class SliceReader:
         return None, False
 
     def _take(self, moe: MoeFile, expert: int, load: ExpertLoad, piece: tuple[int, int], ahead: bool) -> BufferFetch | None:
-        """Begin to read a piece; None without memory for it. Lock held."""
         offset, length = piece
         buffer = self.state.pool.take(length, ahead)
         try:
@@ -495,7 +480,6 @@ class SliceReader:
         return fetch
 
     def _bring_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
-        """Load and store the next piece that no thread has begun; run by loaders."""
         with self.state.lock:
             fetch = self._take(moe, expert, load, load.waiting[0], ahead=True) if load.waiting else None
         if fetch is not None:
@@ -503,7 +487,6 @@ class SliceReader:
             self.backend.store(moe.space, moe.member, fetch)
 
     def ended(self, moe: MoeFile, fetch: BufferFetch, stored: bool) -> None:
-        """Record that a piece is in the page cache, or could not be stored. Lock held."""
         load, expert = fetch.load, fetch.extent
         assert load is not None
         load.loading.remove(fetch)
@@ -691,7 +674,6 @@ class Reader:
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
     def _note(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
-        """Record a client's touch of an extent. Lock held."""
         if state == SINGLE:
             space.record_pages(extent, time.monotonic_ns())
             self.engine.judge.touched_pages(space, extent, space.accounted_bytes[extent])
@@ -714,7 +696,6 @@ class Reader:
         return is_sequential or (rest.space.looping and state == ABSENT)
 
     def _arrived(self, space: LoopSpace, member: SpaceFile, extent: int, trip: Tripwire | None) -> None:
-        """Record that a reader has reached an extent that was fetched ahead of it. Lock held."""
         space.touch(extent, time.monotonic_ns())
         space.missed.pop(extent, None)
         length = space.length_of(member, extent)
@@ -723,7 +704,6 @@ class Reader:
             self.state.counters.prefetch_useful_bytes += length
 
     def _refault(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Record a request for reclaimed pages of a resident extent. Lock held."""
         self.state.counters.refault_bytes += length
         if space.state(extent) == TOUCHED:
             count = space.refaults[extent] = space.refaults.get(extent, 0) + 1
@@ -731,7 +711,6 @@ class Reader:
                 space.reclaimed(extent, time.monotonic_ns())
 
     def _stray(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Account pages that enter the page cache by a reply without a fetch. Lock held."""
         self.state.memory.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if space.state(extent) in (SINGLE, ABSENT, SPARSE):

@@ -115,13 +115,11 @@ class PinHelper:
         return node
 
     def detach(self, path: str) -> None:
-        """Close `path`, which unlocks it."""
         if path in self.locked:
             self.call("detach", path)
             self._drop(path)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename an attached file."""
         if old in self.locked:
             self.call("rename", old, new=new)
             self._drop(new)
@@ -159,11 +157,9 @@ class PinHelper:
         self.locked_bytes -= sum(length for _, length in runs)
 
     def is_running(self) -> bool:
-        """Return True if the process has not ended."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process, which releases its locks; wait for it."""
         self._process.kill()
         self._process.wait()
 
@@ -277,7 +273,6 @@ class PinService:
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
-        """Close `path` and forget its locks."""
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
@@ -294,7 +289,6 @@ class PinService:
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
-        """Record that a file was renamed."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
     def settle(self, timeout_s: float) -> None:
@@ -341,7 +335,6 @@ class PinService:
                 self.on_failed(path, offset, length, errno.ENOMEM)
 
     def _serve(self, request: dict[str, Any]) -> None:
-        """Serve a request. After HelperLost, it may be served again from the start."""
         path, operation = request["path"], request["op"]
         if operation == "attach":
             self._forget(path)
@@ -538,16 +531,13 @@ class LockedPinStore(PinStore):
         self.pins = pins
 
     def skips_trip(self, space: LoopSpace, extent: int) -> bool:
-        """Return True for wanted extents, which are locked as soon as they are stored."""
         return bool(space.wanted[extent])
 
     def stored(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Lock the extent if the plan wants it."""
         if space.wanted[fetch.extent]:
             self._pin(space, [fetch.extent])
 
     def pin_ready(self, space: LoopSpace) -> None:
-        """Lock the wanted extents that are ready or touched."""
         now_ns = time.monotonic_ns()
         wanted = [extent for extent in (*space.ready, *space.touched) if space.wanted[extent]]
         self._pin(space, [extent for extent in wanted if space.unlockable.get(extent, 0) <= now_ns])
@@ -560,7 +550,6 @@ class LockedPinStore(PinStore):
             self.pins.lock(member.path, offset, length)
 
     def release(self, space: LoopSpace, extents: list[int]) -> None:
-        """Unlock extents; their data stays until it is evicted."""
         for extent in extents:
             if space.state(extent) == PINNED:
                 space.touch(extent, 0)
@@ -569,16 +558,13 @@ class LockedPinStore(PinStore):
             self.pins.unlock(member.path, offset, length)
 
     def settle(self, timeout_s: float = 5.0) -> None:
-        """Wait until the helpers have served the requests queued before."""
         self.pins.settle(timeout_s)
 
     def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
-        """Lock pages of pinned extents again that were dropped and have been read again."""
         for member, offset, length in space.ranges(extents):
             self.pins.lock(member.path, offset, length)
 
     def pinned(self, space: LoopSpace) -> list[int]:
-        """Return the extents in state PINNED."""
         return space.in_state(PINNED) if space.pinned_bytes else []
 
 
@@ -595,11 +581,9 @@ class ArenaPinStore(PinStore):
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
     def brings_region(self, space: LoopSpace, extent: int) -> bool:
-        """Return True for extents that are in the arena, or will be."""
         return extent in space.held or bool(space.wanted[extent])
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
-        """Return the extent's region on a hit, a new region if the core pins it, else None."""
         if verdict == HIT:
             return self.regions[(space.key, extent)]
         return MemoryRegion(space.extent_bytes) if verdict == KEPT else None
@@ -618,5 +602,4 @@ class ArenaPinStore(PinStore):
             self.state.room.notify()
 
     def pinned(self, space: LoopSpace) -> list[int]:
-        """Return the extents with a region."""
         return [extent for key, extent in self.regions if key == space.key]

@@ -134,7 +134,6 @@ class BindMount:
         return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
-        """Make `run` return soon."""
         self._over.set()
 
 
@@ -162,7 +161,6 @@ class InPlaceBackend:
         self._judged_ns = time.monotonic_ns()
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
-        """Begin to observe the files of SOURCE."""
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -175,7 +173,6 @@ class InPlaceBackend:
             self.state.jobs.popleft()()
 
     def close(self) -> None:
-        """Close all files and the pidfds of clients."""
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
@@ -203,21 +200,17 @@ class InPlaceBackend:
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return device and inode of the space's files."""
         return {(member.identity.dev, member.identity.ino) for member in space.members if member.identity is not None}
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes of `space` read from storage since its files are watched."""
         files = (self.files.of_node(member.node) for member in space.members)
         reads = [self.touches.reads(file.number) for file in files if file is not None]
         return sum(map(sum, reads))
 
     def client_reads(self) -> ClientReads:
-        """Return the bytes that the kernel has read of SOURCE's files since they are watched."""
         return self.touches.all_reads()
 
     def faults(self) -> dict[str, int]:
-        """Return the number of lost touches, and of times that the kernel refused advice on a client's memory."""
         return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
@@ -265,7 +258,6 @@ class InPlaceBackend:
         return touched
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Take over the experts that are resident, and queue those resident in part for invalidation."""
         whole: list[int] = []
         partly: list[tuple[int, int]] = []
         file = self.files.of_node(moe.member.node)
@@ -285,7 +277,6 @@ class InPlaceBackend:
                     self.state.invalidate(moe.member.node or 0, *part)
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent; return the job that fetches it. Lock held."""
         return self._claim(space, member, extent, ahead=True)
 
     def _demand(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
@@ -318,7 +309,6 @@ class InPlaceBackend:
                 self._arrived(space, fetch)
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Read a whole extent that is not in a loop; return False if that fails."""
         mapping, read = self._begin(member, backing), -1
         if mapping is None:
             return False
@@ -329,7 +319,6 @@ class InPlaceBackend:
         return read >= 0
 
     def _fetch_expert(self, moe: MoeFile, expert: int) -> None:
-        """Read the absent pages of an expert's slices, by readahead because slices do not begin at huge pages."""
         file, read, done = self.files.of_node(moe.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
@@ -388,7 +377,6 @@ class InPlaceBackend:
             self.engine.replan()
 
     def _arrived(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Set the state of an extent whose fetch has ended. Lock held."""
         extent, now_ns = fetch.extent, time.monotonic_ns()
         if fetch.error is not None:
             space.fail_load(extent, now_ns, for_good=fetch.error.errno != errno.ESTALE)
@@ -403,7 +391,6 @@ class InPlaceBackend:
     # Dropping
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drop parts of a file from the page cache, including pages that clients map."""
         file = self.files.of_node(node)
         if file is None:
             return
@@ -456,7 +443,6 @@ class InPlaceBackend:
         return space.alive
 
     def _slice_touched(self, moe: MoeFile, number: int, touch: Touch) -> None:
-        """Handle a touch of a slice: a page of it was missed, or was mapped. Lock held."""
         if moe.alone:
             return
         expert = moe.layout.expert_of[number]
@@ -481,7 +467,6 @@ class InPlaceBackend:
         return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _note(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
-        """Handle a touch of an extent. Lock held."""
         state, now_ns = space.state(extent), touch.t_ns
         length = space.length_of(member, extent)
         space.last_pid = touch.pid

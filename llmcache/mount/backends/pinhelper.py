@@ -136,7 +136,6 @@ class Mapping:
         return self.address
 
     def close(self) -> None:
-        """Unmap (which unlocks) and close."""
         self.locked.clear()
         if self.address:
             libc.munmap(self.address, self.size)
@@ -248,14 +247,12 @@ class Helper:
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
-        """Close `path` if it is attached."""
         mapping = self.files.pop(path, None)
         if mapping is not None:
             mapping.close()
         return {}
 
     def rename(self, old: str, new: str) -> dict[str, Any]:
-        """Rename an attached file."""
         if old in self.files:
             self.detach(new)
             self.files[new] = self.files.pop(old)

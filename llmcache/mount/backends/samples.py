@@ -48,7 +48,6 @@ class FilePrograms:
         self._looked_s = 0.0
 
     def ask(self, node: int, thread: int) -> None:
-        """Record a request of a client's thread for a part of a file."""
         self._last[node] = thread
 
     def of_node(self, node: int | None) -> RequestedFile | None:
@@ -81,7 +80,6 @@ class FilePrograms:
                 file.readers.append(program)
 
     def close(self) -> None:
-        """Close the pidfds of all clients."""
         with self.lock:
             for program in self._programs.values():
                 program.close()
@@ -101,7 +99,6 @@ class Samples:
         self._is_unreadable = False
 
     def stop(self) -> None:
-        """Make `run` return soon."""
         self._over.set()
 
     def run(self) -> None:

@@ -101,7 +101,6 @@ class _Programs(NamedTuple):
 
 
 def _load(faults: Sequence[str]) -> _Programs:
-    """Load the programs; the kernel's verifier takes most of the time of a start. LoadFailure."""
     loaded = BpfObject(OBJECT)
     try:
         loaded.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
@@ -188,7 +187,6 @@ class Touches:
         self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 
     def ignore(self, dev: int, ino: int) -> None:
-        """Stop reporting touches of a file."""
         self._object.remove("files", self._key(dev, ino))
 
     def reads(self, file: int) -> ClientReads:
@@ -204,7 +202,6 @@ class Touches:
         return ClientReads(*(sum(amounts) for amounts in zip(self._past, *now, strict=True)))
 
     def forget(self, file: int) -> None:
-        """Stop counting reads of file number `file`."""
         if file in self._counted:
             self._past = ClientReads(*(sum(amounts) for amounts in zip(self._past, self.reads(file), strict=True)))
             self._counted.remove(file)
@@ -228,5 +225,4 @@ class Touches:
         return int(struct.unpack("<IIQQ", self._object.read("own", bytes(4), 24))[2])
 
     def close(self) -> None:
-        """Detach and free the programs."""
         self._object.close()

@@ -192,7 +192,6 @@ class Engine:
             self.waiting -= owes_reply
 
     def closed(self, backing: Backing, pid: int) -> None:
-        """Record the end of one open."""
         if pid in self._helpers:
             return
         with self.state.lock:
@@ -240,7 +239,6 @@ class Engine:
                 self._charge_written(space, offset, length)
 
     def _charge_written(self, space: LoopSpace, offset: int, length: int) -> None:
-        """Account written pages, which stay in the page cache."""
         last = min((offset + length - 1) // space.extent_bytes, space.count - 1)  # the file may have been truncated since
         for extent in range(offset // space.extent_bytes, last + 1):
             start = max(offset, extent * space.extent_bytes)
@@ -272,7 +270,6 @@ class Engine:
                 self._dissolve(space)
 
     def about(self) -> dict[str, Any]:
-        """Return the facts about the mount in the header of an access log."""
         facts: dict[str, Any] = {
             "mode": self.mode,
             "budget_bytes": self.state.memory.budget_bytes,
@@ -391,13 +388,11 @@ class Engine:
             self._plan_due = True
 
     def pass_ended(self, space: LoopSpace, done: Pass) -> None:
-        """Learn from a pass over a space that has ended. Lock held."""
         if space.learn(done):
             self.replan()
         self.judge.pass_ended(space)
 
     def replan(self) -> None:
-        """Request a new plan soon."""
         self._plan_due = True
         self._wake.set()
 
@@ -416,7 +411,6 @@ class Engine:
     # Maintenance
 
     def _find_copies(self) -> None:
-        """Log clients that have copied the weights of a model, once for each."""
         while not self._stopping.wait(COPIES_S):
             with self.state.lock:
                 spaces = [space for space in self.state.index.looping if space.last_pid]

@@ -64,7 +64,6 @@ class Judge:
         return any(space.evidence.exposed for space in list(self.state.index.looping))
 
     def touched(self, space: LoopSpace, extent: int) -> None:
-        """Record a touch of an extent in the shadow."""
         step = -(-space.count // SHADOW_EXTENTS)
         if extent % step:
             return
@@ -102,7 +101,6 @@ class Judge:
                 self.backend.drop(member.node, [(offset, length)])
 
     def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None:
-        """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
         step = -(-space.count // SHADOW_EXTENTS)
         if not extent % step:
             self._shadow(space, extent, step * resident_bytes)
@@ -205,7 +203,6 @@ class Judge:
         self._guard(space)
 
     def _assume_touched(self, space: LoopSpace, hidden: Sequence[int]) -> None:
-        """Count resident extents in use as touched once a pass: as hits, and in the shadow."""
         for extent in hidden:
             if not space.use.unused[extent] and space.use.untouched(extent):
                 self.touched(space, extent)
@@ -238,11 +235,9 @@ class Judge:
         self._queue(self._begin, space, list(extents))
 
     def _queue(self, job: Callable[..., None], *arguments: object) -> None:
-        """Queue a job for the loaders, which run it without the lock."""
         self.state.queue(functools.partial(job, *arguments))
 
     def _begin(self, space: LoopSpace, hidden: list[int]) -> None:
-        """Begin an exposure: have the back end make the next touch of resident extents observable."""
         began = time.monotonic()
         exposed = self.backend.expose(space, hidden) if space.alive else ()
         self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
@@ -264,7 +259,6 @@ class Judge:
             self._end_exposure(space, dropped_out)
 
     def _end_exposure(self, space: LoopSpace, dropped_out: Sequence[int]) -> None:
-        """Apply the result of an exposure. `dropped_out`: extents that are no longer used."""
         space.evidence.exposed.clear()
         if dropped_out:
             self._drop_out(space, dropped_out)
@@ -378,7 +372,6 @@ class Judge:
         )
 
     def _in_use_bytes(self, space: LoopSpace) -> int:
-        """Estimate the bytes of a loop that clients use."""
         unused = space.use.unused
         return sum(self.used_bytes(space, extent) for extent in range(space.count) if not unused[extent])
 
@@ -447,7 +440,6 @@ class Judge:
 
 
 def _weigh_member(space: LoopSpace, member: SpaceFile, used_bytes: array[int]) -> None:
-    """Add the bytes in use of one file to `used_bytes`, by extent."""
     size, unused = space.extent_bytes, space.use.unused
     unknown: list[tuple[int, int]] = []
     explained = set[int]()

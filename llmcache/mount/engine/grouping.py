@@ -112,7 +112,6 @@ class Grouping:
         return any(self.tree.matches(name, self.pinned) for name, _ in files)
 
     def _adopted_before(self, backing: Backing) -> tuple[LoopSpace, SpaceFile] | None:
-        """Return the space and member of a file whose header was parsed before; None if it was not."""
         with self.state.lock:
             known = self._known(backing)
             return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
@@ -160,7 +159,6 @@ class Grouping:
         return space, member
 
     def _files(self, backing: Backing, is_model: bool) -> list[tuple[str, int]]:
-        """Return (path, size) of the file, or of all shards of its model."""
         for paths in self.tree.names.shards(backing.path) if is_model else ():
             if backing.path in paths and len(set(paths)) == len(paths) and (files := self._stat_shards(paths)):
                 return files
@@ -212,7 +210,6 @@ class Grouping:
         return count <= free
 
     def _unused(self) -> list[LoopSpace]:
-        """Return the spaces that may be forgotten if others need their room. Lock held."""
         used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
         return [space for space in self.state.spaces.values() if not (space.user_pinned or space.warm or space.key in used)]
 
@@ -302,7 +299,6 @@ class Grouping:
 
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
-    """Return the layout of a model file; None if it is not a model, or its header is damaged. OSError."""
     region = MemoryRegion(HEADER_READ_BYTES + BLOCK_BYTES)
 
     def read(offset: int, size: int) -> bytes:

@@ -40,12 +40,10 @@ class Loader:
         self._threads.append(state.services.thread("evict", self._evict))
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait for the threads, after `state.running` was cleared and both conditions were notified."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=10)
@@ -67,7 +65,6 @@ class Loader:
                     raise
 
     def _fail(self, job: Job) -> None:
-        """Cancel the fetches of a job that has failed unexpectedly, so that no reader waits for them."""
         arguments = getattr(job, "args", ())
         for fetch in [each for each in arguments if isinstance(each, Fetch)]:
             fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))
@@ -79,7 +76,6 @@ class Loader:
             fetch.done.set()
 
     def _claim(self) -> Job | None:
-        """Claim the extent that a reader will reach first; return the job that fetches it. Lock held."""
         soonest = self._soonest()
         if soonest is None:
             return None

@@ -218,7 +218,6 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
 
 
 def _copy(state: CacheState, space: LoopSpace) -> _Copy:
-    """Return a copy of the space. Lock held."""
     now_ns = time.monotonic_ns()
     recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.touches.period or 0))
     return _Copy(
@@ -294,7 +293,6 @@ def _layer(copy: _Copy, member: SpaceFile, part: Part) -> dict[str, Any]:
 
 
 def _kinds(copy: _Copy, extents: range) -> bytes:
-    """Return the kind of each of `extents`."""
     states = bytes(map(copy.status.__getitem__, copy.rank_of[extents.start : extents.stop]))
     kinds = states.translate(_KIND_OF_STATE)
     if copy.held:

@@ -133,7 +133,6 @@ class Warmup:
         return paths
 
     def _paths(self) -> Iterator[str]:
-        """Yield the paths of all regular files, in the order of their names."""
         for directory, names, files, fd in os.fwalk(".", dir_fd=self.engine.tree.fd, follow_symlinks=False):
             names.sort()
             for name in sorted(files):
@@ -144,7 +143,6 @@ class Warmup:
                         yield path
 
     def _open(self, path: str, stack: ExitStack) -> bool:
-        """Open a file as a client does, until `stack` ends; return False if SOURCE refuses."""
         try:
             number, _ = self.operations.open(path, os.O_RDONLY, Caller(os.geteuid(), os.getegid(), os.getpid()))
         except OSError:
@@ -354,7 +352,6 @@ class WarmupWorker:
                 self.holder.keep(space, extent, region)
 
     def _fetch_hot(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
-        """Populate a whole extent that is read by pages."""
         with self.state.lock:
             if not space.alive or member.node is None:
                 return

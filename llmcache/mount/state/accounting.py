@@ -169,7 +169,6 @@ class Accounting:
         self.pin(space, size_bytes)
 
     def add_expert(self, size_bytes: int) -> None:
-        """Count a resident expert; negative: one that is no longer resident."""
         self.experts_bytes += size_bytes
         assert self.experts_bytes >= 0
 

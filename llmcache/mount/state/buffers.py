@@ -55,7 +55,6 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: MemoryRegion) -> None:
-        """Put a buffer back. Lock held."""
         self.free.append(buffer)
         self._left_bytes += buffer.size
 

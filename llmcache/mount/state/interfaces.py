@@ -151,39 +151,29 @@ class PinHelpers(Protocol):
     again_bytes: int
 
     @property
-    def locked_bytes(self) -> int:
-        """Bytes locked by helpers."""
+    def locked_bytes(self) -> int: ...
 
-    def start(self, mountpoint: str) -> None:
-        """Start the first helper for `mountpoint`, with nothing attached or locked. May follow `stop`."""
+    def start(self, mountpoint: str) -> None: ...
 
-    def stop(self) -> None:
-        """End the helpers, which releases all locks; wait for them."""
+    def stop(self) -> None: ...
 
-    def attach(self, path: str) -> None:
-        """Open `path` in the first helper, which then reports its node."""
+    def attach(self, path: str) -> None: ...
 
-    def detach(self, path: str) -> None:
-        """Close `path` and forget its locks."""
+    def detach(self, path: str) -> None: ...
 
-    def rename(self, old: str, new: str) -> None:
-        """Record that a file was renamed."""
+    def rename(self, old: str, new: str) -> None: ...
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until all requests queued before are done, or for `timeout_s`."""
+    def settle(self, timeout_s: float) -> None: ...
 
 
 class TouchJudge(Protocol):
     """What a back end reports about touches (`engine.evidence.Judge`). Lock held."""
 
-    def touched(self, space: LoopSpace, extent: int) -> None:
-        """Record a touch of an extent."""
+    def touched(self, space: LoopSpace, extent: int) -> None: ...
 
-    def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None:
-        """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
+    def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None: ...
 
-    def used_bytes(self, space: LoopSpace, extent: int) -> int:
-        """Estimate the bytes of an extent in use."""
+    def used_bytes(self, space: LoopSpace, extent: int) -> int: ...
 
 
 class EngineCalls(Protocol):
@@ -195,29 +185,20 @@ class EngineCalls(Protocol):
     pins: PinHelpers
 
     @property
-    def judge(self) -> TouchJudge:
-        """The judge of touches."""
+    def judge(self) -> TouchJudge: ...
 
-    def opened(self, backing: Backing, path: str, pid: int) -> bool:
-        """Record an open of a regular file; return True if the kernel may keep the pages that it has."""
+    def opened(self, backing: Backing, path: str, pid: int) -> bool: ...
 
-    def adopt(self, backing: Backing) -> bool:
-        """Add a file to a space, or find it in one."""
+    def adopt(self, backing: Backing) -> bool: ...
 
-    def closed(self, backing: Backing, pid: int) -> None:
-        """Record the end of one open."""
+    def closed(self, backing: Backing, pid: int) -> None: ...
 
-    def changed(self, backing: Backing, offset: int, length: int) -> None:
-        """Handle a write through the mount, or a change of the file outside it (offset 0, length -1)."""
+    def changed(self, backing: Backing, offset: int, length: int) -> None: ...
 
-    def renamed(self, old: str, new: str) -> None:
-        """Move the files at a path, or below a directory, to a new name."""
+    def renamed(self, old: str, new: str) -> None: ...
 
-    def removed(self, path: str) -> None:
-        """Forget the file at a path, which was deleted."""
+    def removed(self, path: str) -> None: ...
 
-    def pass_ended(self, space: LoopSpace, done: Pass) -> None:
-        """Learn from a pass over a space that has ended."""
+    def pass_ended(self, space: LoopSpace, done: Pass) -> None: ...
 
-    def replan(self) -> None:
-        """Request a new plan soon."""
+    def replan(self) -> None: ...

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.cache.loops import CursorTable, LoopLearner, LoopOrder, Pass, RecentUse
+from llmcache.cache.loops import CursorTable, LoopLearner, Pass
 from llmcache.cache.shadow import Guard
 from llmcache.cache.space import Space
 from llmcache.model.tensors import Experts, LayerMap
@@ -172,13 +172,11 @@ class SpaceQueue:
         spaces[space] = None
 
     def move(self, space: LoopSpace) -> None:
-        """Move a space that was opened or closed, if it is in the queue."""
         if space in self._open or space in self._closed:
             self.remove(space)
             self.use(space)
 
     def remove(self, space: LoopSpace) -> None:
-        """Remove a space, if it is in the queue."""
         self._open.pop(space, None)
         self._closed.pop(space, None)
 
@@ -214,12 +212,10 @@ class SpaceIndex:
         return self.touched, self.ready, self.partial, self.many_partial, self.written
 
     def move(self, space: LoopSpace) -> None:
-        """Adapt the queues to a space that was opened or closed."""
         for queue in self._queues:
             queue.move(space)
 
     def remove(self, space: LoopSpace) -> None:
-        """Remove a space that has ended."""
         for spaces in (self.read, self.looping, self.lacking):
             spaces.pop(space, None)
         for queue in self._queues:
@@ -249,6 +245,7 @@ class LoopSpace(Space):
         self.index = index or SpaceIndex()
         self.is_arena = is_arena
         self.touches = LoopLearner(self.count) if is_arena else self.learner
+        self.order, self.use = self.touches.order, self.touches.use
         self.open = False
         self.status = bytearray([ABSENT if kind == "loop" else SINGLE]) * self.count
         self.accounted_bytes = array("L", bytes(array("L").itemsize * self.count))  # by extent, in the page cache
@@ -285,16 +282,6 @@ class LoopSpace(Space):
     # Facts
 
     @property
-    def order(self) -> LoopOrder:
-        """The order in which readers visit the extents."""
-        return self.touches.order
-
-    @property
-    def use(self) -> RecentUse:
-        """Which extents readers use."""
-        return self.touches.use
-
-    @property
     def looping(self) -> bool:
         """True if a header's guess or a second pass says that the extents are read repeatedly."""
         return self.touches.looping
@@ -316,7 +303,6 @@ class LoopSpace(Space):
 
     @property
     def has_experts(self) -> bool:
-        """True if experts of one of its files are steered."""
         return any(member.moe is not None for member in self.members)
 
     @property
@@ -330,11 +316,9 @@ class LoopSpace(Space):
         return self.looping and not self.is_arena and self.plan.extents > 0 and not self.plan.streamed
 
     def member_of(self, extent: int) -> SpaceFile:
-        """Return the file that `extent` belongs to."""
         return self.members[bisect_right(self.members, extent, key=_base) - 1] if len(self.members) > 1 else self.members[0]
 
     def offset_of(self, member: SpaceFile, extent: int) -> int:
-        """Return the byte offset of `extent` in its file."""
         return (extent - member.base) * self.extent_bytes
 
     def length_of(self, member: SpaceFile, extent: int) -> int:
@@ -358,7 +342,6 @@ class LoopSpace(Space):
         return (extent for extent, charged in enumerate(self.accounted_bytes) if charged)
 
     def in_state(self, state: int) -> list[int]:
-        """Return the extents in a state, by rank."""
         return [self.order.extent_at[rank] for rank, each in enumerate(self.status) if each == state]
 
     # Readers
@@ -378,7 +361,6 @@ class LoopSpace(Space):
                 self.index.looping[self] = None
 
     def record_open(self, now_ns: int) -> None:
-        """Record that a client has opened one of its files."""
         self.last_ns = self.opened_ns = now_ns
 
     def record_close(self, now_ns: int, *, by_warmup: bool) -> None:
@@ -387,7 +369,6 @@ class LoopSpace(Space):
         self.warm = self.warm and by_warmup
 
     def record_pages(self, extent: int, now_ns: int) -> None:
-        """Record that a reader touched pages of a single extent."""
         self.last_ns = self.seen_ns[extent] = now_ns
 
     def record_access(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
@@ -460,7 +441,6 @@ class LoopSpace(Space):
     # States of extents
 
     def state(self, extent: int) -> int:
-        """Return the state of `extent`."""
         return self.status[self.order.rank_of[extent]]
 
     def set_state(self, extent: int, state: int) -> None:
@@ -468,7 +448,6 @@ class LoopSpace(Space):
         self.status[self.order.rank_of[extent]] = state
 
     def begin_load(self, fetch: Fetch) -> None:
-        """Set the extent of `fetch` to LOADING."""
         self.loading[fetch.extent] = fetch
         self.partial_extents.pop(fetch.extent, None)
         self.touched.pop(fetch.extent, None)
@@ -490,7 +469,7 @@ class LoopSpace(Space):
         for table in (self.trips, self.ready, self.touched):
             table.pop(extent, None)
         self.touched[extent] = now_ns
-        if self.alive:
+        if self.alive and not self.looping:
             self.index.touched.use(self)
 
     def make_partial(self, extent: int, now_ns: int) -> None:
@@ -516,14 +495,15 @@ class LoopSpace(Space):
         """Have extents read by pages from now on; those that are resident or loading once they are evicted."""
         extents = list(extents)
         super().make_single(extents)
+        unused, rank_of, status = self.use.unused, self.order.rank_of, self.status
         for extent in extents:
-            self.use.unused[extent] = 0
-            if self.state(extent) in (ABSENT, SPARSE):
-                self.set_state(extent, SINGLE)
-            if self.state(extent) == SINGLE:
-                self.thin.discard(extent)
-            else:
+            unused[extent] = 0
+            rank = rank_of[extent]
+            if status[rank] in (ABSENT, SPARSE):
+                status[rank] = SINGLE
+            elif status[rank] != SINGLE:
                 self.thin.add(extent)
+        self.thin = {extent for extent in self.thin if self.state(extent) != SINGLE}
 
     def cancel(self, extent: int) -> None:
         """Make a fetch of `extent` under way stale, if there is one."""
@@ -540,7 +520,6 @@ class LoopSpace(Space):
         self.make_partial(extent, now_ns)
 
     def pin(self, extent: int) -> None:
-        """Set a resident extent to PINNED."""
         self.set_state(extent, PINNED)
         for table in (self.trips, self.ready, self.touched):
             table.pop(extent, None)
@@ -637,7 +616,6 @@ class MoeFile:
 
     @property
     def kept(self) -> list[int]:
-        """The experts that are resident."""
         return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:

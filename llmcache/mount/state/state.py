@@ -63,7 +63,6 @@ class WaitHistogram:
         self._total_ns = 0
 
     def add(self, waited_ns: int) -> None:
-        """Count one wait."""
         self._counts[bisect_left(BOUNDS_NS, waited_ns)] += 1
         self._total_ns += waited_ns
 
@@ -222,7 +221,6 @@ class CacheState:
 
     @property
     def index(self) -> SpaceIndex:
-        """The spaces that a thread may have work with."""
         return self.memory.index
 
     def set_limit(self, limit_bytes: int) -> None:
@@ -235,7 +233,6 @@ class CacheState:
         self.set_limit(self.memory.pin_limit_bytes)
 
     def add(self, space: LoopSpace) -> None:
-        """Add a space."""
         self.spaces[space.key] = space
         self.extents += space.count
         for member in space.members:
@@ -269,7 +266,6 @@ class CacheState:
         return any(member.path == path and not space.alive for space, member in self.storing)
 
     def load_ended(self, member: SpaceFile) -> None:
-        """Count the end of a fetch's read of the file."""
         member.loads -= 1
         self.ended.notify_all()
 
@@ -279,7 +275,6 @@ class CacheState:
         self.ended.notify_all()
 
     def opens_of(self, space: LoopSpace) -> int:
-        """Return the number of client handles on all files of `space`, which is alive."""
         return sum(self._handles(space))
 
     def programs_of(self, space: LoopSpace) -> int:
@@ -290,18 +285,15 @@ class CacheState:
         return [self.opens.get(member.backing, 0) for member in space.members if member.backing is not None]
 
     def place(self, space: LoopSpace, member: SpaceFile) -> None:
-        """Register a member at its path."""
         self.places.setdefault(member.path, []).append((space, member))
 
     def displace(self, space: LoopSpace, member: SpaceFile) -> None:
-        """Remove a member from its path."""
         members = self.places[member.path]
         members.remove((space, member))
         if not members:
             del self.places[member.path]
 
     def consumed(self, length: int, hit: bool) -> None:
-        """Count bytes that a client has read."""
         if hit:
             self.counters.hit_bytes += length
         else:
