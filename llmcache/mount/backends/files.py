@@ -349,6 +349,7 @@ class Files:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
+        self.in_use: dict[int, File] = {}  # the open ones, by number
         self.window = 0  # readahead of the kernel in bytes
         self.read_ahead: ReadAhead | None = None  # the setting to use while the files do not fit
         self.turn, self.lock = threading.Lock(), threading.Lock()
@@ -616,6 +617,7 @@ class Files:
         backing = Backing(file.path, fd, status, False)
         try:
             file.mapping = MappedFile.of(backing, self.window)
+            self.in_use[file.number] = file
         except OSError:  # it was truncated to nothing
             backing.close()
             raise
@@ -667,7 +669,7 @@ class Files:
         return file.space is not None and (file.mapping is None or now_ns - file.space.last_ns > IDLE_NS)
 
     def _place_waiting(self) -> None:
-        for file in list(self.by_number.values()):
+        for file in list(self.in_use.values()):
             if not file.unplaced or file.mapping is None:
                 continue
             backing = file.mapping.backing
@@ -697,7 +699,7 @@ class Files:
     def _thin(self) -> None:
         """Observe only every WHOLE_STEP-th extent of a file that is pinned whole: enough to see that it is read."""
         state = self.engine.state
-        for file in self.by_number.values():
+        for file in self.in_use.values():
             if file.mapping is None:
                 continue
             with state.lock:
@@ -718,7 +720,7 @@ class Files:
             if not program.ended:
                 continue
             del self._programs[pid]
-            for file in self.by_number.values():
+            for file in list(self.in_use.values()):
                 if pid in file.programs:
                     self._leave(file, pid)
             with self.lock:
@@ -732,7 +734,7 @@ class Files:
         widened.
         """
         now_ns = time.monotonic_ns()
-        for file in self.by_number.values():
+        for file in list(self.in_use.values()):
             space = file.space
             is_known = space is not None or file.unplaced
             if not is_known or not file.programs or now_ns - file.looked_ns < IDLE_NS:
@@ -756,6 +758,7 @@ class Files:
 
     def _close(self, file: File, mapping: MappedFile) -> None:
         """Close a file's descriptors; its space is forgotten only after it has been idle for long."""
+        self.in_use.pop(file.number, None)
         with self.engine.state.lock:
             for space, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
                 space.lacks_extents = space.lacks_extents if space.paged else 0
@@ -810,6 +813,7 @@ class Files:
         self._give_places(file)
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)
+        self.in_use.pop(file.number, None)
 
     # Opens and closes by a warm-up, which counts as a client
 

@@ -520,9 +520,8 @@ class InPlaceBackend:
     def _look_after(self) -> None:
         while not self._closed:
             time.sleep(CHECK_S)
-            for file in list(self.files.by_number.values()) if self.state.running else []:
-                if file.mapping is not None:  # few of thousands of files are open
-                    self._renew(file)
+            for file in list(self.files.in_use.values()) if self.state.running else []:
+                self._renew(file)
 
     def _renew(self, file: File) -> None:
         """Read pinned extents again in huge pages that the kernel has read in small ones, once the loop is pinned whole.

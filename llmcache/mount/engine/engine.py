@@ -103,7 +103,6 @@ class Engine:
             self.state.references.pause()
             for space in list(self.state.spaces.values()):
                 self._dissolve(space)
-            self.state.memory.verify(())
             self.state.work.notify_all()
             self.state.room.notify_all()
         self._wake.set()
@@ -113,6 +112,8 @@ class Engine:
         self.backend.stop()
         if self._maintenance is not threading.current_thread():
             self._maintenance.join(timeout=10)
+        with self.state.lock:
+            self.state.memory.verify(self.state.spaces.values())
 
     def _broken(self, service: str) -> None:
         """Stop steering after a service has failed repeatedly, because the other services rely on it."""

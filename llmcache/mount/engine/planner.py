@@ -109,7 +109,7 @@ class Planner:
             return True  # the user requested it
         if not self.state.opens_of(space):
             return False
-        if 0 < space.loop_bytes <= space.pinned_bytes:
+        if 0 < space.plan.extents <= space.status.count(PINNED):
             return True  # pinned whole: touches of it are not observed
         return now_ns - space.last_ns < max(IDLE_NS, IDLE_PERIODS * (space.touches.period or 0))
 

@@ -182,6 +182,7 @@ class Accounting:
     def invalidated(self, invalidations: Iterable[Invalidation]) -> None:
         """Stop counting ranges that were dropped from the page cache, or need not be."""
         self.pending_bytes -= sum(each.charged for each in invalidations)
+        assert self.held_bytes in (0, self.pinned_bytes)
         assert self.pending_bytes >= 0
 
     def verify(self, spaces: Iterable[LoopSpace]) -> None:

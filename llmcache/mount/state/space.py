@@ -191,7 +191,7 @@ class SpaceQueue:
                         empty.append(space)
             finally:
                 for space in empty:
-                    del spaces[space]
+                    spaces.pop(space, None)
 
 
 class SpaceIndex:

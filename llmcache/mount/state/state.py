@@ -4,9 +4,9 @@ Locks: a thread that takes several of them takes them in this order.
 1. `Files.turn` (mode inplace): changes of the table of files.
 2. `Grouping._parsing`: parsing of one header at a time.
 3. `Files.lock` (mode inplace): the programs that map files, while the kernel is given advice on their memory.
-4. `CacheState.lock`: all fields in this file, and every method of `LoopSpace` and `ExpertCache`. Threads hold it only to
-   compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its conditions: `work` wakes
-   loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
+4. `CacheState.lock`: all fields in this file, and every method of `Spaces`, `LoopSpace`, `Accounting` and `ExpertCache`.
+   Threads hold it only to compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its
+   conditions: `work` wakes loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
 
 Waits over FUSE: the kernel locks the pages of a READ or WRITE until the daemon replies. STORE, INVAL and mlock wait for
 locked pages, and a READ may be queued behind as many other requests as the daemon has threads. So a thread that owes the
