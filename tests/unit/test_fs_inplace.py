@@ -177,7 +177,7 @@ def test_a_program_that_has_closed_a_file_is_removed_from_its_readers() -> None:
     )
     space = Mock(last_pid=2, last_ns=time.monotonic_ns())
     file = Mock(space=space, unplaced=False, programs={1: peek, 2: loop}, looked_ns=0, key=(1, 1))
-    files = Mock(by_number={1: file})
+    files = Mock(in_use={1: file})
     Files._check_use(files)
     files._leave.assert_called_once_with(file, 1)
     del file.programs[1]
