@@ -158,7 +158,7 @@ def test_closing_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: p
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", 2 * MIB)
         space, member = rig.engine.state.owners[file.backing]
-        bringer = WarmupWorker(rig.engine.state, rig.engine.backend, rig.engine.holder, [(space, member, 0)])
+        bringer = WarmupWorker(rig.engine.state, rig.engine.backend, rig.engine.pin_store, [(space, member, 0)])
         warming = threading.Thread(target=bringer.run, args=(lambda _progress: None,), daemon=True)
         closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
         with storing(rig, warming.start):

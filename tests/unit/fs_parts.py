@@ -14,7 +14,7 @@ from llmcache.mount.state.state import CacheState
 MIB = 1 << 20
 
 
-class NoHolder:
+class NoPinStore:
     """A pin store that records released extents and reports all wanted extents as pinned."""
 
     mode = "steer"

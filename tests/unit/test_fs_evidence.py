@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.steering import Steering
-from llmcache.mount.backends.holders import LockedPinStore
 from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.backends.pins import LockedPinStore
 from llmcache.mount.engine import evidence
 from llmcache.mount.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
 from llmcache.mount.engine.planner import Planner
@@ -99,9 +99,9 @@ class Mount:
         self.storage = Storage(clock, in_place=in_place)
         self.state = new_state(limit * MIB)
         self.state.least_window_bytes = MIB
-        self.holder = LockedPinStore(self.state, Mock())
-        self.planner = Planner(self.state, self.holder)
-        self.judge = Judge(self.state, self.storage, self.holder, self.planner.plan)  # type: ignore[arg-type]
+        self.pin_store = LockedPinStore(self.state, Mock())
+        self.planner = Planner(self.state, self.pin_store)
+        self.judge = Judge(self.state, self.storage, self.pin_store, self.planner.plan)  # type: ignore[arg-type]
         if experts:
             self.space = mixture_of(self.state, experts=2, mib=1, first_byte=extents * MIB).space
             for extent in range(extents):
@@ -150,7 +150,7 @@ class Mount:
             state.memory.forget(space, [next(unused, next(iter(space.touched)))])
         state.memory.account(space, extent, space.extent_bytes)
         space.touch(extent, self.clock.now_ns)
-        self.holder.pin_ready(space)
+        self.pin_store.pin_ready(space)
 
     def read_in(self, extents: Iterable[int], passes: int) -> int:
         """Return the MiB read from storage during `passes` passes."""
@@ -163,7 +163,7 @@ class Mount:
 
     @property
     def pinned(self) -> set[int]:
-        return set(self.holder.pinned(self.space))
+        return set(self.pin_store.pinned(self.space))
 
     @property
     def unused(self) -> set[int]:

@@ -19,7 +19,7 @@ from llmcache.mount.state.interfaces import PinStore
 from llmcache.mount.state.space import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, LoopSpace, SpaceFile
 from llmcache.mount.state.state import CacheState
 from tests.mount.live import wait_for
-from tests.unit.fs_parts import MIB, NoHolder, bring, new_group, new_state, open_it
+from tests.unit.fs_parts import MIB, NoPinStore, bring, new_group, new_state, open_it
 
 SIZE = 12
 
@@ -156,11 +156,11 @@ def looping(state: CacheState, name: str, extents: int, period_ns: int) -> LoopS
     return space
 
 
-def planned(state: CacheState) -> NoHolder:
-    holder = NoHolder()
+def planned(state: CacheState) -> NoPinStore:
+    pin_store = NoPinStore()
     with state.lock:
-        Planner(state, holder).plan()  # type: ignore[arg-type]  # implements what planning needs of a Holder
-    return holder
+        Planner(state, pin_store).plan()  # type: ignore[arg-type]  # implements what planning needs of a pin store
+    return pin_store
 
 
 def wanted(space: LoopSpace) -> set[int]:
@@ -184,8 +184,8 @@ def test_a_larger_loop_is_pinned_in_part_within_the_budget() -> None:
     assert max(later - earlier for earlier, later in pairwise(sorted(before))) <= 3, "spread"
     assert planned(state).released == [] and wanted(space) == before, "stable"
     state.memory.limit_bytes //= 2
-    holder = planned(state)
-    assert wanted(space) < before and set(holder.released) == before - wanted(space)
+    pin_store = planned(state)
+    assert wanted(space) < before and set(pin_store.released) == before - wanted(space)
     assert len(wanted(space)) * MIB + space.plan.window_bytes <= state.memory.limit_bytes
     state.memory.limit_bytes *= 2
     assert planned(state).released == [] and len(wanted(space)) == len(before)
@@ -198,9 +198,9 @@ def test_an_open_loop_replaces_a_closed_one() -> None:
     assert wanted(old)
     state.opens.clear()
     new = looping(state, "new", 60, 10**10)
-    holder = planned(state)
+    pin_store = planned(state)
     assert wanted(new) == set(range(60))
-    assert set(holder.released) == set(range(60)) - wanted(old)
+    assert set(pin_store.released) == set(range(60)) - wanted(old)
     assert len(wanted(old)) <= 4
 
 
@@ -208,7 +208,7 @@ def test_a_refused_lock_keeps_the_window() -> None:
     """If the kernel locks no more memory, the loop is still streamed."""
     state = new_state(100 * MIB)
     space = looping(state, "loop", 200, 10**9)
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]
+    planner = Planner(state, NoPinStore())  # type: ignore[arg-type]
     planner.pinnable_bytes = 0
     with state.lock:
         planner.plan()
@@ -230,7 +230,7 @@ def read_by(state: CacheState, programs: int) -> LoopSpace:
 
 def watched(state: CacheState, space: LoopSpace, seconds: float, ages_ns: tuple[int, int], *, in_place: bool = True) -> int:
     """Return the convoy after `seconds`, where `ages_ns` is the time since each reader was last seen."""
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]  # nothing is pinned or released here
+    planner = Planner(state, NoPinStore())  # type: ignore[arg-type]  # nothing is pinned or released here
     for now_ns in range(TICK_NS, int(seconds * 1e9), TICK_NS):
         for cursor, age_ns in zip(space.cursors.live, ages_ns, strict=True):
             cursor.last_ns = now_ns - age_ns

@@ -61,13 +61,13 @@ def mapping(tmp_path: Path) -> Iterator[MappedFile]:
 
 def test_bring_reads_exactly_the_requested_range(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
-    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
+    assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
     while syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
-    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
-    mapping.bring(5 * HUGE_BYTES, 12345)  # the end of the file
+    assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
+    mapping.populate(5 * HUGE_BYTES, 12345)  # the end of the file
     while syscalls.cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_blocks(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
 from llmcache.mount.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
-from llmcache.mount.backends.holders import LockedPinStore
+from llmcache.mount.backends.pins import LockedPinStore
 from llmcache.mount.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
 from llmcache.mount.state import space as spaces
 from llmcache.mount.state.buffers import BUFFER_BYTES, BufferPool, MemoryRegion

@@ -233,7 +233,7 @@ class MappedFile:
             syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # otherwise a fault reads two huge pages
         return cls(backing, address, length, window)
 
-    def bring(self, offset: int, length: int) -> int:
+    def populate(self, offset: int, length: int) -> int:
         """Make the kernel read the absent pages of a part that begins at a huge page; return the bytes read. OSError."""
         fd, read, end = self.backing.fd, 0, offset + length
         for start in range(offset, end, HUGE_BYTES):
@@ -403,7 +403,7 @@ class Files:
 
     # Touches, on the observing thread
 
-    def ask(self, file: File, pid: int) -> None:
+    def request(self, file: File, pid: int) -> None:
         """Request that a file is opened soon, or a client recorded as its reader."""
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))

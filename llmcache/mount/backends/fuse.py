@@ -62,11 +62,11 @@ class FuseBackend:
     in_place, large_extent = False, LARGE_EXTENT
 
     def __init__(
-        self, state: CacheState, holder: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
+        self, state: CacheState, pin_store: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
     ) -> None:
         """`find(mountpoint)`: this mount in the mount table, or None if it is not there."""
         self.state = state
-        self.holder = holder
+        self.pin_store = pin_store
         self._find = find
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
@@ -114,13 +114,13 @@ class FuseBackend:
 
         The claim is reported as a reference to the extent, so the caller must load it.
         """
-        has_region = self.holder.brings_region(space, extent)
+        has_region = self.pin_store.has_region(space, extent)
         buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
             return None
         verdict = self.state.references.claimed(space, member, extent, pid)
         try:
-            pinned_region = self.holder.region(space, extent, verdict)
+            pinned_region = self.pin_store.region(space, extent, verdict)
             region = pinned_region or buffer or MemoryRegion(space.extent_bytes)
         except OSError:  # no memory: the extent is streamed, or read by pages
             self.state.references.lost(space, extent)
@@ -179,7 +179,7 @@ class FuseBackend:
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Lock the dropped pages again. Return nothing, because requests have shown all touches."""
         with self.state.lock:
-            self.holder.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
+            self.pin_store.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
         return ()
 
     def find_experts(self, moe: MoeFile) -> None:
@@ -219,7 +219,7 @@ class FuseBackend:
                 self.state.counters.backing_read_bytes += fetch.length
                 space.read_bytes += fetch.length
                 if fetch.keep and space.alive and not fetch.stale:
-                    self.holder.keep(space, fetch.extent, fetch.region)
+                    self.pin_store.keep(space, fetch.extent, fetch.region)
             elif fetch.load is None:
                 self._fail(space, fetch)
         fetch.done.set()
@@ -238,7 +238,10 @@ class FuseBackend:
             usable = fetch.error is None and self._current(space, fetch)
             self.state.storing.append((space, member))
             trip = (
-                fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(space, fetch.extent)
+                fetch.load is None
+                and fetch.ahead
+                and not fetch.joined
+                and not self.pin_store.skips_trip(space, fetch.extent)
             )
         failed = -errno.EIO
         try:
@@ -289,7 +292,7 @@ class FuseBackend:
             space.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
                 self.state.consumed(fetch.length, fetch.held)
-        self.holder.stored(space, fetch)
+        self.pin_store.stored(space, fetch)
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         state, notifier = self.state, self.notifier
@@ -357,7 +360,7 @@ class SliceReader:
     def __init__(self, backend: FuseBackend) -> None:
         self.backend = backend
         self.state = backend.state
-        self._strays: list[tuple[MoeFile, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
+        self._unwanted: list[tuple[MoeFile, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
         self._left = 0  # `ExpertCache.left` when `_due` was last increased
         self._due = 0  # tripwires to set
         self._coldest: Iterator[int] = iter(())  # keys of the experts that get the next tripwires
@@ -407,14 +410,14 @@ class SliceReader:
         """
         expert = moe.layout.expert_of[number]
         if pid:
-            self._programs.ask(moe.member.node or 0, pid)
+            self._programs.request(moe.member.node or 0, pid)
         if by_client and moe.states[expert] == TOUCHED:
             self._came_back(moe, expert, length)
         if moe.states[expert] == ABSENT:
             experts = self.state.expert_cache.missed(moe, expert) if wanted and by_client else []
             moe.fresh.update(experts[:1])
             if not experts:
-                self._strays += [(moe, expert, *part) for part in moe.inner(number, offset, offset + length)]
+                self._unwanted += [(moe, expert, *part) for part in moe.inner(number, offset, offset + length)]
                 return None, False
             for each in experts:
                 self._begin(moe, each, offset)
@@ -443,7 +446,7 @@ class SliceReader:
             behind += [piece for piece in pieces if is_requested and piece[0] + piece[1] > offset]
             others += [piece for piece in pieces if not (is_requested and piece[0] + piece[1] > offset)]
         moe.loads[expert] = load = ExpertLoad(behind + others)
-        job = functools.partial(self._bring_next, moe, expert, load)
+        job = functools.partial(self._load_next, moe, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))
         self.state.work.notify(len(load.waiting))
         self._finish(moe, expert, load)  # done already, if all of the expert is in extents of the loop
@@ -479,7 +482,7 @@ class SliceReader:
         load.loading.append(fetch)
         return fetch
 
-    def _bring_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
+    def _load_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
         with self.state.lock:
             fetch = self._take(moe, expert, load, load.waiting[0], ahead=True) if load.waiting else None
         if fetch is not None:
@@ -501,7 +504,7 @@ class SliceReader:
         if not load.waiting and not load.loading and moe.loads.get(expert) is load:
             del moe.loads[expert]
             if load.failed:  # drop the pieces that were stored
-                self._strays += [(moe, expert, offset, length) for offset, length in moe.own(expert)]
+                self._unwanted += [(moe, expert, offset, length) for offset, length in moe.own(expert)]
             self.state.expert_cache.arrived(moe, expert, not load.failed)
 
     # The thread
@@ -510,34 +513,34 @@ class SliceReader:
         pause_s = 0.0
         while not self._over.wait(pause_s):
             with self.state.lock:
-                places = self._stray_places() + self._trip_places()
+                places = self._unwanted_places() + self._trip_places()
             for node, offset, length in places:
                 self.backend.drop(node, [(offset, length)])
             pause_s = LOOK_S if places else IDLE_S if self.state.expert_cache.moe_files else UNUSED_S
 
-    def _stray_places(self) -> list[tuple[int, int, int]]:
-        strays, self._strays = self._strays, []
-        absent = [stray for stray in strays if stray[0].states[stray[1]] == ABSENT]
-        return [(stray[0].member.node, *stray[2:]) for stray in absent if stray[0].member.node is not None]
+    def _unwanted_places(self) -> list[tuple[int, int, int]]:
+        unwanted, self._unwanted = self._unwanted, []
+        absent = [part for part in unwanted if part[0].states[part[1]] == ABSENT]
+        return [(part[0].member.node, *part[2:]) for part in absent if part[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """Set due tripwires; return (node, offset, bytes) of their pages, to be dropped. Lock held."""
-        mixtures = self.state.expert_cache
-        for moe in mixtures.moe_files:
-            mixtures.catch_up(moe)
-        self._due += TRIPS * (mixtures.left - self._left)
-        self._left = mixtures.left
-        tripwires = sum(len(moe.trips) for moe in mixtures.moe_files)
-        self._due = min(self._due, len(mixtures.hot) - tripwires)
+        cache = self.state.expert_cache
+        for moe in cache.moe_files:
+            cache.catch_up(moe)
+        self._due += TRIPS * (cache.left - self._left)
+        self._left = cache.left
+        tripwires = sum(len(moe.trips) for moe in cache.moe_files)
+        self._due = min(self._due, len(cache.hot) - tripwires)
         places: list[tuple[int, int, int]] = []
-        if SORT_SHARE * TRIPS * (mixtures.left - self._sorted) > len(mixtures.hot):
+        if SORT_SHARE * TRIPS * (cache.left - self._sorted) > len(cache.hot):
             # For many tripwires at a time; an expert that was used since gets one more than needed.
-            many = tripwires + max(self._due, len(mixtures.hot) // SORT_SHARE)
-            self._coldest, self._sorted = iter(mixtures.hot.coldest(many)), mixtures.left
+            many = tripwires + max(self._due, len(cache.hot) // SORT_SHARE)
+            self._coldest, self._sorted = iter(cache.hot.coldest(many)), cache.left
         while len(places) < self._due and (key := next(self._coldest, None)) is not None:
-            if key not in mixtures.hot:
+            if key not in cache.hot:
                 continue
-            moe, expert = mixtures.of(key)
+            moe, expert = cache.of(key)
             if expert in moe.trips or moe.computes(expert):  # a use in the current layer is counted already
                 continue
             if moe.member.node is not None:
@@ -649,7 +652,7 @@ class Reader:
             state = space.state(extent)
             if rest.by_client:
                 space.last_pid = pid
-                self._note(space, extent, state, pid)
+                self._record_touch(space, extent, state, pid)
                 state = space.state(extent)  # the end of a pass may have changed it
             if state == READY:
                 trip = space.trips.get(extent)
@@ -663,7 +666,7 @@ class Reader:
             elif state == TOUCHED or (state == PINNED and extent not in space.evidence.exposed):
                 self._refault(space, extent, length)
             if trip is None and fetch is None:
-                self._stray(space, extent, length)
+                self._account_pages(space, extent, length)
                 if state == SINGLE and space.alive:
                     self.state.references.pages(space, member, rest.offset, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
@@ -673,7 +676,7 @@ class Reader:
             return length, self._answer(rest, fetch, state != LOADING, start, length)
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
-    def _note(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
+    def _record_touch(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
         if state == SINGLE:
             space.record_pages(extent, time.monotonic_ns())
             self.engine.judge.touched_pages(space, extent, space.accounted_bytes[extent])
@@ -710,7 +713,7 @@ class Reader:
             if count >= REFAULTS_MAX:
                 space.reclaimed(extent, time.monotonic_ns())
 
-    def _stray(self, space: LoopSpace, extent: int, length: int) -> None:
+    def _account_pages(self, space: LoopSpace, extent: int, length: int) -> None:
         self.state.memory.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if space.state(extent) in (SINGLE, ABSENT, SPARSE):

@@ -298,7 +298,7 @@ class InPlaceBackend:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         else:
             try:
-                read = mapping.bring(space.offset_of(member, fetch.extent), fetch.length)
+                read = mapping.populate(space.offset_of(member, fetch.extent), fetch.length)
             except OSError as error:
                 fetch.error = error
         with self.state.lock:
@@ -313,7 +313,7 @@ class InPlaceBackend:
         if mapping is None:
             return False
         with contextlib.suppress(OSError):
-            read = mapping.bring(space.offset_of(member, extent), space.length_of(member, extent))
+            read = mapping.populate(space.offset_of(member, extent), space.length_of(member, extent))
         with self.state.lock:
             self._end(mapping, space.length_of(member, extent), max(read, 0))
         return read >= 0
@@ -386,7 +386,7 @@ class InPlaceBackend:
             space.touch(extent, now_ns)
             self.state.consumed(self.engine.judge.used_bytes(space, extent), False)
         if fetch.error is None:
-            self.engine.holder.stored(space, fetch)
+            self.engine.pin_store.stored(space, fetch)
 
     # Dropping
 
@@ -430,7 +430,7 @@ class InPlaceBackend:
         owner = self.state.owners.get(mapping.backing) if mapping is not None else None
         is_unknown = owner is None or (owner[0] is not file.space and not file.unplaced)
         if is_unknown or touch.pid not in file.programs:
-            self.files.ask(file, touch.pid)
+            self.files.request(file, touch.pid)
         if owner is None or owner[0] is not file.space:
             return False
         space, member = owner
@@ -439,7 +439,7 @@ class InPlaceBackend:
                 self._slice_touched(member.moe, touch.extent - member.count, touch)
             return False
         if space.alive:
-            self._note(space, member, file, member.base + touch.extent, touch)
+            self._record_touch(space, member, file, member.base + touch.extent, touch)
         return space.alive
 
     def _slice_touched(self, moe: MoeFile, number: int, touch: Touch) -> None:
@@ -466,7 +466,7 @@ class InPlaceBackend:
         offset, length = moe.pages_of(number)
         return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
-    def _note(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
+    def _record_touch(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
         state, now_ns = space.state(extent), touch.t_ns
         length = space.length_of(member, extent)
         space.last_pid = touch.pid
@@ -571,10 +571,10 @@ class InPlaceBackend:
             if state.owners.get(mapping.backing) is not owner or not member.reachable:
                 return False
             small = [extent for extent in small if space.state(extent) == PINNED]
-            self.engine.holder.release(space, small)
+            self.engine.pin_store.release(space, small)
             state.memory.forget(space, small)
             jobs = [self._claim(space, member, extent, ahead=True) for extent in small]
-        self.engine.holder.settle(PINS_S)
+        self.engine.pin_store.settle(PINS_S)
         for extent in small:
             self.drop(file.status.st_ino, [parts[extent]])
         for job in jobs:

@@ -47,7 +47,7 @@ class FilePrograms:
         self._last: dict[int, int] = {}  # node -> thread of the last request
         self._looked_s = 0.0
 
-    def ask(self, node: int, thread: int) -> None:
+    def request(self, node: int, thread: int) -> None:
         self._last[node] = thread
 
     def of_node(self, node: int | None) -> RequestedFile | None:
@@ -68,9 +68,9 @@ class FilePrograms:
         self._last.clear()
         for node, thread in requests:
             with contextlib.suppress(OSError):  # the thread has ended
-                self._note(node, int(status_of(thread)["Tgid"]))
+                self._record_reader(node, int(status_of(thread)["Tgid"]))
 
-    def _note(self, node: int, pid: int) -> None:
+    def _record_reader(self, node: int, pid: int) -> None:
         program = self._programs.get(pid) or Program(pid)
         program.look()
         with self.lock:

@@ -11,8 +11,8 @@ from llmcache.cache.arbitration import (
 )
 from llmcache.cache.steering import Spaces, Steering
 from llmcache.mount.backends.fuse import FuseBackend
-from llmcache.mount.backends.holders import ArenaPinStore, LockedPinStore, PinService
 from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.backends.pins import ArenaPinStore, LockedPinStore, PinService
 from llmcache.mount.client.mountpoint import find
 from llmcache.mount.engine.engine import Engine
 from llmcache.mount.source.tree import SourceTree
@@ -49,11 +49,11 @@ def _parts(engine: Engine) -> tuple[PinHelpers, PinStore, Backend]:
         state.services,
     )
     pins.may_look = lambda: engine.backend.in_place or not engine.judge.is_exposing
-    holder: PinStore
+    pin_store: PinStore
     if isinstance(state.steering, Steering):
-        holder = ArenaPinStore(state, state.steering)
+        pin_store = ArenaPinStore(state, state.steering)
         state.steering.on_plan = engine.replan
     else:
-        holder = LockedPinStore(state, pins)
-    backend: Backend = InPlaceBackend(engine) if engine.mode == "inplace" else FuseBackend(state, holder, find)
-    return pins, holder, backend
+        pin_store = LockedPinStore(state, pins)
+    backend: Backend = InPlaceBackend(engine) if engine.mode == "inplace" else FuseBackend(state, pin_store, find)
+    return pins, pin_store, backend

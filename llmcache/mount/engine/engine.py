@@ -62,10 +62,10 @@ class Engine:
         self.state = state
         self.mode = mode
         self.tree = tree
-        self.pins, self.holder, self.backend = make(self)
-        self.planner = Planner(state, self.holder)
+        self.pins, self.pin_store, self.backend = make(self)
+        self.planner = Planner(state, self.pin_store)
         self.grouping = Grouping(state, tree, self.backend, self._dissolve, pinned)
-        self.judge = Judge(state, self.backend, self.holder, self.replan)
+        self.judge = Judge(state, self.backend, self.pin_store, self.replan)
         self.gauge = PressureGauge(state.memory.budget_bytes)
         state.services.on_broken = self._broken
         self._wake = threading.Event()
@@ -90,7 +90,7 @@ class Engine:
         self.loader = Loader(self.state, self.backend)
         self.loader.start()
         self.backend.start(notifier, mountpoint)
-        self._maintenance = self.state.services.thread("house", self._maintain, mountpoint)
+        self._maintenance = self.state.services.thread("planner", self._maintain, mountpoint)
         self._maintenance.start()
         self.state.services.thread("copies", self._find_copies).start()
 
@@ -149,7 +149,7 @@ class Engine:
         space, member = self.grouping.adopt(backing)
         with self.state.lock:
             space.record_open(time.monotonic_ns())
-            self._note_presence(space)
+            self._update_presence(space)
             known = member.node is not None
             attach = not known and not member.attaching
             member.attaching = member.attaching or attach
@@ -159,7 +159,7 @@ class Engine:
         self._wake.set()
         return known
 
-    def _note_presence(self, space: LoopSpace) -> None:
+    def _update_presence(self, space: LoopSpace) -> None:
         is_open = space.user_pinned or space.warm or self.state.opens_of(space) > 0
         self._closed.pop(space.key, None)
         if space.alive and not is_open:
@@ -205,7 +205,7 @@ class Engine:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
                     self._part(*owner, backing)
-                    self._note_presence(owner[0])
+                    self._update_presence(owner[0])
             self._plan_due = True
         self._wake.set()
 
@@ -351,7 +351,7 @@ class Engine:
         self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
         space.adopt(replace(space.plan, pin=(), unpin=extents))
-        self.holder.release(space, extents)
+        self.pin_store.release(space, extents)
         self.planner.pinnable_bytes = self.state.memory.pinned_bytes
         self._plan_due = True
 
@@ -363,7 +363,7 @@ class Engine:
         """
         if not space.unlockable:
             log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
-        self.holder.release(space, extents)
+        self.pin_store.release(space, extents)
         now_ns = time.monotonic_ns()
         for extent in extents:
             is_new = space.unlockable.get(extent, 0) <= now_ns
@@ -402,7 +402,7 @@ class Engine:
         self._closed.pop(space.key, None)
         for extent in list(space.loading):
             space.cancel(extent)
-        self.holder.release(space, self.holder.pinned(space))
+        self.pin_store.release(space, self.pin_store.pinned(space))
         if space.alive:
             self.state.steering.end(space.key)
         self.grouping.dissolve(space)

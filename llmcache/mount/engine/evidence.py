@@ -53,9 +53,9 @@ _VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is ob
 class Judge:
     """Judges the loop spaces of one mount."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, replan: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, replan: Callable[[], None]) -> None:
         """`replan()` requests a new plan."""
-        self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
+        self.state, self.backend, self.pin_store, self._replan = state, backend, pin_store, replan
         self._rest_until = 0.0
 
     @property
@@ -86,14 +86,14 @@ class Judge:
             return
         self._guard_of(space).leave()
         log.info("inode %d is left to the kernel: clients have begun to use other parts of it", space.inode)
-        pinned = self.holder.pinned(space)
+        pinned = self.pin_store.pinned(space)
         self.turn(space, True)
         if self.backend.in_place:
             self._queue(self._drop, space, pinned)
 
     def _drop(self, space: LoopSpace, extents: list[int]) -> None:
         """Drop extents that are no longer pinned, because the kernel takes them for recently used."""
-        self.holder.settle()
+        self.pin_store.settle()
         with self.state.lock:
             parts = space.ranges(extents) if space.alive and space.left else []
         for member, offset, length in parts:
@@ -148,7 +148,7 @@ class Judge:
     def _make_single(self, space: LoopSpace) -> None:
         """Change thin extents to SINGLE, once no fetch of them is under way."""
         thin = sorted(space.thin)
-        self.holder.release(space, [extent for extent in thin if space.state(extent) == PINNED])
+        self.pin_store.release(space, [extent for extent in thin if space.state(extent) == PINNED])
         if self.backend.in_place:
             self.state.memory.forget(space, [each for each in thin if space.state(each) in (TOUCHED, READY)])
         space.make_single([extent for extent in thin if space.state(extent) in (ABSENT, SPARSE)])
@@ -284,7 +284,7 @@ class Judge:
         if evidence.exposed:
             self._queue(self._examine_pins, space)
         else:
-            pinned = self.holder.pinned(space)
+            pinned = self.pin_store.pinned(space)
             if not evidence.pins_doubted:
                 space.use.excuse(pinned)
             self._start(space, pinned)
@@ -428,7 +428,7 @@ class Judge:
         if is_left and self.backend.in_place:
             for extent in list(space.loading):
                 space.cancel(extent)
-            self.holder.release(space, self.holder.pinned(space))
+            self.pin_store.release(space, self.pin_store.pinned(space))
             space.adopt(SpacePlan(unpin=range(space.count)))
             accounted = list(space.charged_extents())
             self.state.memory.forget(space, [extent for extent in accounted if space.state(extent) != SINGLE])

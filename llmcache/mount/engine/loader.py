@@ -95,7 +95,7 @@ class Loader:
             return None
         _, space, extent = best
         if self.state.memory.used_bytes + space.extent_bytes > self.state.memory.room_bytes:
-            self.state.ask_room()
+            self.state.request_room()
             return None
         return space, extent
 

@@ -26,7 +26,7 @@ SEEN_NS, SEEN_SHARE = 200_000_000, 4  # a cursor is a reader's if touched in thi
 # Cursors that stay apart this long are separate readers. One client alone needs longer: when it wraps round, it looks like
 # two readers for SEEN_NS.
 APART_NS, ALONE_APART_NS = 300_000_000, 2_000_000_000
-STRAYS_MIN = 3  # readers that have fallen out of the convoy, after which the window is widened
+LAGGARDS_MIN = 3  # readers that have fallen out of the convoy, after which the window is widened
 CONVOY_STEP_NS = 3_000_000_000  # time for a wider window to bring readers together, before it is widened again
 CONVOY_MAX = 3
 CONVOY_LIFE_NS = 60_000_000_000  # time after which the window is narrowed by a step
@@ -35,9 +35,9 @@ CONVOY_LIFE_NS = 60_000_000_000  # time after which the window is narrowed by a 
 class Planner:
     """Carries out plans. In mode arena the steering makes them; in the other modes this class."""
 
-    def __init__(self, state: CacheState, holder: PinStore) -> None:
+    def __init__(self, state: CacheState, pin_store: PinStore) -> None:
         self.state = state
-        self.holder = holder
+        self.pin_store = pin_store
         self.pinnable_bytes = UNLIMITED  # lower for a while after the kernel has refused a lock
 
     def plan(self) -> None:
@@ -68,9 +68,9 @@ class Planner:
             space.adopt(made.spaces[space.key])
             space.follow_plan()
             if space.plan.unpin:
-                self.holder.release(space, list(space.plan.unpin))
+                self.pin_store.release(space, list(space.plan.unpin))
                 state.room.notify()
-            self.holder.pin_ready(space)
+            self.pin_store.pin_ready(space)
 
     def watch(self, space: LoopSpace, now_ns: int, *, in_place: bool) -> bool:
         """Expire cursors of readers that have stopped, and adapt the window to readers that drift apart (a convoy).
@@ -89,7 +89,7 @@ class Planner:
         # Threads of one client may look like several readers for a moment, and miss extents that another has read and left.
         several = self.state.programs_of(space) > 1
         most, apart_ns = (CONVOY_MAX, APART_NS) if several else (1, ALONE_APART_NS)
-        fall_behind = several and space.touches.passes >= SETTLED_PASSES and space.cursors.laggards >= STRAYS_MIN
+        fall_behind = several and space.touches.passes >= SETTLED_PASSES and space.cursors.laggards >= LAGGARDS_MIN
         waited = now_ns - space.apart_ns > (CONVOY_STEP_NS if space.convoy else 0)
         if waited and (fall_behind or now_ns - space.together_ns > apart_ns):
             steps = most if in_place else min(most, space.convoy + 1)

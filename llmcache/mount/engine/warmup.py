@@ -110,9 +110,9 @@ class Warmup:
             for _ in range(_ROUNDS):
                 with self.state.lock:
                     pieces = self._planned(spaces)
-                bringer = WarmupWorker(self.state, self.engine.backend, self.engine.holder, pieces)
-                bringer.run(tell)
-                if not bringer.done_bytes:
+                worker = WarmupWorker(self.state, self.engine.backend, self.engine.pin_store, pieces)
+                worker.run(tell)
+                if not worker.done_bytes:
                     return
         finally:
             self._turn.release()
@@ -254,8 +254,8 @@ def ended() -> MountProblem:
 class WarmupWorker:
     """The threads of one warm-up, and the extents that remain to be fetched."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, pieces: list[Piece]) -> None:
-        self.state, self.backend, self.holder = state, backend, holder
+    def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, pieces: list[Piece]) -> None:
+        self.state, self.backend, self.pin_store = state, backend, pin_store
         with state.lock:
             self.left = deque(piece for piece in pieces if not has(piece))
             self.total_bytes = sum(space.length_of(member, extent) for space, member, extent in self.left)
@@ -326,7 +326,7 @@ class WarmupWorker:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
                     self.state.memory.warmup_bytes = space.extent_bytes
-                    self.state.ask_room()
+                    self.state.request_room()
                     self.state.work.wait(0.05)
             if job is not None:
                 job()
@@ -349,7 +349,7 @@ class WarmupWorker:
             core = self.state.references.core
             if complete and space.alive and core is not None and extent not in space.held:
                 core.hold(space.key, extent)
-                self.holder.keep(space, extent, region)
+                self.pin_store.keep(space, extent, region)
 
     def _fetch_hot(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
         with self.state.lock:

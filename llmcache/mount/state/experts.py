@@ -26,8 +26,8 @@ from llmcache.mount.state.space import ABSENT, LOADING, TOUCHED, LoopSpace, MoeF
 HEADROOM_BYTES = 2 << 20
 LEAST_ROOM_BYTES = 16 << 20  # least room: about the experts that are in use at a time
 AHEAD = 4  # experts that are loaded ahead of a prompt
-STRAY_NS = 5_000_000  # after this time, the kernel has read the pages around a fault
-STRAYS_MAX = 1024
+AROUND_NS = 5_000_000  # after this time, the kernel has read the pages around a fault
+FAULTS_MAX = 1024
 
 
 class ExpertCache:
@@ -41,7 +41,7 @@ class ExpertCache:
         self.moe_files: list[MoeFile] = []  # in order of their keys
         self._next = 0
         # Faults on absent slices: when, in which slice, and how far the kernel reads around the fault.
-        self._strays: deque[tuple[int, MoeFile, int, int]] = deque(maxlen=STRAYS_MAX)
+        self._faults: deque[tuple[int, MoeFile, int, int]] = deque(maxlen=FAULTS_MAX)
 
     def begin(self, space: LoopSpace, member: SpaceFile, layout: Experts) -> None:
         """Begin to steer the experts of a file."""
@@ -152,13 +152,13 @@ class ExpertCache:
 
     def faulted(self, moe: MoeFile, number: int, reach: int, now_ns: int) -> None:
         """Record a client's fault on an absent slice: the kernel reads `reach` bytes around it on each side."""
-        self._strays.append((now_ns, moe, number, reach))
+        self._faults.append((now_ns, moe, number, reach))
 
     def _read_around(self) -> Iterator[Invalidation]:
         """Yield the ranges of absent experts that the kernel has read around faults."""
         now_ns = time.monotonic_ns()
-        while self._strays and now_ns - self._strays[0][0] > STRAY_NS:
-            _, moe, number, reach = self._strays.popleft()
+        while self._faults and now_ns - self._faults[0][0] > AROUND_NS:
+            _, moe, number, reach = self._faults.popleft()
             if (node := moe.member.node) is not None and moe.member.moe is moe and not moe.alone:
                 yield from (self.memory.pend(node, *part, 0) for part in moe.neighbours(number, reach))
 

@@ -104,7 +104,7 @@ class PinStore(Protocol):
     The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
     """
 
-    def brings_region(self, space: LoopSpace, extent: int) -> bool:
+    def has_region(self, space: LoopSpace, extent: int) -> bool:
         """Return True if `region` is expected to return memory for `extent`."""
         return False
 
@@ -145,7 +145,7 @@ class PinStore(Protocol):
 
 
 class PinHelpers(Protocol):
-    """The pin helpers, as far as the engine uses them (`backends.holders.PinService`)."""
+    """The pin helpers, as far as the engine uses them (`backends.pins.PinService`)."""
 
     pids: tuple[int, ...]
     again_bytes: int
@@ -181,7 +181,7 @@ class EngineCalls(Protocol):
 
     state: CacheState
     tree: SourceTree
-    holder: PinStore
+    pin_store: PinStore
     pins: PinHelpers
 
     @property

@@ -6,7 +6,8 @@ Locks: a thread that takes several of them takes them in this order.
 3. `Files.lock` (mode inplace): the programs that map files, while the kernel is given advice on their memory.
 4. `CacheState.lock`: all fields in this file, and every method of `Spaces`, `LoopSpace`, `Accounting` and `ExpertCache`.
    Threads hold it only to compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its
-   conditions: `work` wakes loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
+   conditions: `work` wakes loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or
+   STOREs.
 
 Waits over FUSE: the kernel locks the pages of a READ or WRITE until the daemon replies. STORE, INVAL and mlock wait for
 locked pages, and a READ may be queued behind as many other requests as the daemon has threads. So a thread that owes the
@@ -246,7 +247,7 @@ class CacheState:
             for member in space.members:
                 self.displace(space, member)
 
-    def ask_room(self) -> None:
+    def request_room(self) -> None:
         """Wake the evictor, which wakes threads that wait on `work` once there is room."""
         self.crowded = True
         self.room.notify()

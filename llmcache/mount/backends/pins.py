@@ -580,7 +580,7 @@ class ArenaPinStore(PinStore):
         steering.on_evict = self._evicted
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
-    def brings_region(self, space: LoopSpace, extent: int) -> bool:
+    def has_region(self, space: LoopSpace, extent: int) -> bool:
         return extent in space.held or bool(space.wanted[extent])
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
