@@ -1,9 +1,9 @@
 """The state of a mount as JSON-ready data: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
-Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters. `heat_map` holds it
-only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
-so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers, each with a bounded
-text.
+Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters, and then for the
+files of SPACES_AT_A_TIME spaces at a time. `heat_map` holds it only to copy one space at a time (some hundred microseconds
+for a model of 100 GB), and works on the copies layer by layer, so that reader threads get the interpreter in between. The
+reply is bounded: at most ROWS_MAX layers, each with a bounded text.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from llmcache.procfs import status_of
 SCHEMA = "llmcache.stats/1"
 
 
+SPACES_AT_A_TIME = 100  # while the lock is held
+
+
 NameOf = Callable[[str], str]
 
 
@@ -47,10 +50,7 @@ def snapshot(
             "limit_bytes": memory.pin_limit_bytes,
             "pinned_bytes": memory.pinned_bytes,
             "window_bytes": memory.window_bytes,
-            # Read by pages: headers, embedding rows, small and written files.
-            "pages_bytes": sum(
-                space.accounted_bytes[extent] for space in state.spaces.values() for extent in space.partial_extents
-            ),
+            "pages_bytes": 0,  # read by pages: headers, embedding rows, small and written files
             "resident_bytes": memory.used_bytes,
             "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
             "hit_bytes": counters["hit_bytes"],
@@ -69,9 +69,14 @@ def snapshot(
             "arena": _arena(state.references),
             "services": state.services.facts(),
             "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
-            "files": _files(state, name_of),
+            "files": [],
         }
-        held_bytes = memory.held_bytes
+        held_bytes, spaces = memory.held_bytes, list(state.spaces.values())
+    for first in range(0, len(spaces), SPACES_AT_A_TIME):
+        with state.lock:
+            for space in [space for space in spaces[first : first + SPACES_AT_A_TIME] if space.alive]:
+                result["pages_bytes"] += sum(space.accounted_bytes[extent] for extent in space.partial_extents)
+                result["files"] += [_file(state, space, member, name_of) for member in space.members]
     helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
     result["cpu_s"] = cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids)
     result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
@@ -92,19 +97,13 @@ def _arena(references: References) -> dict[str, int] | None:
     }
 
 
-def _files(state: CacheState, name_of: NameOf) -> list[dict[str, Any]]:
-    owners = state.owners.items()
-    in_use = {member for backing, (_, member) in owners if state.opens.get(backing)}
-    return [_file(space, member, member in in_use, name_of) for space in state.spaces.values() for member in space.members]
-
-
-def _file(space: LoopSpace, member: SpaceFile, is_open: bool, name_of: NameOf) -> dict[str, Any]:
+def _file(state: CacheState, space: LoopSpace, member: SpaceFile, name_of: NameOf) -> dict[str, Any]:
     return {
         "path": member.path,
         "name": name_of(member.path),
         "size_bytes": member.size_bytes,
         "class": _class(space),
-        "open": is_open,
+        "open": member.backing is not None and state.opens.get(member.backing, 0) > 0,
         "lacks_extents": space.lacks_extents,
         "loops": [_loop(space)] if space.looping and member is space.members[0] else [],
         "experts": None if member.moe is None else member.moe.facts(),
