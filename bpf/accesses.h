@@ -60,34 +60,6 @@ static __always_inline bool describe(struct record *record, struct thread *threa
 	return true;
 }
 
-#define TRIES 256
-
-/* Locks the slot, waiting while the flush copies a record. Returns false if the flush itself is interrupted for long, by an
- * interrupt or by the hypervisor; the owner then sends its record without the slot (`record_run`). */
-static __always_inline bool own(struct slot *slot)
-{
-	for (int i = 0; i < TRIES; i++)
-		if (lock(slot))
-			return true;
-	return false;
-}
-
-/* Records an access: merges it into the slot if the owner has locked it, otherwise sends it at once. The run in the slot is
- * older, which its time shows. */
-static __always_inline void record_run(struct slot *slot, bool owned, struct record *next, u64 shared)
-{
-	if (owned)
-		merge(slot, next, shared);
-	else
-		emit(next);
-}
-
-static __always_inline void disown(struct slot *slot, bool owned)
-{
-	if (owned)
-		unlock(slot);
-}
-
 static __always_inline u64 read_calls_made(struct task_struct *task)
 {
 	if (bpf_core_field_exists(task->ioac.syscr))
@@ -210,18 +182,6 @@ static __always_inline bool follows(struct thread *thread, struct record *next)
 	       (next->first == thread->request_next || next->first + 1 == thread->request_next);
 }
 
-/* The last block of a request that can be counted while its slot is busy. Blocks that are not filled yet would be counted
- * before their fill; they are left to the next event of the call. */
-static __always_inline u64 last_countable(struct thread *thread, struct record *next, u64 last)
-{
-	u64 end = thread->filled_end;
-
-	if (end <= next->first || end > last || !is_file(&thread->filled_file, next) ||
-	    thread->filled_call != read_calls_made((void *)bpf_get_current_task()))
-		return last;
-	return end - 1;
-}
-
 /* Removes the page that faulted from the end of the run: it is counted when it is mapped. */
 static __always_inline void defer_fault(struct thread *thread)
 {
@@ -231,9 +191,8 @@ static __always_inline void defer_fault(struct thread *thread)
 	if (!thread->slot.live || run->kind != ACCESS || run->op != MAP || !thread->fault_mapping || thread->fault_deferred ||
 	    run->first + run->count != thread->fault.first + page_blocks)
 		return;
-	run->count -= page_blocks;
 	run->aux -= thread->fault.aux;
-	thread->slot.live = run->count > 0;
+	shorten(&thread->slot, run->count - page_blocks);
 	thread->fault_deferred = 1;
 }
 
@@ -257,7 +216,6 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 	u32 log2 = config.page_blocks_log2;
 	struct thread *thread = this_thread();
 	struct record next = {};
-	bool owned, rest;
 
 	if (!thread || !describe(&next, thread, inode, first >> log2, last >> log2, READ))
 		return 0;
@@ -268,24 +226,14 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 		return 0;
 	next.first = first;
 	next.count = last - first + 1;
-	owned = own(&thread->slot);
 	thread->fault_mapping = NULL;
 	if (continues_request(thread, &next)) {
-		if (owned && thread->uncut) {
-			cut(thread, thread->uncut_first);
-			send(&thread->slot);
-			thread->uncut = 0;
-		}
-		/* No new run while this event only repeats counted blocks and the rest is not filled yet. */
-		rest = thread->request_next <= last &&
-		       (thread->request_next <= next.first || thread->request_next < thread->filled_end);
 		thread->request_first = next.first;
-		if (rest) {
+		if (thread->request_next <= last) {
 			next.first = thread->request_next;
-			last = owned ? last : last_countable(thread, &next, last);
 			next.count = last - next.first + 1;
 			next.aux = 0;
-			record_run(&thread->slot, owned, &next, 0);
+			merge(&thread->slot, &next, 0);
 			thread->request_next = last + 1;
 		}
 	} else {
@@ -308,14 +256,10 @@ static __always_inline int take_read(struct inode *inode, u64 first, u64 last, u
 			thread->request_call = read_calls_made((void *)bpf_get_current_task());
 			thread->request_in_call = is_call(config.read_calls, current_call());
 		}
-		thread->uncut = 0;
-		last = owned ? last : last_countable(thread, &next, last);
-		next.count = last - next.first + 1;
-		record_run(&thread->slot, owned, &next, 0);
+		merge(&thread->slot, &next, 0);
 		thread->request_next = last + 1;
 	}
 	thread->request_ns = next.t_ns;
-	disown(&thread->slot, owned);
 	return 0;
 }
 
@@ -325,7 +269,6 @@ static __always_inline int take_fill(struct folio *folio)
 	struct thread *thread = this_thread();
 	struct record fill = {};
 	struct inode *inode;
-	bool owned;
 	u64 pages;
 
 	if (!thread)
@@ -336,23 +279,11 @@ static __always_inline int take_fill(struct folio *folio)
 		return 0;
 	fill.kind = FILL;
 	fill.aux = 0;
-	thread->filled_file = thread->file;
-	thread->filled_end = fill.first + fill.count;
-	thread->filled_call = read_calls_made((void *)bpf_get_current_task());
-	owned = own(&thread->slot);
 	if (is_file(&thread->request_file, &fill)) {
-		u64 first = thread->uncut && thread->uncut_first < fill.first ? thread->uncut_first : fill.first;
-
-		if (owned) {
-			defer_fault(thread);
-			cut(thread, first);
-		} else {
-			thread->uncut_first = first;
-		}
-		thread->uncut = !owned;
+		defer_fault(thread);
+		cut(thread, fill.first);
 	}
-	record_run(&thread->slot, owned, &fill, 0);
-	disown(&thread->slot, owned);
+	merge(&thread->slot, &fill, 0);
 	return 0;
 }
 

@@ -20,7 +20,6 @@ int BPF_PROG(evicted, struct folio *folio)
 	struct slot *slot = bpf_map_lookup_elem(&evictions, &cpu);
 	struct record next = {};
 	struct file_key file;
-	bool owned;
 
 	name_file(&next, inode);
 	file.dev = next.dev;
@@ -32,9 +31,7 @@ int BPF_PROG(evicted, struct folio *folio)
 	next.count = folio_pages(folio) << config.page_blocks_log2;
 	next.miss = UNKNOWN;
 	next.kind = EVICT;
-	owned = own(slot);
-	record_run(slot, owned, &next, 0);
-	disown(slot, owned);
+	merge(slot, &next, 0);
 	return 0;
 }
 

@@ -47,21 +47,19 @@ static __always_inline void take_mapped(struct thread *thread, struct record nex
 {
 	struct record *run = &thread->slot.run;
 	u64 first = next.first, end = first + next.count;
-	bool owned = own(&thread->slot);
 
 	next.flags = next.count > 1 << config.page_blocks_log2 ? AROUND : 0;
 	thread->request_last = 0;
-	if (owned && thread->slot.live && same_stream(run, &next) && run->count == 1 << config.page_blocks_log2 &&
+	if (thread->slot.live && same_stream(run, &next) && run->count == 1 << config.page_blocks_log2 &&
 	    run->first >= first && run->first < end) {
 		/* The page that faulted is in the run already. */
 		run->first = first;
 		run->count = next.count;
 		run->flags |= next.flags;
 	} else if (!again || is_new(thread, &next)) {
-		record_run(&thread->slot, owned, &next, next.count);
+		merge(&thread->slot, &next, next.count);
 	}
 	set_counted(thread, first, end, again);
-	disown(&thread->slot, owned);
 }
 
 /* Widens first .. last to the folio of page `index`, if it is mapped as a whole, which requires that it ends before page

@@ -1,4 +1,7 @@
-/* Sends runs that no longer grow. User space runs this before it reads the ring. */
+/* Copies runs that no longer grow to the ring. User space runs this before it reads the ring.
+ *
+ * The owner of a run sends it too, when it begins another one or ends; user space then drops the blocks that it has from the
+ * copy (llmcache/trace/kernel.py). A copy precedes that record in the ring. */
 #ifndef LLMCACHE_FLUSH_H
 #define LLMCACHE_FLUSH_H
 
@@ -7,21 +10,9 @@
 /* A request that has not grown for this time has ended. Only requests through io_uring need this, because their end has no
  * event. */
 #define STALLED_NS 200000000
-/* An event gets its time before its slot is locked, so a run that is sent later may be slightly older than the flush. This
- * is half of the delay that user space allows (llmcache/trace/kernel.py). */
-#define DELAY_NS 1000000
 
-extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern void bpf_task_release(struct task_struct *task) __ksym __weak;
-
-/* The number of recorded threads and of busy slots. `all` is set at the end, when no recorded thread runs. */
-struct flush_result { u32 live, busy, all; };
-
-/* Runs that grew in the last milliseconds are not due: their owner or a later flush sends them, and user space waits for it. */
-static __always_inline bool is_due(struct slot *slot, struct flush_result *result, u64 now_ns)
-{
-	return slot->live && (result->all || now_ns > slot->grown_ns + 4 * config.max_age_ns);
-}
+/* The number of recorded threads. `all` is set at the end, when the programs are detached: then all runs are sent. */
+struct flush_result { u32 live, all; };
 
 /* Whether the thread is still in the call of its last request, so that further fills may follow. */
 static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_ns)
@@ -40,103 +31,71 @@ static __always_inline bool in_request(struct thread *thread, u32 tid, u64 now_n
 	return same_call;
 }
 
-static __always_inline void take_all(struct slot *slot, struct record *done)
+/* Removes blocks that the thread may not have read yet: the rest of its request, or the page that it faults on. */
+static __always_inline void clip(struct thread *thread, struct record *copy, bool requesting)
 {
-	*done = slot->run;
-	slot->live = 0;
+	u64 first = *(volatile u64 *)&thread->request_first, end = copy->first + copy->count;
+	u32 page_blocks = 1 << config.page_blocks_log2;
+
+	if (copy->kind != ACCESS)
+		return;
+	if (copy->op == READ && requesting && end == thread->request_last + 1 && first < end) {
+		copy->count = first > copy->first ? first - copy->first : 0;
+	} else if (copy->op == MAP && thread->fault_mapping && !thread->fault_deferred &&
+		   end == thread->fault.first + page_blocks && copy->count >= page_blocks) {
+		copy->count -= page_blocks;
+		copy->aux -= thread->fault.aux;
+	}
 }
 
-/* Takes the part of a run that has been read already; if the run does not end in a request, takes all of it. */
-static __always_inline void take_part(struct thread *thread, struct record *done, u64 now_ns)
+/* Copies the run of a slot (of `thread`, or of a CPU) once. Runs that grew in the last milliseconds are left to their owner
+ * or to a later flush; user space waits for that. */
+static __always_inline void copy_run(struct slot *slot, struct thread *thread, u32 tid, struct flush_result *result)
 {
-	struct record *run = &thread->slot.run;
-	/* Read once, because an owner that does not get the lock continues with its next request. */
-	u64 first = *(volatile u64 *)&thread->request_first, end = run->first + run->count;
-	u64 event_ns = *(volatile u64 *)&thread->request_ns;
+	u32 live = *(volatile u32 *)&slot->live;
+	u64 now_ns = bpf_ktime_get_ns();
+	bool requesting = false;
+	struct record *copy;
 
-	if (run->kind != ACCESS || run->op != READ || end != thread->request_last + 1 || first >= end) {
-		take_all(&thread->slot, done);
+	if (!live || (!result->all && (now_ns <= slot->grown_ns + 4 * config.max_age_ns || slot->copied_ns == slot->run.t_ns)))
+		return;
+	if (thread)
+		requesting = in_request(thread, tid, now_ns);
+	copy = bpf_ringbuf_reserve(&ring, sizeof(*copy), 0);
+	if (!copy) {
+		if (result->all)
+			lose(LOST_RING, 1);
 		return;
 	}
-	if (first > run->first) {
-		*done = *run;
-		done->count = first - run->first;
-		run->aux = 0;
-		run->first = first;
-		run->count = end - first;
-	}
-	run->t_ns = event_ns > now_ns - DELAY_NS ? event_ns : now_ns - DELAY_NS;
-}
-
-/* Sends the taken run after the slot is unlocked, so that owners wait only for the copy of a record and not for the ring. */
-static __always_inline void send_taken(struct record *done)
-{
-	if (done->count)
-		emit(done);
-}
-
-/* Sends the last run of a thread that ended during the flush, and removes it. */
-static __always_inline void remove_ended(struct thread *thread, u32 tid)
-{
-	if (!*(volatile u32 *)&thread->gone || !lock(&thread->slot))
-		return;
-	/* The entry may belong to another thread by now. */
-	if (!*(volatile u32 *)&thread->gone) {
-		unlock(&thread->slot);
+	__sync_lock_test_and_set(&slot->fence, 1);
+	*copy = slot->run;
+	if (thread)
+		clip(thread, copy, requesting);
+	__sync_lock_test_and_set(&slot->fence, 0);
+	if (!copy->count || *(volatile u32 *)&slot->live != live) {
+		bpf_ringbuf_discard(copy, BPF_RB_NO_WAKEUP);
 		return;
 	}
-	send(&thread->slot);
-	bpf_map_delete_elem(&threads, &tid);
+	if (!result->all) {
+		copy->flags |= COPIED;
+		slot->copied_ns = copy->t_ns;
+	}
+	bpf_ringbuf_submit(copy, BPF_RB_NO_WAKEUP);
 }
 
-static long flush_thread(void *map, u32 *key, struct thread *thread, struct flush_result *result)
+static long flush_thread(void *map, u32 *tid, struct thread *thread, struct flush_result *result)
 {
-	struct record done = {};
-	u64 now_ns = bpf_ktime_get_ns(), event_ns = *(volatile u64 *)&thread->request_ns;
-	u32 tid = *key;
-	bool requesting;
-
 	result->live++;
-	if (!is_due(&thread->slot, result, now_ns)) {
-		remove_ended(thread, tid);
-		return 0;
-	}
-	requesting = in_request(thread, tid, now_ns);
-	if (!lock(&thread->slot)) {
-		result->busy++;
-		return 0;
-	}
-	defer_fault(thread);
-	/* A request that began after the check may be in progress. */
-	if (thread->slot.live && (requesting || event_ns != *(volatile u64 *)&thread->request_ns))
-		take_part(thread, &done, now_ns);
-	else if (thread->slot.live)
-		take_all(&thread->slot, &done);
-	/* Orders the unlock before the read of `gone`; a thread sets `gone` before it tries to lock. */
-	__sync_lock_test_and_set(&thread->slot.lock, 0);
-	send_taken(&done);
-	remove_ended(thread, tid);
+	copy_run(&thread->slot, thread, *tid, result);
 	return 0;
 }
 
 static long flush_cpu(void *map, u32 *cpu, struct slot *slot, struct flush_result *result)
 {
-	struct record done = {};
-
-	if (!is_due(slot, result, bpf_ktime_get_ns()))
-		return 0;
-	if (!lock(slot)) {
-		result->busy++;
-		return 0;
-	}
-	if (slot->live)
-		take_all(slot, &done);
-	unlock(slot);
-	send_taken(&done);
+	copy_run(slot, NULL, 0, result);
 	return 0;
 }
 
-/* User space runs this again until no slot is busy. */
 SEC("syscall")
 int flush(struct flush_result *result)
 {

@@ -86,6 +86,9 @@ struct bpf_iter__task { struct bpf_iter_meta *meta; struct task_struct *task; };
 #pragma clang attribute pop
 
 extern int LINUX_KERNEL_VERSION __kconfig;
+extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
+extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
+extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
 enum pageflags { PG_head = 6 };
 
@@ -94,6 +97,14 @@ enum pageflags { PG_head = 6 };
 #define S_IFREG 0x8000
 #define PF_EXITING 0x4
 #define CLONE_THREAD 0x10000
+
+/* The process with a number of user space, to be released with bpf_task_release; NULL if there is none. */
+static __always_inline struct task_struct *acquire_task(s32 pid)
+{
+	if (bpf_task_from_vpid)
+		return bpf_task_from_vpid(pid);
+	return bpf_task_from_pid ? bpf_task_from_pid(pid) : NULL;
+}
 
 static __always_inline bool is_regular(struct inode *inode)
 {

@@ -11,10 +11,6 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define HUGE 0x80ULL
 #define ADDRESS 0x000ffffffffff000ULL
 
-extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
-extern void bpf_task_release(struct task_struct *task) __ksym __weak;
-
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -108,13 +104,9 @@ static long probe_page(u32 index, struct walk *walk)
 /* The address of the top page table of a process; 0 if there is no such process. */
 static __always_inline u64 top_table(u32 pid)
 {
-	struct task_struct *task = NULL;
+	struct task_struct *task = acquire_task(pid);
 	u64 root;
 
-	if (bpf_task_from_vpid)
-		task = bpf_task_from_vpid(pid);
-	else if (bpf_task_from_pid)
-		task = bpf_task_from_pid(pid);
 	if (!task)
 		return 0;
 	root = (u64)BPF_CORE_READ(task, mm, pgd);

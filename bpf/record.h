@@ -9,7 +9,7 @@
 
 enum { READ, WRITE, MAP };
 enum { ACCESS, FILL, EVICT, BLOCK, SAMPLED };
-enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8 };
+enum { DIRECT = 1, AROUND = 2, STORED = 4, MATCHED = 8, COPIED = 16 };
 #define UNKNOWN 2
 
 struct record {
@@ -32,7 +32,7 @@ struct config {
 	u32 max_blocks;		/* maximum length of a run; 0: nothing is merged */
 	u32 follow;		/* children of recorded processes are recorded too */
 	u32 page_blocks_log2;	/* a page is 2^this blocks of 4096 bytes */
-	u32 total_store_order;	/* stores become visible in order (x86), so a plain store unlocks */
+	u32 total_store_order;	/* stores become visible in order (x86) */
 	s32 write_calls[CALLS];	/* numbers of write, pwrite64, writev, pwritev, pwritev2, sendfile */
 	s32 read_calls[CALLS];	/* numbers of read, pread64, readv, preadv, preadv2; -1 */
 };

@@ -1,10 +1,9 @@
 /* Runs: adjacent blocks of successive accesses of one thread (for evictions, of one CPU), merged.
  *
- * A slot holds the run that is still growing. Only its owner writes it, except that the `flush` program sends old runs from
- * another CPU; `lock` separates the two. The flush skips a busy slot and is called again. An owner that finds its slot
- * locked by the flush retries for some microseconds and then sends its record without the slot. Only the owner writes the
- * state of its requests, with or without the lock; the flush only reads it. The flush skips runs that grew recently: the
- * rarer the two collide, the less a hypervisor that stops the flush while it holds a lock matters.
+ * A slot holds the run that is still growing. Only its owner writes it, so it needs no lock: a thread runs on one CPU at a
+ * time, and the kernel does not run a program again on a CPU where it is running. The `flush` program copies runs that no
+ * longer grow. `live` is the number of the run, 0 while there is none, and changes before and after the run is replaced, so
+ * that the flush notices that it has copied parts of two runs.
  *
  * Order: records sorted by time are in the order in which a thread acted. Therefore a fill ends the run of accesses before
  * it, the part of a request after a fill is counted after it, and a page that faults is counted when it is mapped. */
@@ -16,30 +15,29 @@
 struct slot {
 	struct record run;
 	u64 grown_ns;	/* when the run last grew: at most `max_age_ns` after its beginning */
-	u32 lock;
+	u64 copied_ns;	/* the time of the last run that the flush has copied; only the flush writes this and `fence` */
 	u32 live;
+	u32 number;	/* of the last run */
+	u32 fence;
 };
 
-static __always_inline bool lock(struct slot *slot)
-{
-	return !__sync_lock_test_and_set(&slot->lock, 1);
-}
-
-static __always_inline void unlock(struct slot *slot)
+static __always_inline void set_live(struct slot *slot, u32 number)
 {
 	if (config.total_store_order) {
 		barrier();
-		*(volatile u32 *)&slot->lock = 0;
+		*(volatile u32 *)&slot->live = number;
+		barrier();
 	} else {
-		__sync_lock_test_and_set(&slot->lock, 0);
+		__sync_lock_test_and_set(&slot->live, number);
 	}
 }
 
 static __always_inline void send(struct slot *slot)
 {
-	if (slot->live)
-		emit(&slot->run);
-	slot->live = 0;
+	if (!slot->live)
+		return;
+	emit(&slot->run);
+	set_live(slot, 0);
 }
 
 static __always_inline void begin(struct slot *slot, struct record *run)
@@ -47,7 +45,16 @@ static __always_inline void begin(struct slot *slot, struct record *run)
 	send(slot);
 	slot->run = *run;
 	slot->grown_ns = run->t_ns;
-	slot->live = 1;
+	slot->number += slot->number == ~0U ? 2 : 1;
+	set_live(slot, slot->number);
+}
+
+/* Shortens the run, whose end was counted too early. */
+static __always_inline void shorten(struct slot *slot, u64 count)
+{
+	slot->run.count = count;
+	if (!count)
+		set_live(slot, 0);
 }
 
 static __always_inline bool same_stream(struct record *a, struct record *b)

@@ -15,11 +15,6 @@ struct thread {
 	u64 request_call;			/* number of read system calls of the thread before it */
 	u64 request_ns;				/* time of its last event */
 	u32 request_in_call;			/* it belongs to a read system call, whose end is detectable */
-	u32 uncut;				/* a fill of it, from block `uncut_first` on, found the slot locked (`cut`) */
-	u64 uncut_first;
-	struct file_key filled_file;		/* the last fill: its file, */
-	u64 filled_end;				/* the block after it, */
-	u64 filled_call;			/* and the number of read system calls of the thread before it */
 	struct address_space *fault_mapping;	/* the last fault, until its page is mapped: its mapping, */
 	struct record fault;			/* its page, */
 	u64 fault_end;				/* and the end of its file, in pages */
@@ -34,7 +29,6 @@ struct thread {
 	s64 mapped_pages;			/* file pages that the process mapped at that time */
 	struct file_key file;			/* the last file added to `files` */
 	u32 pid;
-	u32 gone;				/* the thread has ended; its last run has to be sent and the entry removed */
 };
 
 struct {
@@ -77,14 +71,8 @@ static __always_inline bool add_thread(u32 tid, u32 pid)
 	return false;
 }
 
-/* Sends the last run of a thread and removes its entry. If the slot is locked, the flush is sending this run and does both.
- *
- * The slot stays locked, because its memory may be reused for another thread while the flush still works on it. */
 static __always_inline void remove_thread(struct thread *thread, u32 tid)
 {
-	*(volatile u32 *)&thread->gone = 1;
-	if (!lock(&thread->slot))
-		return;
 	send(&thread->slot);
 	bpf_map_delete_elem(&threads, &tid);
 }

@@ -2,7 +2,8 @@
  *
  * User space names the processes (`watch`) and opens hardware breakpoints on bytes of their tensors, whose program is `hit`.
  * The time of a process is divided at each switch of one of its threads: into time in which at least one thread waits for
- * storage, time in which none does and at least one runs, and the rest. A hit reports the sums until then. */
+ * storage, time in which none does and at least one runs, and the rest. The part of the rest in which a thread waits for a
+ * processor is counted as well, because the process is not idle then. A hit reports the sums until then. */
 #include "kernel.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
@@ -12,21 +13,18 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 #define LOOK 3		/* user space has requested the sums */
 #define RUNNING 1	/* states of a thread: it has a processor, */
 #define BLOCKED 2	/* it waits in the kernel for storage, */
-#define AWAY 3		/* it waits for something else, or for a processor */
+#define AWAY 3		/* it waits for something else, */
+#define QUEUED 4	/* or for a processor */
 #define CHUNK_SHIFT 6	/* reports of waits are merged within 64 pages, */
 #define QUIET_NS 4000000	/* for this time: they are bounded by the rate of new data, not of faults */
 #define TASK_UNINTERRUPTIBLE 0x2
 #define TASK_DEAD 0x80
 #define TASK_NOLOAD 0x400
 
-extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
-extern void bpf_task_release(struct task_struct *task) __ksym __weak;
-
 /* The threads of a process by state, the time since the last change of them, and the sums until then. */
 struct account {
-	s64 running, blocked;
-	u64 since_ns, compute_ns, storage_ns, other_ns, wait_ns, major_faults, read_bytes;
+	s64 running, blocked, queued;
+	u64 since_ns, compute_ns, storage_ns, other_ns, wait_ns, major_faults, read_bytes, queued_ns;
 	u32 pid, spare;		/* its number as user space sees it */
 };
 struct {
@@ -59,7 +57,7 @@ struct event {
 	u32 kind, pid;
 	u64 place;
 	struct file_key file;
-	u64 compute_ns, storage_ns, other_ns, wait_ns, major_faults, read_bytes;
+	u64 compute_ns, storage_ns, other_ns, wait_ns, major_faults, read_bytes, queued_ns;
 };
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
@@ -98,6 +96,8 @@ static __always_inline void advance(struct account *account, u64 now)
 		__sync_fetch_and_add(&account->compute_ns, now - since);
 	else
 		__sync_fetch_and_add(&account->other_ns, now - since);
+	if (account->blocked <= 0 && account->running <= 0 && account->queued > 0)
+		__sync_fetch_and_add(&account->queued_ns, now - since);
 }
 
 static __always_inline struct thread *thread_of(struct task_struct *task)
@@ -123,10 +123,14 @@ static __always_inline void become(struct account *account, struct thread *threa
 		__sync_fetch_and_add(&account->running, -1);
 	else if (old == BLOCKED)
 		__sync_fetch_and_add(&account->blocked, -1);
+	else if (old == QUEUED)
+		__sync_fetch_and_add(&account->queued, -1);
 	if (state == RUNNING)
 		__sync_fetch_and_add(&account->running, 1);
 	else if (state == BLOCKED)
 		__sync_fetch_and_add(&account->blocked, 1);
+	else if (state == QUEUED)
+		__sync_fetch_and_add(&account->queued, 1);
 }
 
 /* Adds the growth of the kernel's counters of a thread. */
@@ -148,6 +152,7 @@ static __always_inline void report(struct account *account, u64 now, u32 kind, u
 		.t_ns = now, .kind = kind, .pid = account->pid, .place = place,
 		.compute_ns = account->compute_ns, .storage_ns = account->storage_ns, .other_ns = account->other_ns,
 		.wait_ns = account->wait_ns, .major_faults = account->major_faults, .read_bytes = account->read_bytes,
+		.queued_ns = account->queued_ns,
 	};
 
 	send(&event);
@@ -163,7 +168,10 @@ static __always_inline void leaves(struct task_struct *task, unsigned int state,
 		advance(account, now);
 		take_counts(account, thread, task);
 		thread->since_ns = now;
-		become(account, thread, state & TASK_UNINTERRUPTIBLE && !(state & TASK_NOLOAD) ? BLOCKED : AWAY);
+		if (!state)
+			become(account, thread, QUEUED);
+		else
+			become(account, thread, state & TASK_UNINTERRUPTIBLE && !(state & TASK_NOLOAD) ? BLOCKED : AWAY);
 	}
 	if (state & TASK_DEAD)	/* the last switch of a thread comes after `ended` */
 		bpf_map_delete_elem(&threads, &tid);
@@ -336,14 +344,10 @@ SEC("syscall")
 int watch(struct subject *subject)
 {
 	struct account fresh = { .pid = subject->pid }, *account;
-	struct task_struct *task = NULL;
+	struct task_struct *task = acquire_task(subject->pid);
 	u64 now = bpf_ktime_get_ns();
 	u32 tgid;
 
-	if (bpf_task_from_vpid)
-		task = bpf_task_from_vpid(subject->pid);
-	else if (bpf_task_from_pid)
-		task = bpf_task_from_pid(subject->pid);
 	if (!task)
 		return 0;
 	tgid = task->tgid;

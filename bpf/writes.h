@@ -40,15 +40,12 @@ static __always_inline int take_bytes(struct inode *inode, s64 start, s64 size, 
 {
 	struct thread *thread = this_thread();
 	struct record next = {};
-	bool owned;
 
 	if (!thread || !describe_bytes(&next, thread, inode, start, size, op))
 		return 0;
-	owned = own(&thread->slot);
 	thread->request_last = 0;
 	thread->fault_mapping = NULL;
-	record_run(&thread->slot, owned, &next, start & 4095 ? 1 : 0);
-	disown(&thread->slot, owned);
+	merge(&thread->slot, &next, start & 4095 ? 1 : 0);
 	return 0;
 }
 
@@ -107,16 +104,13 @@ int BPF_PROG(uring_wrote_older, void *ring_ctx, void *req, u64 user_data, int re
 	return ring_wrote(req, result);
 }
 
-static __always_inline bool drop_fill(struct slot *slot, struct record *dirty)
+static __always_inline void drop_fill(struct slot *slot, struct record *dirty)
 {
 	struct record *run = &slot->run;
 
-	if (!slot->live || run->kind != FILL || run->inode != dirty->inode || run->dev != dirty->dev ||
-	    run->first > dirty->first || run->first + run->count != dirty->first + dirty->count)
-		return false;
-	run->count = dirty->first - run->first;
-	slot->live = run->count > 0;
-	return true;
+	if (slot->live && run->kind == FILL && run->inode == dirty->inode && run->dev == dirty->dev &&
+	    run->first <= dirty->first && run->first + run->count == dirty->first + dirty->count)
+		shorten(slot, dirty->first - run->first);
 }
 
 /* A clean folio became dirty. Outside a system call, the cause is a store through a mapping. */
@@ -125,23 +119,14 @@ static __always_inline int take_dirty(struct folio *folio, bool record_stores)
 	struct thread *thread = this_thread();
 	struct record next = {};
 	u64 first = folio->index;
-	bool owned;
 
 	if (!thread || !describe(&next, thread, folio->mapping->host, first, first + folio_pages(folio) - 1, WRITE))
 		return 0;
 	next.flags = STORED;
-	if (current_call() != -1) {
-		if (lock(&thread->slot)) {
-			drop_fill(&thread->slot, &next);
-			unlock(&thread->slot);
-		}
-		return 0;
-	}
-	if (!record_stores)
-		return 0;
-	owned = own(&thread->slot);
-	record_run(&thread->slot, owned, &next, 0);
-	disown(&thread->slot, owned);
+	if (current_call() != -1)
+		drop_fill(&thread->slot, &next);
+	else if (record_stores)
+		merge(&thread->slot, &next, 0);
 	return 0;
 }
 

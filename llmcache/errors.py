@@ -12,6 +12,7 @@ from typing import TextIO
 
 EXIT_OK = 0
 EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
 # code: (a word for help, a sentence for manuals)
 EXIT_CODES: dict[int, tuple[str, str]] = {
     EXIT_OK: ("success (also Ctrl-C)", "success, also after Ctrl-C, or when the reader of the output has closed it"),
@@ -21,6 +22,14 @@ EXIT_CODES: dict[int, tuple[str, str]] = {
     4: ("mount", "a mount cannot be made, reached or unmounted"),
     5: ("bad data", "a file is damaged or has the wrong format"),
 }
+
+
+def exit_codes(interrupted: int) -> dict[int, tuple[str, str]]:
+    """Return the exit codes of a command that exits with `interrupted` after Ctrl-C."""
+    if interrupted == EXIT_OK:
+        return EXIT_CODES
+    success = "success, also when the reader of the output has closed it"
+    return {**EXIT_CODES, EXIT_OK: ("success", success), interrupted: ("Ctrl-C", "Ctrl-C ended the command")}
 
 
 class LlmcacheError(Exception):
@@ -135,7 +144,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def run_cli(command: Callable[[], int]) -> int:
-    """Run `command` and return its exit code, or that of the error it raised; any unexpected error is a bug (1)."""
+    """Run `command`; return its exit code or that of the error it raised. Any unexpected error is a bug (1)."""
     try:
         return command()
     except LlmcacheError as error:
@@ -143,6 +152,6 @@ def run_cli(command: Callable[[], int]) -> int:
         return error.exit_code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost frame: any other error is a bug
         if is_interrupt(error):
-            return EXIT_OK
+            return EXIT_INTERRUPTED
         traceback.print_exc()
         return EXIT_BUG

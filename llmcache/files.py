@@ -14,7 +14,8 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -40,6 +41,21 @@ def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def open_regular(path: str, is_expected: Callable[[os.stat_result], bool] = lambda _: True, flags: int = 0) -> int:
+    """Return a descriptor for reading a regular file that `is_expected`. OSError: it is another file, or not regular.
+
+    The file is examined before it is opened, because opening a device or a pipe of another user has effects.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+    try:
+        status = os.fstat(place)
+        if not stat.S_ISREG(status.st_mode) or not is_expected(status):
+            raise FileNotFoundError(path)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
 
 
 def _beside(path: Path) -> Path:

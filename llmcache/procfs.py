@@ -6,11 +6,12 @@ import contextlib
 import os
 import re
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
+from llmcache.errors import MissingRequirement, UsageError
 from llmcache.units import BLOCK_BYTES
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -61,6 +62,82 @@ def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -
     """Return the fields of the status of a process or thread; OSError if it has ended. Tests set `proc` to a fake tree."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended. Its parent may not have waited for it yet (a zombie)."""
+    with contextlib.suppress(OSError):
+        return status_of(pid)["State"][0] not in "ZX"
+    return False
+
+
+def check_process(name: str, pid: int) -> dict[str, str]:
+    """Return the status of a process, other than this one, that an argument or option (`name`) gives.
+
+    MissingRequirement: it does not exist, has ended, or is a thread or a kernel thread; UsageError: it is this process.
+    """
+    hint = "list processes with: ps -e"
+    try:
+        fields = status_of(pid)
+    except OSError:
+        raise MissingRequirement(f"{name}: process {pid} does not exist", hint) from None
+    if pid == os.getpid():
+        raise UsageError(f"{name}: {pid} is llmcache itself", hint)
+    if int(fields["Tgid"]) != pid:
+        raise MissingRequirement(f"{name}: {pid} is a thread of process {fields['Tgid']}", f"give {fields['Tgid']}")
+    if fields["State"][0] in "ZX":
+        raise MissingRequirement(f"{name}: process {pid} ({fields['Name']}) has ended", hint)
+    if "VmSize" not in fields:
+        raise MissingRequirement(f"{name}: {pid} ({fields['Name']}) is a kernel thread, which reads no files", hint)
+    return fields
+
+
+class RunningProcesses:
+    """Processes of which the kernel reports the end (pidfds in an epoll). `pids`: those that have not ended."""
+
+    def __init__(self, pids: Iterable[int] = ()) -> None:
+        self._epoll = select.epoll()
+        self._fds: dict[int, int] = {}
+        for pid in pids:
+            self.add(pid)
+
+    @property
+    def pids(self) -> set[int]:
+        """Return the processes that have not ended, as of the last `wait`."""
+        return set(self._fds)
+
+    def add(self, pid: int) -> None:
+        """Add a process, unless it has ended."""
+        if pid in self._fds:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._fds[pid] = os.pidfd_open(pid)
+            self._epoll.register(self._fds[pid], select.EPOLLIN)
+
+    def wait(self, seconds: float | None) -> set[int]:
+        """Wait until a process ends, for at most `seconds`; return those that have ended, which are removed."""
+        ready = {fd for fd, _ in self._epoll.poll(seconds)}
+        ended = {pid for pid, fd in self._fds.items() if fd in ready}
+        for pid in ended:
+            self._remove(pid)
+        return ended
+
+    def _remove(self, pid: int) -> None:
+        fd = self._fds.pop(pid)
+        self._epoll.unregister(fd)  # closing is not enough while a forked process has a copy of the descriptor
+        os.close(fd)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for pid in self.pids:
+            self._remove(pid)
+        self._epoll.close()
+
+    def __enter__(self) -> RunningProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def read_bytes_of(pid: int) -> int:

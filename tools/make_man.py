@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT))
 
 from llmcache import __version__  # noqa: E402 - found through the line above
 from llmcache.cli import app  # noqa: E402
-from llmcache.cli.base import HELP_OPTIONS, LazyGroup  # noqa: E402
+from llmcache.cli.base import HELP_OPTIONS, Command, LazyGroup  # noqa: E402
 from llmcache.cli.mount import command as mount_command  # noqa: E402
-from llmcache.errors import EXIT_CODES  # noqa: E402
+from llmcache.errors import EXIT_OK, exit_codes  # noqa: E402
 
 TARGET = ROOT / "tools" / "man"
 TEXTS = ROOT / "llmcache" / "cli"
@@ -146,7 +146,8 @@ def page_of(command: click.Command, words: str, summary: str, text: Path, parent
     page.raw["SYNOPSIS"] = " ".join([bold(words), *map(_piece, command.collect_usage_pieces(context))])
     options = (one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden)
     page.raw["OPTIONS"] = "\n".join(_option(option, context) for option in options)
-    page.raw["EXIT STATUS"] = "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in EXIT_CODES.items())
+    codes = exit_codes(command.interrupted if isinstance(command, Command) else EXIT_OK)
+    page.raw["EXIT STATUS"] = "\n".join(f".TP\n{bold(str(code))}\n{inline(long)}" for code, (_, long) in codes.items())
     if parent:
         sections["SEE ALSO"] = ", ".join(filter(None, (f"{parent}(1)", sections.get("SEE ALSO"))))
     return page

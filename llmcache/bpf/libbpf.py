@@ -162,11 +162,9 @@ class BpfObject:
         self._links.append(link)
 
     def program_fd(self, program: str) -> int:
-        """Return the descriptor of a loaded program."""
         return int(self._lib.bpf_program__fd(self._programs[program]))
 
     def map_fd(self, name: str) -> int:
-        """Return the descriptor of a map, after `load`."""
         return int(self._lib.bpf_map__fd(self._maps[name]))
 
     def run(self, program: str, context: ctypes.Structure) -> int:
@@ -200,7 +198,6 @@ class BpfObject:
         return value.raw
 
     def remove(self, name: str, key: bytes) -> None:
-        """Delete an entry of a map, if it exists."""
         self._lib.bpf_map_delete_elem(self.map_fd(name), key)
 
     def misses(self, program: str) -> int:
@@ -211,12 +208,10 @@ class BpfObject:
         return int(info[26]) if size.value >= 27 * 8 else 0
 
     def detach(self) -> None:
-        """Detach every program; maps stay readable."""
         while self._links:
             self._lib.bpf_link__destroy(self._links.pop())
 
     def close(self) -> None:
-        """Detach and unload all programs, and free the maps."""
         self.detach()
         if self._object:
             self._lib.bpf_object__close(self._object)

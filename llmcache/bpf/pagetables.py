@@ -65,7 +65,6 @@ class PageTables:
         return mmap.mmap(self._object.map_fd(name), size, mmap.MAP_SHARED, protection)
 
     def close(self) -> None:
-        """Unload the programs."""
         self._object.close()
 
     def _find_memory(self) -> None:

@@ -29,14 +29,14 @@ class Fence:
     def __init__(self) -> None:
         self._call = _MEMBARRIER_CALL.get(platform.machine())
         if self._call is not None:
-            self._ask(_REGISTER_EXPEDITED)
+            self._barrier(_REGISTER_EXPEDITED)
 
     def __call__(self) -> None:
         """Order all earlier memory accesses before all later ones."""
         if self._call is not None:
-            self._ask(_EXPEDITED)
+            self._barrier(_EXPEDITED)
 
-    def _ask(self, command: int) -> None:
+    def _barrier(self, command: int) -> None:
         if _libc.syscall(ctypes.c_long(self._call or 0), ctypes.c_int(command), ctypes.c_uint(0), ctypes.c_int(0)) < 0:
             raise OSError(ctypes.get_errno(), f"membarrier: {os.strerror(ctypes.get_errno())}")
 

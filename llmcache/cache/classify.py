@@ -21,7 +21,7 @@ from llmcache.arrays import Int64s
 from llmcache.cache.detector import HOT, LOOP, PLACES, SEQ, Class, Detector, Place, Trail, common
 from llmcache.cache.layers import Layer, Layers, json_of
 from llmcache.cache.loops import Period, is_about
-from llmcache.cache.routing import Mixtures, MixtureUses, Slice
+from llmcache.cache.routing import ExpertCounter, MoeUses, Slice
 from llmcache.cache.streams import WINDOW, Moment
 from llmcache.errors import DataError
 from llmcache.model.modelfile import UNKNOWN, Models
@@ -38,12 +38,11 @@ READ_OP, WRITE_OP = "read", "write"
 class Classification:
     """One class of one file, of its reads (mapped ones included) or its writes.
 
-    `pieces`: (first block, last block), for a LOOP in the order in which a pass visits them. `size_bytes`: of the
-    blocks accessed in them, without holes; the bytes of a HOT piece do not count for the SEQ or LOOP around it.
-    `passes`: how often a LOOP or SEQ was walked over, or a HOT block was accessed on average. `regularity`: share
-    (0..1) of the intervals of a LOOP that were about as long as its period. `active`: True for a LOOP that had not
-    missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes. `experts`: numbers
-    by layer, of an MoE model.
+    `pieces`: (first block, last block), for a LOOP in the order of a pass. `size_bytes`: of the blocks accessed in them,
+    without holes and without the HOT blocks in them. `passes`: how often a LOOP or SEQ was walked over, or a HOT block was
+    accessed on average. `regularity`: share (0..1) of the intervals of a LOOP that were about as long as its period.
+    `active`: a LOOP had not missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes.
+    `experts`: numbers by layer.
     """
 
     file: int
@@ -77,7 +76,6 @@ class Classification:
         return max((last for _, last in self.pieces), default=None)
 
     def row(self) -> dict[str, Any]:
-        """Return the class as a JSON object, in bytes, seconds and blocks."""
         without = () if self.experts is not None else ("experts",)
         return json_of(self, "period_ns", "since_ns", "last_ns", *without, kind="class", size_bytes="bytes") | {
             "first_block": self.first_block,
@@ -92,9 +90,8 @@ class Classification:
 class ClassTotals:
     """Bytes and shares (0..1) of all accesses by class, as in the summary of section 3.3 of io_caching.
 
-    `loop_bytes` are read in loops, `once_bytes` once. `loop_at_once_bytes`: the largest total of loops in use at the
-    same time; together with `locked_loop_bytes`, which a mount locked in memory so that no fault showed them, this is N
-    of formula (1). Write loops are separate, since no cache saves writes.
+    `loop_at_once_bytes`: the largest total of read loops in use at the same time; with `locked_loop_bytes`, which a mount
+    locked in memory so that no fault showed them, this is N of formula (1). No cache saves writes.
     """
 
     loop_bytes: int
@@ -121,7 +118,7 @@ class LockedLoop:
 class TraceClasses:
     """The classes of one trace, largest share first. `duration_ns`: from first to last row.
 
-    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `mixtures`:
+    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `moe_models`:
     of the MoE models with used experts.
     """
 
@@ -132,11 +129,10 @@ class TraceClasses:
     lost_events: int
     layers: tuple[Layer, ...]
     locked: tuple[LockedLoop, ...]
-    mixtures: tuple[MixtureUses, ...]
+    moe_models: tuple[MoeUses, ...]
 
     @property
     def totals(self) -> ClassTotals:
-        """The sums over all rows."""
         return ClassTotals(
             loop_bytes=_bytes(self.rows, LOOP, READ_OP),
             loop_at_once_bytes=_at_once(row for row in self.rows if (row.kind, row.op) == (LOOP, READ_OP)),
@@ -180,7 +176,7 @@ class TraceClasses:
             },
             "layers": [layer.row() for layer in self.layers],
             "locked": [json_of(each, size_bytes="bytes") for each in self.locked],
-            **({"mixtures": [each.document() for each in self.mixtures]} if self.mixtures else {}),
+            **({"mixtures": [each.document() for each in self.moe_models]} if self.moe_models else {}),
         }
 
 
@@ -209,7 +205,7 @@ N = TypeVar("N", Tensor, Slice)
 def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses:
     """Return the classes of all accesses of `batches`, in order of time; DataError for an empty trace."""
     detector = Detector()
-    layers, mixtures = Layers(models), Mixtures(models)
+    layers, experts = Layers(models), ExpertCounter(models)
     files: dict[int, TraceFile] = {}
     accesses, begin_ns, last = 0, -1, None
     for batch in batches:
@@ -217,17 +213,17 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         if len(batch):
             accesses, last = accesses + batch.accesses, batch
             begin_ns = int(batch.t_ns[0]) if begin_ns < 0 else begin_ns
-        mixtures.note(batch)
-        layers.note(batch)
+        experts.count(batch)
+        layers.count(batch)
         for run in runs(batch):
-            detector.note(*run)
+            detector.record_run(*run)
     if last is None:
         raise DataError("rows: the trace has no accesses", "record it again, or inspect it with: llmcache info FILE")
     detector.finish()
     rows: list[Classification] = []
     for (number, write), trail in detector.trails.items():
         file = files[number]
-        named, slices = models(file), mixtures.slices(file.id)
+        named, slices = models(file), experts.slices(file.id)
         classes = _fitting(classes_of(trail, detector.now), file)
         rows += [_row(file, write, each, accesses, named, slices) for each in classes]
     rows.sort(key=lambda row: (-row.accesses, row.path, row.op, row.kind, row.pieces))
@@ -239,7 +235,7 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
         lost_events=last.provenance.lost_events,
         layers=layers.found(),
         locked=tuple(_locked(rows, files, last.provenance)),
-        mixtures=mixtures.found(last.provenance),
+        moe_models=experts.found(last.provenance),
     )
 
 
@@ -432,7 +428,6 @@ def _joined(regions: list[Place]) -> list[Place]:
 
 
 def _together(main: Place, one: Place, other: Place) -> Place:
-    """Return both as one place, with the history of `main`."""
     return replace(
         main,
         first=one.first,
@@ -449,10 +444,9 @@ def _length(place: Place) -> int:
 
 
 def _settle(place: Place, regions: list[Place]) -> bool:
-    """Count a scattered place in the regions around it; return True if it is part of one.
+    """Count a scattered place in the region that it is part of; return True if there is one.
 
-    Blocks accessed no more often than the loop around them are part of it, read out of turn. Blocks accessed more often
-    are hot, and do not count for the region around them.
+    Blocks accessed no more often than the loop around them were read out of turn; blocks accessed more often are hot.
     """
     for index, region in enumerate(regions):
         shared = common(place, region)

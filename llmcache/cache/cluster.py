@@ -1,7 +1,6 @@
 """The simulation grid on a Dask cluster: each task computes some sizes of one policy on one trace, like a local run.
 
-The bytes of a trace are sent with its tasks, once to each worker that needs them, so that no shared file system is
-required. Workers need this version of llmcache. Only this module imports `distributed` (extra [cluster]), on first use.
+The bytes of a trace are sent with its tasks. Workers need this version of llmcache; `distributed` is an extra [cluster].
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ def simulate_on(
 
 
 def parts_of(plan: Plan, threads: int) -> list[Plan]:
-    """Return `plan` cut into at least `threads` parts if possible: one policy each, then its sizes in groups.
-
-    In the order of the plan's rows; the first part includes the curve, if wanted.
-    """
+    """Return `plan` cut into at least `threads` parts if possible, in the order of its rows: one policy, some sizes each."""
     groups = max(1, min(len(plan.sizes), -(-threads // max(1, len(plan.policies)))))
     step = -(-len(plan.sizes) // groups)
     sizes = [plan.sizes[start : start + step] for start in range(0, len(plan.sizes), step)]
@@ -108,7 +104,6 @@ def _checked_threads(client: Any) -> int:
 
 
 def _gathered(client: Any, futures: list[Any], name_of: dict[str, str], progress: Progress | None) -> list[Simulation]:
-    """Return the results of the tasks, in their order; raise the error of the first failure."""
     from distributed import as_completed
 
     done: dict[str, Simulation] = {}

@@ -3,13 +3,11 @@
 The distance of a block is the number of distinct blocks referenced since its last reference, itself included. LRU hits
 it in every cache of at least that many blocks (Mattson et al., 1970; io_caching has no such curve).
 
-Time is counted in block references. One bit per moment is set while the block referenced at that moment has not been
-referenced since, and a Fenwick tree counts the bits in buckets of `BUCKET` moments, so that it stays in the CPU's
-cache. A distance is the number of set bits from a block's last moment on. When the moments are used up, the set ones
-are renumbered in place. So memory is proportional to the footprint, not to the length of the trace.
-
-Consecutive blocks of one run that were also referenced consecutively before share one distance: with each of them, one
-block fewer is counted in the old run and one more in the new one. So a loop costs one lookup per run, not per block.
+One bit per block reference ("moment") is set while its block has not been referenced since, and a Fenwick tree counts
+the bits in buckets of `BUCKET` moments. A distance is the number of set bits from a block's last moment on. When the
+moments are used up, the set ones are renumbered, so memory is proportional to the footprint, not to the trace.
+Consecutive blocks of one run that were also referenced consecutively before share one distance, so a loop costs one
+lookup per run.
 """
 
 from __future__ import annotations
@@ -52,11 +50,9 @@ class Curve:
     reads: int
 
     def hit_ratio(self) -> Doubles:
-        """Return hits / accesses of each size (float64, 0..1)."""
         return self.hits / self.accesses
 
     def miss_ratio(self) -> Doubles:
-        """Return 1 - hit ratio of each size (float64, 0..1): the miss-ratio curve."""
         return 1 - self.hits / self.accesses
 
     def thinned(self, points: int) -> Curve:

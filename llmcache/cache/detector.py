@@ -1,12 +1,14 @@
 """The detector: classify blocks online as read once, read in a loop, or accessed repeatedly without order.
 
     detector = Detector()
-    detector.note(t_ns, until_ns, file, first, count, accesses, write)      # each run of blocks, O(1)
-    for place in detector.trails[file, write].places(): ...                 # SEQ, LOOP or HOT, with passes and period
+    detector.record_run(t_ns, until_ns, file, first, count, accesses, write)    # each run of blocks, O(1)
+    for place in detector.trails[file, write].places(): ...                     # SEQ, LOOP or HOT, with passes and period
 
-Runs form streams (`streams`), and streams yield walks. Sequential walks count as passes over regions (sweeps), other
-walks as visits of scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited
-are hot; all others were read once. Reads and writes are separate, and so are the phases of a stride.
+`loops.LoopLearner` learns the order of a loop whose extents are known: the files of one model. The detector knows
+nothing in advance: it finds the ranges of blocks that loop, each with its own period, next to ranges that do not.
+Streams (`streams`) yield walks. Sequential walks count as passes over regions (sweeps), other walks as visits of
+scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others
+were read once. Reads and writes are separate, and so are the phases of a stride.
 
 The state per file is bounded: streams, regions and cells, each of at most a kilobyte.
 
@@ -18,7 +20,7 @@ a loop expires.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,9 +44,8 @@ MAX_STRIDES = 16  # phases of strides per file
 class Place:
     """Blocks first .. end - 1 of a file with one class; `blocks` of them were accessed, `accesses` times in all.
 
-    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`.
-    `regularity`: share of the intervals about as long as the period. `stride`: distance of the runs; 0 if there are no
-    holes.
+    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`. `stride`:
+    distance of the runs; 0 without holes.
     """
 
     kind: Class
@@ -73,7 +74,7 @@ class Place:
 
 
 def common(one: Place | SweepRegion, other: Place | SweepRegion) -> int:
-    """Return the number of blocks in the intersection of both ranges."""
+    """Return the number of blocks in both ranges."""
     return max(0, min(one.end, other.end) - max(one.first, other.first))
 
 
@@ -105,7 +106,6 @@ class SweepRegion:
 
     @property
     def last(self) -> Moment:
-        """The time of the last access."""
         return max(self.at_first, self.at_end, key=lambda moment: moment.blocks)
 
     def at(self, block: float) -> Moment:
@@ -122,7 +122,6 @@ class SweepRegion:
         return value * (end - self.first) // length - value * (first - self.first) // length
 
     def part(self, first: int, end: int) -> SweepRegion:
-        """Return blocks first .. end - 1 as a region with its own history."""
         return replace(
             self,
             first=first,
@@ -134,9 +133,8 @@ class SweepRegion:
             intervals=self.intervals.copy(),
         )
 
-    def place(self, ordered: bool = True) -> Place:
-        """Return the region as a place; not `ordered`: random accesses that only look like a walk."""
-        looping = self.passes >= LOOP_PASSES and ordered
+    def place(self) -> Place:
+        looping = self.passes >= LOOP_PASSES
         return Place(
             kind=LOOP if looping else SEQ,
             first=self.first,
@@ -157,9 +155,8 @@ class SweepRegion:
 class Sweeps:
     """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    A pass over a region moves the border between its walked and unwalked parts: a loop is one region, or two during a
-    pass. A pass counts only if the previous walk has ended: readers that follow each other through one loop make one
-    pass together.
+    A pass over a region moves the border between its walked and unwalked parts. It counts only if the previous walk has
+    ended: readers that follow each other through one loop make one pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
@@ -167,7 +164,6 @@ class Sweeps:
         self.limit = limit
 
     def add(self, walk: Walk, is_running: IsRunning) -> None:
-        """Record a sequential walk."""
         begin = bisect_right(self.regions, walk.first, key=lambda region: region.end)
         if begin and self._moves_border(begin, walk, is_running):
             return
@@ -265,7 +261,6 @@ def _again(old: SweepRegion, new: SweepRegion, together: bool) -> SweepRegion:
 
 
 def _joined(regions: list[SweepRegion]) -> list[SweepRegion]:
-    """Return `regions` with neighbors of the same history joined."""
     result = regions[:1]
     for region in regions[1:]:
         if _is_one(result[-1], region):
@@ -324,8 +319,7 @@ class ScatteredCell:
 class ScatteredBlocks:
     """The blocks of one file that were accessed without order, and which of them were revisited.
 
-    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all
-    cells. Cells without hot blocks are dropped first.
+    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all cells.
     """
 
     def __init__(self) -> None:
@@ -394,7 +388,6 @@ class ScatteredBlocks:
             self._widen()
 
     def forget(self, blocks: int, accesses: int) -> None:
-        """Count blocks that were accessed once and are no longer tracked."""
         self.forgotten_blocks += blocks
         self.forgotten_accesses += accesses
 
@@ -448,15 +441,14 @@ class Trail:
         self.scattered = ScatteredBlocks()
         self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # key: stride, phase, width of the runs
 
-    def note(self, run: BlockRun) -> bool:
-        """Record a run; return True if it only repeats the one before it."""
-        repeated, walks = self.streams.note(run)
+    def record_run(self, run: BlockRun) -> bool:
+        """Return True if the run only repeats the one before it."""
+        repeated, walks = self.streams.record_run(run)
         for walk in walks:
             self._take(walk)
         return repeated
 
     def finish(self) -> None:
-        """End all streams, so that their last walks are counted too."""
         for walk in self.streams.end():
             self._take(walk)
 
@@ -499,19 +491,13 @@ class Trail:
 
     def places(self) -> Iterator[Place]:
         """Yield regions, then strided regions, then scattered ones, each in block order; they may overlap."""
-        scattered = list(self.scattered.places())
-        ends = [place.end for place in scattered]
-        for region in self.sweeps.regions:
-            near = scattered[bisect_right(ends, region.first) : bisect_left(ends, region.end) + 1]
-            visits = sum(place.accesses * common(place, region) // (place.end - place.first) for place in near)
-            # Among very many accesses without order, some look like a walk.
-            yield region.place(ordered=visits <= region.accesses)
+        yield from (region.place() for region in self.sweeps.regions)
         for (stride, phase, width), sweeps in self.strides.items():
             for region in sweeps.regions:
                 place = region.place()
                 first, end = place.first * stride + phase, (place.end - 1) * stride + phase + width
                 yield replace(place, first=first, end=end, blocks=place.blocks * width, stride=stride)
-        yield from scattered
+        yield from self.scattered.places()
 
 
 class Detector:
@@ -524,7 +510,7 @@ class Detector:
         self.now = Moment(0, 0)
         self.trails: dict[tuple[int, bool], Trail] = {}
 
-    def note(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
+    def record_run(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
         """Record requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
 
         The first request came at `t_ns`, the last at `until_ns`. Times must ascend.
@@ -534,7 +520,7 @@ class Detector:
             trail = self.trails[file, write] = Trail()
         blocks = self.now.blocks
         stop = Moment(until_ns, blocks + count)
-        repeated = trail.note(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
+        repeated = trail.record_run(BlockRun(first, first + count, accesses, Moment(t_ns, blocks), stop))
         self.now = Moment(until_ns, blocks) if repeated else stop
 
     def finish(self) -> None:

@@ -32,9 +32,8 @@ class Layer:
     """Reads (mapped ones included) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
 
     `known`: accesses for which the trace records hit or miss; `missed` of them came from storage. `place`: from 0, the
-    position in the order in which a pass visits the layers of the file. That order has no fixed start, so it is shown
-    from the lowest numbered layer. None for layers that most passes leave out, and if no complete pass was observed. A
-    block that two layers share counts for the layer that contains its middle.
+    position in the order of a pass, which is shown from the lowest numbered layer; None for layers that most passes leave
+    out, and without a complete pass. A block that two layers share counts for the layer that contains its middle.
     """
 
     file: int
@@ -53,7 +52,6 @@ class Layer:
         return self.missed / self.known if self.known else None
 
     def row(self) -> dict[str, Any]:
-        """Return the layer as a JSON object."""
         missed = self.missed if self.known else None
         return json_of(self, "missed", name="layer", size_bytes="bytes", known="accesses_known") | {
             "missed_blocks": missed,
@@ -69,7 +67,7 @@ class Turns:
         self._seen: set[int] = set()
         self._recent: OrderedDict[int, None] = OrderedDict()
 
-    def comes_anew(self, number: int) -> bool:
+    def is_new_visit(self, number: int) -> bool:
         """Return True if half of the layers were accessed since the last access to layer `number`, or if there was none."""
         self._seen.add(number)
         is_new = number not in self._recent
@@ -105,8 +103,7 @@ class Layers:
         self._models = models
         self._tallies: dict[int, _LayerCounts | None] = {}
 
-    def note(self, batch: Trace) -> None:
-        """Count the reads of `batch`."""
+    def count(self, batch: Trace) -> None:
         is_read = batch.op != WRITE
         files = {file.id: file for file in batch.files}
         for number in np.unique(batch.file[is_read]).tolist():
@@ -117,7 +114,7 @@ class Layers:
             if tally is not None:
                 of_file = is_read & (batch.file == number)
                 first, end = batch.first[of_file].astype(np.int64), batch.end[of_file].astype(np.int64)
-                tally.note(first, end, batch.miss[of_file], batch.t_ns[of_file])
+                tally.count(first, end, batch.miss[of_file], batch.t_ns[of_file])
 
     def found(self) -> tuple[Layer, ...]:
         """Return the layers of all model files, most accessed file first, in the order of a pass, or else of the file."""
@@ -149,13 +146,13 @@ class _LayerCounts:
     def accesses(self) -> int:
         return int(self._counts.sum())
 
-    def note(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
+    def count(self, first: Int64s, end: Int64s, miss: Bytes, t_ns: Uint64s) -> None:
         run, stretch, low, high = cut(self._edges, first, end)
         layer = self._layer_of[stretch]
         np.add.at(self._counts, (layer, miss[run]), high - low)
         turns = np.flatnonzero(np.diff(layer, prepend=-1))
         for number, now in zip(layer[turns].tolist(), t_ns[run[turns]].tolist(), strict=True):
-            if self._turns.comes_anew(number):
+            if self._turns.is_new_visit(number):
                 done = self._recorder.record_access(number, now)
                 if done is not None and self._loaded:
                     self._passes.append(done.extents)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import TypeVar
 
-from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.policies import POLICIES
-from llmcache.cache.sizing import PAPER
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import StallMeter
 from llmcache.errors import UsageError
+from llmcache.trace.record import Provenance
 from llmcache.units import BLOCK_BYTES, format_size, parse_bandwidth, parse_duration, parse_size_with_unit
 
 T = TypeVar("T")
@@ -67,26 +68,22 @@ class Plan:
     curves: bool = False  # also compute the LRU curve of all sizes
 
     def meter(self) -> StallMeter | None:
-        """Return a new meter, or None without T."""
         return None if self.period_ns is None else StallMeter(self.period_ns, self.model.storage_bandwidths)
 
 
 def plan_of(
     policy: str, cache: str, bw: str | None, t: str | None, mrc: bool, setup: str = "0", drawn: bool = False
 ) -> Plan:
-    """Return the plan for these options, as typed; UsageError names the invalid option.
+    """Return the plan for these options, as typed; UsageError names the invalid option. `drawn`: include the curve of LRU.
 
-    Without `bw` the paper's four bandwidths are modelled, the slowest (100 MB/s) first. If LRU is `drawn`, its curve is
-    included too.
-
-    Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block. The
-    paper's 50 us would reduce 500 MB/s to 71 MB/s, but blocks that are missed in sequence are read together and ahead.
-    The 2 us of each 1 KiB request to the GPU are omitted as well; they would reduce 20 GB/s to 500 MB/s.
+    Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block, because
+    blocks that are missed in sequence are read together and ahead. The 2 us of each 1 KiB request to the GPU are omitted as
+    well; they would reduce 20 GB/s to 500 MB/s.
     """
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:
         raise UsageError(f"--policy: there is no policy '{unknown[0]}'", f"one or more of: {','.join(POLICIES)}")
-    bandwidths = PAPER.storage_bandwidths if bw is None else _parsed("--bw", bw, parse_bandwidth)
+    bandwidths = FetchModel.storage_bandwidths if bw is None else _parsed("--bw", bw, parse_bandwidth)
     setup_ns = _named("--setup", setup, parse_duration)
     period_ns = None if t is None else _named("--t", t, parse_duration)
     if period_ns == 0:
@@ -115,7 +112,6 @@ def _cache_size(text: str) -> CacheSize:
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
-    """Return the parsed items of the comma-separated `text` without duplicates; errors name the option."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise UsageError(f"{option}: '{text}' has an empty item", "separate items with single commas: one,two,three")
@@ -127,3 +123,28 @@ def _named(option: str, text: str, parse: Callable[[str], T]) -> T:
         return parse(text)
     except UsageError as error:
         raise UsageError(f"{option}: {error.message}", error.hint) from error
+
+
+UNSEEN = "unseen"
+"""Key of `Provenance.extra`: accesses that the source of the trace could not see, in words."""
+GAPS = {
+    "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
+    "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
+    "guessed_offsets": "the offsets of some accesses are guesses",
+}
+"""Keys of `Provenance.extra` that count gaps found by an importer."""
+
+
+def why_not_exact(provenance: Provenance) -> str | None:
+    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
+
+    Any missing access may be the very use that Belady would have kept a block for.
+    """
+    if provenance.lost_events:
+        return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
+    if UNSEEN in provenance.extra:
+        return f"{UNSEEN}: {provenance.extra[UNSEEN]}"
+    for name, meaning in GAPS.items():
+        if name in provenance.extra:
+            return f"{name} is {provenance.extra[name]}: {meaning}"
+    return None

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcache.cache.curves import Curve
-from llmcache.cache.latency import FetchModel, Stalls
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import Stalls
 from llmcache.units import BLOCK_BYTES
 
 SCHEMA = "llmcache.simulate/1"
@@ -90,7 +91,6 @@ class Simulation:
     curves: tuple[TraceCurve, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values."""
         return {
             "schema": SCHEMA,
             "model": {"kind": "modelled", "source": "io_caching section 4.1", **dataclasses.asdict(self.model)},

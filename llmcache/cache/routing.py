@@ -2,7 +2,7 @@
 
 A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
 *use* is one expert in one visit, with any number of accesses to its tensors. So a prompt that is computed in one batch
-is one visit; so is each token after it. Only recorded accesses count: see `MixtureUses.incomplete`.
+is one visit; so is each token after it. Only recorded accesses count: see `MoeUses.incomplete`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from llmcache.arrays import Int64s
 from llmcache.cache.layers import Turns, cut, json_of, layer_number, nearest_blocks
+from llmcache.cache.plan import why_not_exact
 from llmcache.model.modelfile import Models
 from llmcache.model.tensors import Experts
 from llmcache.trace.record import MAP, WRITE, Provenance, Trace, TraceFile
@@ -51,12 +52,10 @@ class ExpertLayer:
 
     @property
     def uses(self) -> int:
-        """Uses of all its experts."""
         return sum(self.popularity)
 
     @property
     def used(self) -> int:
-        """Number of experts with at least one use."""
         return sum(uses > 0 for uses in self.popularity)
 
     def top(self, parts: int) -> float | None:
@@ -65,7 +64,6 @@ class ExpertLayer:
         return sum(most) / self.uses if self.uses else None
 
     def row(self) -> dict[str, Any]:
-        """Return the layer as a JSON object."""
         sums = {"used": self.used, "uses": self.uses, "top_tenth": self.top(10), "top_quarter": self.top(4)}
         return json_of(self, name="layer") | sums
 
@@ -86,7 +84,7 @@ class ExpertCache:
 
 
 @dataclass(frozen=True)
-class MixtureUses:
+class MoeUses:
     """Use of the experts of one model in a trace; `size_bytes` and `experts` cover all files of the model in the trace.
 
     `incomplete`: reasons why the trace may lack uses, so that `belady` is no upper bound; None if it is complete.
@@ -103,11 +101,9 @@ class MixtureUses:
 
     @property
     def uses(self) -> int:
-        """Uses of all experts."""
         return sum(layer.uses for layer in self.layers)
 
     def document(self) -> dict[str, Any]:
-        """Return the MoE model as a JSON object."""
         renamed = {"size_bytes": "bytes", "lru": "lru_hit_ratio", "belady": "belady_hit_ratio"}
         return json_of(self, size_bytes="bytes", equal="equal_sizes") | {
             "used": sum(layer.used for layer in self.layers),
@@ -117,7 +113,7 @@ class MixtureUses:
         }
 
 
-class Mixtures:
+class ExpertCounter:
     """Collects the uses of experts from the batches of a trace, in order; 8 bytes for each use."""
 
     def __init__(self, models: Models) -> None:
@@ -125,8 +121,7 @@ class Mixtures:
         self._models: dict[str, _ModelUses] = {}
         self._files: dict[int, _ModelUses | None] = {}
 
-    def note(self, batch: Trace) -> None:
-        """Count the reads of `batch`."""
+    def count(self, batch: Trace) -> None:
         files = {file.id: file for file in batch.files}
         touched: dict[str, _ModelUses] = {}
         for number in np.unique(batch.file[batch.op != WRITE]).tolist():
@@ -134,7 +129,7 @@ class Mixtures:
             if model is not None:
                 touched[model.path] = model
         for model in touched.values():
-            model.note(batch)
+            model.count(batch)
 
     def _model_of(self, file: TraceFile) -> _ModelUses | None:
         if file.id not in self._files:
@@ -149,10 +144,10 @@ class Mixtures:
         model = self._files.get(file)
         return None if model is None else list(model.slices(file))
 
-    def found(self, provenance: Provenance) -> tuple[MixtureUses, ...]:
+    def found(self, provenance: Provenance) -> tuple[MoeUses, ...]:
         """Return the MoE models whose experts were used, most uses first; `provenance`: of the trace."""
-        found = [mixture for model in self._models.values() if (mixture := model.mixture(provenance)) is not None]
-        return tuple(sorted(found, key=lambda mixture: (-mixture.uses, mixture.model)))
+        found = [uses for model in self._models.values() if (uses := model.uses(provenance)) is not None]
+        return tuple(sorted(found, key=lambda moe: (-moe.uses, moe.model)))
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class _ModelUses:
         for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
             yield Slice(*experts[expert], start, size_bytes)
 
-    def note(self, batch: Trace) -> None:
+    def count(self, batch: Trace) -> None:
         rows, codes = [], []
         for file, blocks in self._files.items():
             of_file = np.flatnonzero((batch.file == file) & (batch.op != WRITE))
@@ -224,17 +219,16 @@ class _ModelUses:
         self._uses.append(_first(uses))
 
     def _visits_of(self, layer: Int64s) -> Int64s:
-        """Return the visit of each access to these layers; dense tensors count as a layer of their own."""
         turns = np.flatnonzero(np.diff(layer, prepend=_UNSURE))
         visits = []
         for number in layer[turns].tolist():
-            if self._turns.comes_anew(number) and number != _DENSE:
+            if self._turns.is_new_visit(number) and number != _DENSE:
                 self._visit[number] = self._visits
                 self._visits += 1
             visits.append(self._visit.get(number, _DENSE))
         return np.repeat(np.array(visits, np.int64), np.diff(np.append(turns, len(layer))))
 
-    def mixture(self, provenance: Provenance) -> MixtureUses | None:
+    def uses(self, provenance: Provenance) -> MoeUses | None:
         uses = _first(np.concatenate([np.zeros(0, np.int64), *self._uses]))
         if not len(uses):
             return None
@@ -243,7 +237,7 @@ class _ModelUses:
         codes = np.array(sorted(self._bytes), np.int64)
         sizes = [self._bytes[code] for code in codes.tolist()]
         names = sorted(self._numbers, key=lambda name: (layer_number(name), name))
-        return MixtureUses(
+        return MoeUses(
             model=self.path,
             files=tuple(self._files),
             experts=len(codes),
@@ -255,8 +249,6 @@ class _ModelUses:
         )
 
     def _incomplete(self, provenance: Provenance) -> str | None:
-        from llmcache.cache.policies.belady import why_not_exact  # loads numba, which few traces need
-
         mapped = (
             "experts are read through mmap, and reads of pages that stay mapped are not recorded" if self._mapped else None
         )

@@ -1,15 +1,12 @@
 """Replay traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
 
-A trace is read twice: once for its block ids, once for all cells of the grid together, in memory that does not grow
-with the trace. If the states of all cells do not fit in memory together, they run in groups, with one more pass over
-the trace each.
+A trace is read twice: for its block ids, and for all cells of the grid together. If their states do not fit in memory
+together, they run in groups, with one more pass each. Offline policies (Belady) receive the whole trace in one call, 25
+bytes per row, and are refused if the trace is known to lack accesses.
 
-Offline policies (Belady) must see the future: they receive the whole trace in one call, 25 bytes per row, and are
-refused if the trace is known to lack accesses.
-
-Concurrency: one thread reads batches, one maps them to block ids, and the workers of a pool process (cell, batch)
-pairs. The next batch is mapped while the cells process the current one, and is submitted only when all cells have
-finished. So a cell's state has one user at a time, and three batches are in memory. Kernels run without the GIL.
+Concurrency: one thread reads batches, one maps them to block ids, and a pool processes (cell, batch) pairs. A batch is
+submitted only when all cells have finished the one before, so a cell's state has one user at a time. Kernels run without
+the GIL.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ import psutil
 
 from llmcache.arrays import Flags, Int64s, Uint64s
 from llmcache.cache.curves import StackDistances
-from llmcache.cache.latency import FetchModel, StallMeter, Stalls
-from llmcache.cache.plan import CacheSize, Plan, Progress, resolved
+from llmcache.cache.plan import CacheSize, Plan, Progress, resolved, why_not_exact
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
-from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.results import FetchLatency, Result, Simulation, Summary, TraceCurve, merged
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import StallMeter, Stalls
 from llmcache.errors import DataError
 from llmcache.model.modelfile import UNKNOWN, Models
 from llmcache.trace.formats import open_trace
@@ -88,7 +85,6 @@ class PolicyCell:
         self.read_hits = 0
 
     def feed(self, part: PlacedRuns) -> None:
-        """Process the next rows."""
         hits = self.policy.replay(part.first, part.count)
         self.hits += int(hits.sum())
         self.read_hits += int(hits[part.reads].sum())
@@ -96,11 +92,9 @@ class PolicyCell:
             self.meter.add(part.t_ns, np.where(part.reads, part.count - hits, 0))
 
     def stalls(self) -> tuple[Stalls, ...]:
-        """Return the stalls at each bandwidth, of all rows; empty without a meter."""
         return () if self.meter is None else tuple(self.meter.stalls())
 
     def result(self, summary: Summary, model: FetchModel, cache_bytes: int) -> Result:
-        """Return the result row for the counts."""
         hits, read_hits = self.hits, self.read_hits
         missed = summary.reads - read_hits
         latencies = tuple(FetchLatency(bw, model.latency_s(summary.reads, missed, bw)) for bw in model.storage_bandwidths)
@@ -154,13 +148,12 @@ def ahead(items: Iterator[T]) -> Generator[T, None, None]:
 
 
 def parts_of(batches: Iterable[Trace], space: BlockSpace) -> Iterator[PlacedRuns]:
-    """Yield the batches as parts, with their runs mapped to `space`."""
+    """Yield the batches with their runs mapped to `space`."""
     for batch in ahead(iter(batches)):
         yield PlacedRuns(batch.t_ns, space.place(batch), batch.count.astype(np.int64), batch.op != WRITE)
 
 
-def joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
-    """Return the rows of all parts as one, for an offline policy."""
+def _joined(parts: Sequence[PlacedRuns]) -> PlacedRuns:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.t_ns, part.first, part.count, part.reads) for part in parts), strict=True)
@@ -177,8 +170,7 @@ def replay(
 ) -> None:
     """Feed every part to all cells; `offline` ones get all rows at once, at the end.
 
-    Memory: three parts; with offline cells the whole trace, 25 bytes per row. `advance` is called with the completed
-    rows times cells. Raises `Interrupted` once `stop` is set, after the running batch.
+    `advance` is called with the completed rows times cells. Raises `Interrupted` once `stop` is set.
     """
     # time of each cell's last part: the slowest start first, so that no thread is idle at the end
     seconds = dict.fromkeys(online, 0.0)
@@ -201,7 +193,7 @@ def replay(
     _finish(waiting, stop)
     advance(rows * len(online))
     if offline and kept:
-        whole = joined(kept)
+        whole = _joined(kept)
         kept.clear()
         for future in [pool.submit(feed, whole) for feed in offline]:
             _finish([future], stop)
@@ -384,8 +376,7 @@ def simulate_all(
 def _ctrl_c_sets(stop: CancelFlag) -> Iterator[None]:
     """Set `stop` on Ctrl-C, and raise KeyboardInterrupt at the end; a second Ctrl-C raises it at once.
 
-    An exception raised in the signal handler could leave the lock of a future locked, or be lost in the callback of a
-    weak reference.
+    An exception in the signal handler could leave the lock of a future locked.
     """
     was_interrupted = False
 

@@ -1,18 +1,12 @@
-"""Cache size by formula (1), for a loop of N bytes, a cache of S for it, storage of bandwidth BW, and a time T per pass.
+"""`llmcache size` and the fetch model: how long storage takes for the bytes that a cache misses. *Modelled*.
 
-A pass misses N - S bytes, which storage delivers in (N - S) / BW while the computation takes T: there is no stall if
-that is at most T. All results are *modelled*. Base units: bytes, nanoseconds, bytes per second; exact integers. Source:
-io_caching section 4.1, formula (1), and section 4.2 for the inverse.
+Formula (1): of a loop of N bytes, of which S are cached, storage of bandwidth BW delivers the rest in (N - S) / BW while
+the computation of a pass takes T. There is no stall if that is at most T. For an MoE model (`model/moe.py`), S is the
+cache with which a token is expected to miss BW*T bytes. Units: bytes, nanoseconds, bytes per second; MB is 10**6 bytes.
 
-Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)}, without the minus sign between N and BW
-that the text and the example of section 4.2 require. Its floor would leave a part of a block missing (N = 10 and BW*T =
-2.5 blocks: with S = 7 three blocks are missed, but only 2.5 are delivered in time). Here S = max(0, ceil(N - BW*T)).
-
-An MoE model (`mixture.py`) is no loop: S is the cache with which a token is expected to miss BW*T bytes, and N is all
-bytes.
-
-The numbers of the paper are in `PAPER` and `DEVICES`, each with its section; MB is 10**6 bytes, as in its example
-(4.2).
+Source: io_caching sections 4.1 and 4.2. Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)},
+without the minus sign that the text and the example require. Its floor would leave a part of a block missing (N = 10 and
+BW*T = 2.5 blocks: with S = 7 three blocks are missed). Here S = max(0, ceil(N - BW*T)).
 """
 
 from __future__ import annotations
@@ -22,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from llmcache.errors import UsageError
 from llmcache.model.moe import ModelBytes, MoeBytes, Weights
-from llmcache.units import BLOCK_BYTES
+from llmcache.units import BLOCK_BYTES, format_size
 
 _MB = 10**6
 _GB = 10**9
-_US = 10**3
-_MS = 10**6
+SECOND_NS = 10**9
 
 
 @dataclass(frozen=True)
@@ -51,28 +45,52 @@ class DeviceClass:
 WATCH = DeviceClass("watch", "smartwatch", 64 * _MB, 64 * _MB, 100 * _MB, 4 * _MB, "eMMC 5.x under thermal limits")
 # Section 4.2 calls 256-512 MB the "loop-dedicated cache size S", without the hot set, hence 0 here.
 PHONE = DeviceClass("phone", "smartphone", 256 * _MB, 512 * _MB, _GB, 0, "UFS 4.0")
-DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHONE)}  # device classes by name (section 4.2)
+DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHONE)}
 
 
 @dataclass(frozen=True)
 class PaperConstants:
-    """Defaults of the sizing and latency models. Source: io_caching, with the section at each value."""
+    """Defaults of sizing. Source: io_caching, with the section at each value."""
 
-    block_bytes: int = BLOCK_BYTES  # 3, 4.1: "4 KB, consistent with the page size"
-    period_ns: int = 100 * _MS  # 4.1: T = 0.1 s, the allowed fetch delay (8-12 tokens/s: 80-125 ms per token)
+    period_ns: int = 10**8  # 4.1: T = 0.1 s, the allowed fetch delay (8-12 tokens/s: 80-125 ms per token)
     period_changes: tuple[float, ...] = (-0.3, -0.2, 0.0, 0.2, 0.3)  # 4.1: "moderate variations (±20-30%)" of T
     hot_bytes: int = 4 * _MB  # 4.2: tokenizer and index files, "less than 4 MB"
-    setup_ns: int = 50 * _US  # 4.1: setup latency of a storage access
-    storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # 4.1: sequential reads
-    gpu_bandwidth: int = 20 * _GB  # 4.1: host to GPU
-    gpu_setup_ns: int = 2 * _US  # 4.1: base latency of a host-to-GPU transfer
-    request_bytes: int = 1024  # 4.1: "request granularity is 1 KB"; accounting and storage use blocks
 
 
-PAPER = PaperConstants()  # the paper's values, used as defaults everywhere
+PAPER = PaperConstants()
 
 
-SECOND_NS = 10**9
+@dataclass(frozen=True)
+class FetchModel:
+    """Time to fetch blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1.
+
+    Each missed block is one I/O, even if misses are adjacent: with a setup of 50 us, a block costs 91, 70, 58 and 54 us
+    at 100, 200, 500 and 1000 MB/s, and gains are "negligible" beyond 500 MB/s, as in figure 5. Only reads fetch: a written
+    block is replaced whole. Writeback is not counted.
+    """
+
+    storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # one latency for each
+    setup_ns: int = 50_000  # of a storage access
+    gpu_bandwidth: int = 20 * _GB  # host to GPU
+    gpu_setup_ns: int = 2_000  # base latency of a request to the GPU
+    request_bytes: int = 1024  # of a request to the GPU
+    block_bytes: int = BLOCK_BYTES
+
+    def gpu_s(self, blocks: int) -> float:
+        """Return the seconds to copy `blocks` from host memory to the GPU, request by request."""
+        requests = blocks * -(-self.block_bytes // self.request_bytes)
+        return requests * self.gpu_setup_ns / SECOND_NS + blocks * self.block_bytes / self.gpu_bandwidth
+
+    def storage_s(self, blocks: int, bandwidth: int) -> float:
+        """Return the seconds to read `blocks` from storage of `bandwidth` (bytes/s)."""
+        return blocks * (self.setup_ns / SECOND_NS + self.block_bytes / bandwidth)
+
+    def latency_s(self, read_blocks: int, missed_blocks: int, bandwidth: int) -> float:
+        """Return the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
+        return self.gpu_s(read_blocks) + self.storage_s(missed_blocks, bandwidth)
+
+
+# Formula (1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,7 @@ class SizingParameters:
 
     def scaled(self, change: float) -> SizingParameters:
         """Return the parameters with T changed by the share `change` (-0.3: 30 % shorter)."""
-        return SizingParameters(self.bandwidth, max(1, round(self.period_ns * (1 + change))), self.hot_bytes)
+        return replace(self, period_ns=max(1, round(self.period_ns * (1 + change))))
 
 
 def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
@@ -127,10 +145,7 @@ def need(loop: Weights, setting: SizingParameters) -> Need:
 
 
 def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
-    """Return the largest loop (bytes) without stalls: N = S + BW*T, where S is `cache_bytes` without the hot set.
-
-    Source: io_caching section 4.2.
-    """
+    """Return the largest loop (bytes) without stalls: N = S + BW*T, where S is `cache_bytes` without the hot set."""
     return cache_bytes - setting.hot_bytes + setting.staged_bytes
 
 
@@ -152,12 +167,10 @@ class Passes:
 
     @property
     def stall_free(self) -> bool:
-        """True if storage keeps up."""
         return self.stall_ns == 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Passes per second."""
         return SECOND_NS / self.pass_ns
 
     @property
@@ -187,6 +200,9 @@ def _passes_missing(kept: int, missing: int, setting: SizingParameters) -> Passe
     fetch_ns = -(-missing * SECOND_NS // setting.bandwidth)
     stall_ns = max(0, fetch_ns - setting.period_ns)
     return Passes(kept, missing, fetch_ns, setting.period_ns + stall_ns, stall_ns)
+
+
+# The answer of `llmcache size`
 
 
 @dataclass(frozen=True)
@@ -263,29 +279,113 @@ class Answer:
     period_source: str = "given"  # given, or assumed: no option sets T
 
 
-def capacity(cache_bytes: int, loop: Weights | None, setting: SizingParameters) -> Capacity:
-    """Return the limits of `cache_bytes`, for `loop` if there is one."""
-    loop_passes = None if loop is None else passes(loop, cache_bytes, setting)
-    return Capacity(cache_bytes, largest_loop(cache_bytes, setting), loop_passes)
-
-
 def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
     """Return the results of the formula for a loop, for caches (bytes), or for both.
 
     The sensitivity to T is computed for the largest cache.
     """
 
+    def needed(setting: SizingParameters) -> Need | None:
+        return None if loop is None else need(loop, setting)
+
+    def capacity(cache_bytes: int, setting: SizingParameters) -> Capacity:
+        loop_passes = None if loop is None else passes(loop, cache_bytes, setting)
+        return Capacity(cache_bytes, largest_loop(cache_bytes, setting), loop_passes)
+
     def sensitivity(change: float) -> Sensitivity:
         changed = setting.scaled(change)
-        wanted = None if loop is None else need(loop, changed)
-        best = capacity(max(caches), loop, changed) if caches else None
-        return Sensitivity(change, changed.period_ns, wanted, best)
+        best = capacity(max(caches), changed) if caches else None
+        return Sensitivity(change, changed.period_ns, needed(changed), best)
 
     return Answer(
         setting,
         storage,
         loop,
-        None if loop is None else need(loop, setting),
-        tuple(capacity(cache_bytes, loop, setting) for cache_bytes in caches),
+        needed(setting),
+        tuple(capacity(cache_bytes, setting) for cache_bytes in caches),
         tuple(sensitivity(change) for change in PAPER.period_changes),
+    )
+
+
+# Its input
+
+
+@dataclass(frozen=True)
+class Question:
+    """The input of `llmcache size`. Exactly one of `storage` and `measure` is set, at most one of loop and model.
+
+    `period_source`: T is "given", or "assumed". `ram_bytes` is None to use this machine's memory, if any. `hot_bytes`
+    is None to use the model's, or else the paper's default.
+    """
+
+    storage: Storage | None
+    measure: str | None
+    loop_bytes: int | None
+    model: str | None
+    caches: tuple[int, ...]
+    hot_bytes: int | None
+    period_ns: int
+    device: DeviceClass | None
+    period_source: str
+    ram_bytes: int | None
+
+
+def ask(
+    *,
+    bw: int | None = None,
+    loop: int | None = None,
+    cache: int | None = None,
+    t: int | None = None,
+    hot: int | None = None,
+    device: str | None = None,
+    model: str | None = None,
+    measure: str | None = None,
+    tokens_per_second: float | None = None,
+    ram: int | None = None,
+) -> Question:
+    """Return the input for these options, in base units, `t` in ns; UsageError names missing or contradictory options."""
+    for first, one, second, other, why in (
+        ("--loop", loop, "--model", model, "the model determines the size of the loop"),
+        ("--bw", bw, "--measure", measure, "the measurement determines the bandwidth"),
+        ("--t", t, "--tokens-per-second", tokens_per_second, "T is 1 / tokens per second"),
+    ):
+        if one is not None and other is not None:
+            raise UsageError(f"{first} and {second} contradict each other: {why}", f"omit {first} or {second}")
+    for option, size_bytes in (("--cache", cache), ("--ram", ram)):
+        if size_bytes is not None and size_bytes < BLOCK_BYTES:
+            least = format_size(BLOCK_BYTES)
+            raise UsageError(f"{option}: {size_bytes} bytes is less than one block ({least})", "write a size: 64M, 512Mi")
+    device_class = None if device is None else DEVICES[device]
+    if cache is not None:
+        caches: tuple[int, ...] = (cache,)
+    else:
+        caches = () if device_class is None else tuple(sorted({device_class.least_cache_bytes, device_class.cache_bytes}))
+    if loop is None and model is None and not caches:
+        raise UsageError(
+            "--loop, --model and --cache are all missing, so there is nothing to compute",
+            "specify the loop (--loop 70M or --model FILE), the cache (--cache 64M), or both",
+        )
+    if ram is not None and loop is None and model is None:
+        raise UsageError("--ram needs a loop or a model that runs in that memory", "add --loop 70M, or --model FILE")
+    storage = None if bw is None else Storage(bw, "given")
+    if storage is None and measure is None:
+        if device_class is None:
+            raise UsageError(
+                "--bw is missing, so the bandwidth of the storage is unknown",
+                "add --bw 100 (MB/s), --bw 1GB/s, --measure DIR, or --device " + "|".join(DEVICES),
+            )
+        storage = Storage(device_class.bandwidth, "device", {"class": device_class.name, "storage": device_class.storage})
+    if tokens_per_second is not None:
+        t = max(1, int(SECOND_NS / tokens_per_second))
+    return Question(
+        storage=storage,
+        measure=measure,
+        loop_bytes=loop,
+        model=model,
+        caches=caches,
+        hot_bytes=device_class.hot_bytes if hot is None and device_class is not None and model is None else hot,
+        period_ns=PAPER.period_ns if t is None else t,
+        device=device_class,
+        period_source="assumed" if t is None else "given",
+        ram_bytes=ram,
     )

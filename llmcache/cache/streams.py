@@ -1,11 +1,8 @@
 """Streams: sort the accesses to one file into sequential walks, even if several clients read the file at the same time.
 
-A run of blocks that begins within `WINDOW` blocks of the expected position of a stream belongs to that stream, because
-readahead and threads access the blocks of a window in any order. Streams go up or down, and may have a stride. A table
-contains at most `MAX_STREAMS` streams, indexed by expected position for O(1) lookups.
-
-A stream becomes *sequential* once it has covered `WINDOW` blocks in order; shorter ones result from readahead around
-single accesses. Each further window is tested again. Each tested window is returned as a `Walk`.
+A run that begins within `WINDOW` blocks of the expected position of a stream belongs to it, because readahead and threads
+access the blocks of a window in any order. Streams go up or down, and may have a stride. A stream becomes *sequential*
+once it has covered `WINDOW` blocks in order. Each further window is tested again, and returned as a `Walk`.
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ class BlockRun(NamedTuple):
 class Walk:
     """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream that began at `born`.
 
-    `mask`: bit i stands for block first + i; 0 if all blocks were accessed. `stride`: distance of the runs of `width`
-    blocks, 0 without holes. Not `sequential`: accesses close to each other, in no order.
+    `mask`: bit i stands for block first + i; 0 for all. `stride`: distance of the runs of `width` blocks; 0 without holes.
+    Not `sequential`: accesses close to each other, in no order.
     """
 
     stream: int
@@ -119,7 +116,6 @@ class Stream:
         return min(up, down)
 
     def places(self) -> tuple[int, ...]:
-        """Return the blocks near which a lookup must find the stream."""
         aim = self.last[0] + self.step if self.far else self.head
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
@@ -175,7 +171,6 @@ class Stream:
 
     @property
     def due(self) -> bool:
-        """True if a window is full, or the stream no longer advances."""
         return self.high - self.low >= WINDOW or self.idle > DWELL
 
     def test(self) -> Walk | None:
@@ -238,7 +233,7 @@ _BUCKET = 2 * WINDOW  # blocks: two blocks within a window are in the same bucke
 
 
 class StreamTable:
-    """Assigns every run to a stream; `note` returns the walks that this completes."""
+    """Assigns every run to a stream; `record_run` returns the walks that this completes."""
 
     def __init__(self) -> None:
         self._young: OrderedDict[int, Stream] = OrderedDict()  # least recently used first
@@ -256,7 +251,7 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._young) + len(self._proved)
 
-    def note(self, run: BlockRun) -> tuple[bool, list[Walk]]:
+    def record_run(self, run: BlockRun) -> tuple[bool, list[Walk]]:
         """Return whether `run` repeats the one before it, and the walks that it completes."""
         walks: list[Walk] = []
         stream = self._expected(run) or self._far(run.first, run.end)
@@ -269,7 +264,7 @@ class StreamTable:
             repeated = stream.repeats(run.first, run.end)
             self._unfile(stream)
             if self._accessed - stream.left > STILL:  # the stream resumes after a long pause
-                self._note_end(stream)
+                self._record_end(stream)
                 walks += filter(None, [stream.resume(next(self._numbers), run)])
             stream.take(run, at_once=stream is self._latest)
         if stream.due and (walk := stream.test()) is not None:
@@ -289,14 +284,12 @@ class StreamTable:
                 self._drop(other, walks)
 
     def end(self) -> list[Walk]:
-        """End all streams; return their walks since the last test."""
         walks: list[Walk] = []
         for stream in [*self._young.values(), *self._proved.values()]:
             self._drop(stream, walks)
         return walks
 
     def is_running(self, number: int, since: Moment) -> bool:
-        """Return True if the stream with this number advanced after `since`."""
         stream = self._proved.get(number) or self._young.get(number)
         stop = self._ended.get(number, 0) if stream is None else stream.stop.blocks
         return stop > since.blocks
@@ -343,7 +336,6 @@ class StreamTable:
         return stream
 
     def _file(self, stream: Stream, walks: list[Walk]) -> None:
-        """Index the stream by its expected positions, as the most recently used one."""
         self._unfile(stream)
         table, limit = (self._proved, MAX_STREAMS - MAX_YOUNG) if stream.sequential else (self._young, MAX_YOUNG)
         table[stream.number] = stream
@@ -365,11 +357,11 @@ class StreamTable:
 
     def _drop(self, stream: Stream, walks: list[Walk]) -> None:
         self._unfile(stream)
-        self._note_end(stream)
+        self._record_end(stream)
         if (walk := stream.end()) is not None:
             walks.append(walk)
 
-    def _note_end(self, stream: Stream) -> None:
+    def _record_end(self, stream: Stream) -> None:
         if stream.sequential:
             self._ended[stream.number] = stream.stop.blocks
             if len(self._ended) > MAX_STREAMS:

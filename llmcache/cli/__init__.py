@@ -120,7 +120,6 @@ def _invoke(command: click.Command, prog_name: str, args: Sequence[str] | None) 
 
 
 def _is_stdout_gone() -> bool:
-    """Return whether the reader of stdout has ended."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

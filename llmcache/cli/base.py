@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llmcache.cli import types
-from llmcache.errors import EXIT_CODES
+from llmcache.errors import EXIT_INTERRUPTED, EXIT_OK, exit_codes, is_interrupt
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -24,12 +24,26 @@ HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_def
 
 
 class Command(click.Command):
-    """A command whose help ends with the exit codes."""
+    """A command whose help ends with the exit codes.
+
+    `interrupted`: the exit code after Ctrl-C. Commands of version 1.0 keep the 0 that its documentation promised.
+    """
+
+    def __init__(self, *args: Any, interrupted: int = EXIT_OK, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.interrupted = interrupted
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BaseException as error:
+            if not is_interrupt(error):
+                raise
+            return self.interrupted
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the epilog of the command, then the exit codes."""
         super().format_epilog(ctx, formatter)
-        codes = ", ".join(f"{code} {short}" for code, (short, _) in EXIT_CODES.items())
+        codes = ", ".join(f"{code} {short}" for code, (short, _) in exit_codes(self.interrupted).items())
         formatter.write_paragraph()
         formatter.write_text(f"Exit codes: {codes}.")
 
@@ -38,7 +52,6 @@ class CommandAfterDashes(Command):
     """A command that keeps `--` in its arguments, because it distinguishes a command from a process."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but keep the first `--`."""
         at = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [*args[:at], *args[at : at + 1], *args[at:]])
 
@@ -51,15 +64,13 @@ class LazyGroup(Command, click.Group):
 
     def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         # Set it here, because versions of click differ in its brackets.
-        super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", **kwargs})
+        super().__init__(*args, **{"subcommand_metavar": "[COMMAND] [ARGS]...", "interrupted": EXIT_INTERRUPTED, **kwargs})
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None if there is no such command."""
         if cmd_name not in self.table:
             return None
         module, _, attribute = self.table[cmd_name][0].partition(":")
@@ -76,7 +87,6 @@ class LazyGroup(Command, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the table of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
 

@@ -21,7 +21,6 @@ class _Bash(BashComplete):
     """The completion of click, with `--option=value`, which bash splits into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the one to complete, and that word."""
         args, incomplete = super().get_completion_args()
         joined = [word for before, word in zip(["", *args], args, strict=False) if not (word == "=" and before[:2] == "--")]
         return joined, "" if incomplete == "=" else incomplete

@@ -9,7 +9,6 @@ from llmcache.cli import base
 
 
 def _offered(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the commands that begin with `incomplete`, in the group that the words before name."""
     found: click.Command | None = context.find_root().command
     for word in context.params.get("words") or ():
         found = found.get_command(context, word) if isinstance(found, base.LazyGroup) else None

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from llmcache.cli import base, types
+from llmcache.errors import EXIT_INTERRUPTED
 from llmcache.units import parse_size
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
@@ -326,7 +327,9 @@ def prune_command(directory: str, unused: str | None, keep: str | None, model: s
 
 
 @base.command(
-    "proxy", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": True}
+    "proxy",
+    interrupted=EXIT_INTERRUPTED,
+    context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": True},
 )
 @click.argument("directory", metavar="DIR", type=types.DIRECTORY)
 @click.argument("words", metavar="[-- COMMAND...]", nargs=-1, type=click.UNPROCESSED)

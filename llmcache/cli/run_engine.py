@@ -5,10 +5,13 @@ from __future__ import annotations
 import click
 
 from llmcache.cli import base, types
+from llmcache.errors import EXIT_INTERRUPTED, UsageError
 
 
 @base.command(
-    "run", context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": False}
+    "run",
+    interrupted=EXIT_INTERRUPTED,
+    context_settings={**base.HELP_OPTIONS, "ignore_unknown_options": False, "allow_interspersed_args": False},
 )
 @click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.option("--pid", type=int, metavar="PID", help="Attach to a running process until it ends, or until Ctrl-C.")
@@ -65,7 +68,6 @@ def command(
     As root, model files are steered in place, including files that the command opens later. Without root, they are served
     over FUSE in a private mount namespace; then the arguments of the command, --dir or --files must name them.
     """
-    from llmcache.errors import UsageError
     from llmcache.run import session
 
     if (pid is None) == (not words):

@@ -67,7 +67,7 @@ def command(
     --scheduler sends each trace to the workers.
     """
     from llmcache.cache.plan import plan_of
-    from llmcache.cache.policies.base import told_compiling
+    from llmcache.cache.policies.base import report_compiling
     from llmcache.model.modelfile import ModelHeaders
     from llmcache.report import simulate as tables
     from llmcache.report.output import check_target, progress
@@ -82,7 +82,7 @@ def command(
         from llmcache.report.simulate_page import write_report
 
         check_target("--report", report, force)
-    with progress() as shown, told_compiling(shown.compiling):
+    with progress() as shown, report_compiling(shown.compiling):
         if scheduler is not None:
             from llmcache.cache.cluster import simulate_on
 

@@ -43,7 +43,7 @@ def command(as_json: bool, **options: Any) -> None:
       llmcache size --bw 3GB/s --loop 22.6G --ram 16G
       llmcache size --measure ~/models --model m.gguf --tokens-per-second 10
     """
-    from llmcache.cache.question import ask
+    from llmcache.cache.sizing import ask
     from llmcache.mount.client.advice import advise
     from llmcache.report import size
 

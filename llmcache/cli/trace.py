@@ -44,22 +44,24 @@ def command(
       sudo llmcache trace llama-server --path '*.gguf' --report run.html
       llmcache classify run.parquet
 
-    Ctrl-C ends the recording and completes the trace. At the end, llmcache sends SIGTERM to a command that it started;
-    other processes continue. If the recorder is killed, FILE.recording remains: info, classify and convert read it.
+    Ctrl-C ends the recording and completes the trace; the exit code is then 0. At the end, llmcache sends SIGTERM to a
+    command that it started; other processes continue. If the recorder is killed, FILE.recording remains: info, classify and
+    convert read it.
 
     Tiers, best first: filemap, fexit and syscalls use BPF; they need root and libbpf. faults records page faults, and
     reads if strace is installed; it needs no root for your own processes. By default, llmcache uses the best tier that
     works and prints its limits.
     """
     from llmcache.mount.client.mountpoint import locked_bytes
-    from llmcache.trace import capture
     from llmcache.trace.processes import target_of
 
     if report is not None:
         from llmcache.report.output import check_target
 
         check_target("--report", report, force)
-    target = target_of(words)
+    target = target_of(words)  # before numpy is imported: a process with threads must not fork
+    from llmcache.trace import capture
+
     if output is None:
         output = capture.default_output(target)
     settings = capture.CaptureSettings(output, force=force, **options)

@@ -23,7 +23,6 @@ class TextType(click.ParamType):  # type: ignore[type-arg]  # is generic from cl
         self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the parsed value. UsageError, with the name of `param`, if it is invalid."""
         if not isinstance(value, str):
             return value
         try:
@@ -68,7 +67,6 @@ class NameType(TextType):
         self._several = several
 
     def known(self) -> tuple[str, ...]:
-        """Return all names; imports the table."""
         module, _, attribute = self._table.partition(":")
         return (*self._known, *(getattr(importlib.import_module(module), attribute) if module else ()))
 
@@ -82,7 +80,6 @@ class NameType(TextType):
 
 
 def _named(param: click.Parameter | None) -> str:
-    """Return the long name of an option, or the name of an argument as the usage shows it."""
     if param is None:
         return "value"
     if isinstance(param, click.Option):
@@ -105,7 +102,6 @@ class Range(click.IntRange):
     """A whole number in a range; help shows N."""
 
     def get_metavar(self, *args: Any, **named: Any) -> str:
-        """Return the placeholder in help."""
         return "N"
 
 

@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from llmcache.doctor.check import FAILED, LIMITED, OK, SKIPPED, Check
 from llmcache.errors import EXIT_OK, MissingRequirement, UsageError
 
 AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine": "machine", "packages": "packages"}
@@ -24,28 +25,8 @@ AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine":
 _OF_DIRECTORY = ("mounting", "machine")  # areas that depend on DIR
 _REMEDY = "pip install . in the source directory, or tools/test"
 SCHEMA = "llmcache.doctor/1"
-OK, LIMITED, FAILED, SKIPPED = "ok", "limited", "failed", "skipped"
-"""Statuses: no limits; works with limits; a mount is impossible; not examined."""
 _INDENT = 28
 _STYLES = {OK: ("ok", "green"), LIMITED: ("limited", "yellow"), FAILED: ("FAILED", "bold red"), SKIPPED: ("skipped", "dim")}
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check. `found` is text; `facts` has the same data in base units (bytes, bytes/s).
-
-    A check that is not OK needs a `remedy`; otherwise ValueError.
-    """
-
-    name: str
-    status: str
-    found: str
-    remedy: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.status != OK and not self.remedy:
-            raise ValueError(f"{self.name} is {self.status} and has no remedy")
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,6 @@ class Diagnosis:
     areas: dict[str, list[Check]]
 
     def count(self, status: str) -> int:
-        """Return the number of checks with `status`."""
         return sum(check.status == status for checks in self.areas.values() for check in checks)
 
     @property
@@ -64,7 +44,6 @@ class Diagnosis:
         return MissingRequirement.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         counts = {status: self.count(status) for status in (OK, LIMITED, FAILED, SKIPPED)}
         findings = [{"area": area, **asdict(check)} for area, checks in self.areas.items() for check in checks]
         return {"schema": SCHEMA, "mountable": not counts[FAILED], **counts, "findings": findings}

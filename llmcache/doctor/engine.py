@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmcache.doctor import LIMITED, OK, Check
+from llmcache.doctor.check import LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.run import models
 from llmcache.run.steering import served_already

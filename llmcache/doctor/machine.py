@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmcache.doctor import LIMITED, OK, SKIPPED, Check
+from llmcache.doctor.check import LIMITED, OK, SKIPPED, Check
 from llmcache.errors import LlmcacheError
 from llmcache.mount.client.bandwidth import measure
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, read_ahead_advice, read_ahead_file
 from llmcache.units import format_rate
 
-_ASK_TORCH = "import torch; print(torch.cuda.is_available())"
+_TORCH_TEST = "import torch; print(torch.cuda.is_available())"
 _TORCH_S = 120.0
 STEER_STREAMS = 1_300_000_000
 """Bytes per second that mode steer streams on two CPUs, *measured*; storage limits mode inplace."""
@@ -88,9 +88,9 @@ def _nvidia() -> list[str]:
 def _torch_sees_it() -> bool:
     """Return whether torch can use the GPU. Runs a subprocess, because torch is large and a broken driver may crash it."""
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_TEST], capture_output=True, text=True, timeout=_TORCH_S, check=False
         )
     except subprocess.TimeoutExpired:
         return False
-    return asked.stdout.strip() == "True"
+    return done.stdout.strip() == "True"

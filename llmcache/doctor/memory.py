@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmcache import memory
-from llmcache.doctor import FAILED, LIMITED, OK, Check
+from llmcache.doctor.check import FAILED, LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.mount.budget import settle_budget
 from llmcache.units import format_size

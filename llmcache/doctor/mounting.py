@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from llmcache.doctor import FAILED, LIMITED, OK, Check
+from llmcache.doctor.check import FAILED, LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import mountpoint

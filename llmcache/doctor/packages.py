@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from llmcache import __version__
-from llmcache.doctor import FAILED, LIMITED, OK, Check
+from llmcache.doctor.check import FAILED, LIMITED, OK, Check
 
 DISTRIBUTION = "llmcache-toolkit"
 _IMPORT_S = 120.0

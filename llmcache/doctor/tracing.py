@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmcache.bpf import libbpf
-from llmcache.doctor import LIMITED, OK, Check
+from llmcache.doctor.check import LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
 

@@ -21,11 +21,10 @@ def is_gguf(read: ReadAt, size: int) -> bool:
 
 
 def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
-    """Return the layout of the file `name`, or None if it is not a model file.
+    """Return the layout of the file `name`, or None if it is not a model file; DataError if its header is damaged.
 
-    `read(offset, size)` returns bytes of the file; its errors pass through. A model file with a damaged header raises
-    DataError. Both formats are recognized by their content, whatever the name. A file that begins like a safetensors
-    file but cannot be parsed as one raises DataError only if its name ends in `.safetensors`; otherwise it is not a model.
+    `read(offset, size)` returns bytes of the file; its errors pass through. Both formats are recognized by their content. A
+    file that begins like safetensors but cannot be parsed as such is damaged only if its name ends in `.safetensors`.
     """
     if is_gguf(read, size):
         return read_gguf(read, size)

@@ -61,7 +61,6 @@ class HeaderCursor:
         self.byte_order = "<"
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
         start = self._fill(size)
         self.position += size
         return self._buffer[start : start + size]
@@ -72,11 +71,9 @@ class HeaderCursor:
         return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
 
     def u32(self) -> int:
-        """Return the next unsigned 4-byte integer."""
         return self.number("I")
 
     def u64(self) -> int:
-        """Return the next unsigned 8-byte integer."""
         return self.number("Q")
 
     def text(self, longest: int) -> str:
@@ -87,7 +84,6 @@ class HeaderCursor:
         return self.take(length).decode("utf-8", "replace")
 
     def skip(self, size: int) -> None:
-        """Advance by `size` bytes without reading them."""
         if size > self._limit - self.position:
             raise self._too_short(size)
         self.position += size
@@ -181,7 +177,6 @@ def _read_version(cursor: HeaderCursor) -> None:
 
 
 def _read_keys(cursor: HeaderCursor, count: int) -> dict[str, int]:
-    """Return the values of the keys in `_WANTED`; skip all others."""
     wanted: dict[str, int] = {}
     left = _Left()
     for _ in range(count):

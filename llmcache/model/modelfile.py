@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.model import read_layout
 from llmcache.model.moe import EXPERTS_USED, ModelBytes
-from llmcache.model.names import INDEX_SUFFIX, MANIFEST_BYTES, ModelNames, manifest_layers, manifest_place
+from llmcache.model.names import INDEX_SUFFIX, MANIFEST_BYTES, manifest_layers, manifest_place, scanned
 from llmcache.model.safetensors import SUFFIX, index_shards
 from llmcache.model.tensors import (
     Experts,
     ModelLayout,
     Region,
     Tensor,
-    order_shards,
     shard_name,
     shard_names,
 )
@@ -41,20 +40,17 @@ _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def model_bytes(path: str) -> ModelBytes:
-    """Return the bytes that a token reads of the model at `path`.
+    """Return the bytes that a token reads of the model at `path`; `loop_bytes` includes all experts.
 
     `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
-    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or the manifest of a model in
-    Ollama's store.
-
-    `loop_bytes` includes all experts. The number of experts that a token uses comes from the header of a GGUF, or from
-    the config.json in the directory of the safetensors.
-    Raises UsageError (no such file), DataError (damaged file, not a model, missing shard) or MissingRequirement (the file
-    cannot be read).
+    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or a manifest in Ollama's store. The
+    number of experts that a token uses comes from the header of a GGUF, or from the config.json next to the safetensors.
+    Raises UsageError (no such file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
-    whole = layouts[0].regions() if len(layouts) == 1 else [region for _, region in order_shards(layouts)]
+    tied = not any(layout.has_output for layout in layouts)
+    whole = [region for layout in layouts for region in layout.regions(tied)]
     companions: set[Path] = set()
     if layouts[0].kind == "safetensors":
         companions.update(*(Path(files[0]).parent.glob(pattern) for pattern in _COMPANIONS))
@@ -106,7 +102,6 @@ def _total(regions: Sequence[Region], role: str) -> int:
 
 
 def _files(path: str) -> list[str]:
-    """Return all files of the model, in the order of its shards."""
     path = _named_file(path)
     if path.endswith(INDEX_SUFFIX):
         return _indexed(path)
@@ -119,11 +114,7 @@ def _files(path: str) -> list[str]:
 
 
 def _named_file(path: str) -> str:
-    """Resolve a path to a model file whose name leads to its shards.
-
-    A directory resolves to the model in it, an Ollama manifest to its model layer, and a file in the `blobs` of a hub
-    cache to the link to it. Any other path is returned unchanged.
-    """
+    """Return the file that a path names: the model in a directory or an Ollama manifest, the link to a hub cache's blob."""
     if os.path.isdir(path):
         return _in_directory(path)
     absolute = os.path.abspath(path)
@@ -132,7 +123,7 @@ def _named_file(path: str) -> str:
     blobs, _, _ = absolute.rpartition("/")
     repository = os.path.dirname(blobs)
     if os.path.basename(blobs) == "blobs" and os.path.isdir(f"{repository}/snapshots"):
-        links = _scanned(repository).links_to(f"/blobs/{os.path.basename(absolute)}")
+        links = scanned(repository).links_to(f"/blobs/{os.path.basename(absolute)}")
         return f"{repository}{links[0]}" if links else path
     return path
 
@@ -156,7 +147,6 @@ def _in_directory(path: str) -> str:
 
 
 def _in_manifest(path: str, blobs: str) -> str:
-    """Return the file of the model layer of an Ollama manifest."""
     with _errors(path), open(path, "rb") as file:
         layers = manifest_layers(file.read(MANIFEST_BYTES))
     found = [layer.blob for layer in layers if layer.kind == "model"]
@@ -166,20 +156,7 @@ def _in_manifest(path: str, blobs: str) -> str:
     return next(filter(os.path.exists, files), files[0])
 
 
-def _scanned(directory: str) -> ModelNames:
-    """Return the names of the files below a directory."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        names = ModelNames(directory, fd)
-    finally:
-        os.close(fd)
-    names.scan()
-    names.close()
-    return names
-
-
 def _numbered(path: str, number: str) -> str:
-    """Replace the number in a shard's path."""
     return re.sub(r"-[0-9]+(?=-of-[0-9]+\.[a-z]+$)", f"-{number}", path)
 
 
@@ -218,7 +195,6 @@ def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
 
 
 def _read(path: str) -> tuple[ModelLayout | None, int]:
-    """Return the layout of a file (None if it is not a model) and its size. Raises OSError and DataError."""
     # O_NONBLOCK: opening a FIFO must not block.
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         size = os.fstat(file.fileno()).st_size
@@ -258,10 +234,9 @@ UNKNOWN = Models()  # finds no models
 
 
 class ModelHeaders(Models):
-    """Layouts of the model files of a trace.
+    """Layouts of the model files of a trace, read if the path still has the recorded size (and inode, if the trace has it).
 
-    A file of the trace is read if its path still has the recorded size (and inode, if the trace has it). Each path in
-    `models` stands for the files of the trace that have its name, or else its size.
+    Each path in `models` stands for the files of the trace that have its name, or else its size.
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:

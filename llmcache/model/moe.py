@@ -1,19 +1,17 @@
 """Bytes that a token reads of an MoE model that is partly in memory. *Modelled*, for an assumed popularity.
 
-A token reads all dense bytes and a few experts of each layer. A dense byte in memory saves a read per token, a byte of
-an expert less, so dense bytes come first. The rest of the memory contains the most recently used experts, each whole
-(LRU: the mount's policy, by popularity and recency, is within a few percent of it).
+A token reads all dense bytes and a few experts of each layer, so dense bytes are cached first. The rest of the memory
+contains the most recently used experts, each whole (LRU; the mount's policy is within a few percent of it).
 
 Popularity: w_i = i^-zipf in each layer (Zipf's law). An expert is used again by the next token with probability `stay`,
 and the others are drawn by their w without replacement, each with probability q_i = 1 - exp(-w_i t), with t such that a
 token uses the given number of experts (Rosén 1972, successive sampling). So an expert is used with probability p_i =
 q_i / (1 - stay + stay q_i), and was unused by all of the last A tokens with probability (1 - p_i)(1 - q_i)^(A - 1). All
-others are in memory; A, the *characteristic time* of LRU (Che, Tung and Wang 2002, "Hierarchical Web Caching Systems:
-Modeling, Design and Experimental Results", IEEE JSAC 20(7)), is the same for all, here in tokens and for uses that
-depend on the previous token.
+others are in memory; A, the *characteristic time* of LRU in tokens, is the same for all (Che, Tung and Wang 2002,
+"Hierarchical Web Caching Systems: Modeling, Design and Experimental Results", IEEE JSAC 20(7)).
 
-The page cache is LRU too, over dense bytes and experts alike. Each token uses all dense bytes, so they stay cached if A
->= 1, that is if one token's reads fit; otherwise each byte is evicted before its next use.
+The page cache is LRU too, over dense bytes and experts alike. Each token uses all dense bytes, so they stay cached if
+one token's reads fit; otherwise each byte is evicted before its next use.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
 class ExpertCurve:
     """Miss curve of a layer: with the share `rooms[i]` of its experts in memory, `misses[i]` of the used ones miss.
 
-    Linear between the points: the curve is convex, so that this is an upper bound. Below rooms[0], the share that a
-    token uses, all miss.
+    Linear between the points, an upper bound. Below rooms[0], the share that a token uses, all miss.
     """
 
     rooms: tuple[float, ...]
@@ -88,7 +85,6 @@ def expert_curve(experts: int, used: int) -> ExpertCurve:
 
 
 def _chances(experts: int, used: int) -> list[tuple[float, float]]:
-    """Return (q, p) of each expert."""
     weights = [rank**-ZIPF for rank in range(1, experts + 1)]
 
     def at(time: float) -> list[tuple[float, float]]:
@@ -121,17 +117,14 @@ class MoeBytes:
 
     @property
     def total_bytes(self) -> int:
-        """Dense bytes and the bytes of all experts."""
         return self.dense_bytes + self.expert_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the experts that a token uses."""
         return -(-self.expert_bytes * self.used // self.experts)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token reads."""
         return self.dense_bytes + self.used_bytes
 
     def missed_expert_bytes(self, room_bytes: int) -> int:
@@ -182,10 +175,9 @@ Weights = int | MoeBytes
 class ModelBytes:
     """Sizes of a model's files, in bytes, by how a decoder reads them.
 
-    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads only a part),
-    `hot_bytes` often (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). A token
-    uses `used` of the `experts` of a layer; None without experts, or if the number is unknown. llama.cpp copies
-    `repacked_bytes` of the loop into its own memory, unless a flag disables that.
+    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads a part), `hot_bytes` often
+    (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). A token uses `used` of the
+    `experts` of a layer; None if unknown. llama.cpp copies `repacked_bytes` of the loop by default.
     """
 
     path: str

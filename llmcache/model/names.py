@@ -6,12 +6,10 @@
 The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames` scans a directory for symbolic links,
 manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
 
-All input is untrusted. Links are resolved from their texts, no file is opened through a link, and no name leads out of the
-directory. Documents that are too large or malformed are ignored. A scan visits the directories that have changed since the
-last scan, and ends after SCAN_S.
+All input is untrusted: links are resolved from their texts, no name leads out of the directory, and documents that are
+too large or malformed are ignored. A scan visits directories that have changed, and ends after SCAN_S.
 
-Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`
-without a lock.
+Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`.
 """
 
 from __future__ import annotations
@@ -187,7 +185,6 @@ class ModelNames:
 
     @property
     def is_outdated(self) -> bool:
-        """True if `followed` has changed since the last scan."""
         return self.followed != self._used
 
     def all_of(self, path: str) -> tuple[str, ...]:
@@ -200,7 +197,6 @@ class ModelNames:
         return self._view.shown.get(path) or path.lstrip("/")
 
     def links_to(self, path: str) -> tuple[str, ...]:
-        """Return the paths of the links to a file, most recently changed directory first."""
         return self._view.paths.get(path, ())
 
     def shards(self, path: str) -> Iterator[tuple[str, ...]]:
@@ -233,7 +229,6 @@ class ModelNames:
             scan.join(max(0.0, left_s))
 
     def scan(self) -> None:
-        """Scan the directory and replace the view if anything has changed."""
         with self._turn:
             if self._fd < 0:
                 return
@@ -410,7 +405,6 @@ class ModelNames:
         )
 
     def _candidates(self, paths: Mapping[str, Iterable[str]]) -> _Candidates:
-        """Return the possible names of all files, from manifests and links."""
         found = _Candidates()
         for path, document in self._documents.items():
             for blob, names in _layer_names(path, [layer for layer in document.content if isinstance(layer, Layer)]):
@@ -438,6 +432,18 @@ class ModelNames:
         return 0 if directory is None else directory.stamp[2]
 
 
+def scanned(directory: str) -> ModelNames:
+    """Return the names of the files below a directory, from one scan. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        names = ModelNames(directory, fd)
+    finally:
+        os.close(fd)
+    names.scan()
+    names.close()
+    return names
+
+
 class _Candidates:
     """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact).
 
@@ -449,13 +455,11 @@ class _Candidates:
         self._owners: dict[str, set[str]] = {}
 
     def add(self, real: str, rank: int, is_latest: bool, variants: tuple[str, ...]) -> None:
-        """Add one name of a file."""
         self.of.setdefault(real, []).append((rank, is_latest, variants))
         for variant in variants:
             self._owners.setdefault(variant, set()).add(real.replace("/sha256:", "/sha256-"))  # old and new name of one file
 
     def names(self, real: str) -> tuple[str, ...]:
-        """Return all names of a file."""
         return tuple(dict.fromkeys(variant for *_, variants in self.of[real] for variant in variants))
 
     def shown(self) -> dict[str, str]:
@@ -468,7 +472,6 @@ class _Candidates:
 
 
 def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the real path and the names of each layer of a manifest."""
     place = manifest_place(path)
     if place is None:
         return
@@ -486,8 +489,8 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
     """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
 
-    `path` begins with the name of the scanned directory; `below` is relative to it. The longer names tell apart two
-    revisions with the same file, and the same model in two caches.
+    `path` begins with the name of the scanned directory; `below` is relative to it. Longer names tell apart two revisions,
+    and two caches.
     """
     found = _SNAPSHOT.fullmatch(path)
     if found is None:
@@ -517,7 +520,6 @@ def _settled(status: os.stat_result) -> bool:
 
 
 def _whole(fd: int, limit: int) -> bytes:
-    """Return the content of a file; DataError if it is longer than `limit` bytes."""
     parts: list[bytes] = []
     while part := os.pread(fd, 1 << 20, sum(map(len, parts))):
         parts.append(part)

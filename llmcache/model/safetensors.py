@@ -100,7 +100,6 @@ class _Text:
                 return b""
 
     def expect(self, wanted: bytes) -> None:
-        """Advance past the byte `wanted`; DataError if the next byte is another one."""
         if (found := self.token()) != wanted:
             raise self.wrong(f"{found!r} instead of {wanted!r}")
 
@@ -124,7 +123,6 @@ class _Text:
                 raise self.wrong("a comma before the end")
 
     def string(self) -> str:
-        """Return the string whose opening quote was read."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _STRING_BODY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -136,7 +134,6 @@ class _Text:
         return text
 
     def skip_string(self) -> None:
-        """Skip the string whose opening quote was read, of any length."""
         while True:
             found = _STRING_BODY.match(self._piece, self._place)
             assert found is not None
@@ -159,7 +156,6 @@ class _Text:
         return entry
 
     def wrong(self, what: str) -> DataError:
-        """Return the error for invalid JSON; `what` was found."""
         return DataError(f"not a safetensors file: its header is not valid JSON: {what}")
 
     def _loaded(self, text: bytes) -> Any:
@@ -169,7 +165,6 @@ class _Text:
             raise DataError(f"not a safetensors file: its header is not valid JSON: {error}") from error
 
     def _more(self) -> bool:
-        """Append the next piece of the header to the unread rest; return False at its end."""
         piece = self._read(self._next, min(_PIECE, self._end - self._next)) if self._next < self._end else b""
         self._next += len(piece)
         self._piece, self._place = self._piece[self._place :] + piece, 0
@@ -177,7 +172,6 @@ class _Text:
 
 
 def _tensors(text: _Text, header_bytes: int) -> Iterator[Tensor]:
-    """Yield the tensors, in the order of the header."""
     if text.token() != b"{":
         raise DataError("not a safetensors file: its header is not a JSON object")
     for _ in text.members():

@@ -1,9 +1,8 @@
 """Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Supported are config.json files of Hugging Face for decoders with one KV cache per layer: llama, mistral, qwen, qwen2,
-qwen3, opt, gpt2, gpt_neox, phi and others with the same names for their sizes, with plain MLPs or as MoE models
-(mixtral, qwen2_moe, qwen3_moe, glm4_moe, gpt_oss, llama4). Models without such a cache are rejected by name: MLA, state
-spaces, linear attention, encoders.
+Supported are config.json files of Hugging Face for decoders with one KV cache per layer, with plain MLPs or as MoE
+models: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral, glm4_moe, gpt_oss, llama4 and others with the same names
+for their sizes. Models without such a cache are rejected by name: MLA, state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class MixtureMlp:
+class MoeMlp:
     """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
 
     `shared_ffn`: width of the shared experts that each token uses as well, 0 without any.
@@ -52,7 +51,7 @@ class MixtureMlp:
 class ModelShape:
     """A decoder: sizes of its parts. `gated`: its MLP has three matrices (SwiGLU), not two. `tied`: one embedding.
 
-    `mixture`: layers with experts instead of an MLP of width `ffn`. `weight_bits` per parameter (16: half precision).
+    `moe`: layers with experts instead of an MLP of width `ffn`. `weight_bits` per parameter (16: half precision).
     `positions`: rows of a learned position table (OPT, GPT-2), else 0. `context_limit`: tokens that the model was
     trained for, 0 if unknown. `notes`: limitations of the shape.
     """
@@ -72,7 +71,7 @@ class ModelShape:
     weight_bits: float = 16
     context_limit: int = 0
     notes: tuple[str, ...] = ()
-    mixture: MixtureMlp | None = None
+    moe: MoeMlp | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
@@ -85,9 +84,8 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of all experts of all layers, 0 without experts."""
-        mixture = self.mixture
-        return 0 if mixture is None else mixture.layers * mixture.experts * self._matrices * self.hidden * mixture.ffn
+        moe = self.moe
+        return 0 if moe is None else moe.layers * moe.experts * self._matrices * self.hidden * moe.ffn
 
     @property
     def dense_parameters(self) -> int:
@@ -97,20 +95,19 @@ class ModelShape:
         """
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         plain = self.layers * (attention + self._matrices * self.hidden * self.ffn)
-        mixture = self.mixture
-        if mixture is None:
+        moe = self.moe
+        if moe is None:
             return plain
-        saved = self._matrices * (self.ffn - mixture.shared_ffn) - mixture.experts
-        return plain - mixture.layers * self.hidden * saved
+        saved = self._matrices * (self.ffn - moe.shared_ffn) - moe.experts
+        return plain - moe.layers * self.hidden * saved
 
     @property
     def widest_ffn(self) -> int:
-        """Width of the widest MLP that a token uses."""
-        mixture = self.mixture
-        if mixture is None:
+        moe = self.moe
+        if moe is None:
             return self.ffn
-        used = mixture.used * mixture.ffn + mixture.shared_ffn
-        return used if mixture.layers == self.layers else max(self.ffn, used)
+        used = moe.used * moe.ffn + moe.shared_ffn
+        return used if moe.layers == self.layers else max(self.ffn, used)
 
     @property
     def _matrices(self) -> int:
@@ -119,13 +116,12 @@ class ModelShape:
     @property
     def layer_parameters(self) -> float:
         """Mean number of weights per layer that a token uses."""
-        mixture = self.mixture
-        used = 0 if mixture is None else self.expert_parameters // mixture.experts * mixture.used
+        moe = self.moe
+        used = 0 if moe is None else self.expert_parameters // moe.experts * moe.used
         return (self.dense_parameters + used) / self.layers
 
     @property
     def parameters(self) -> int:
-        """All weights: layers, token embedding, output projection, position table."""
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden + self.positions * self.hidden
         return self.dense_parameters + self.expert_parameters + tables
 
@@ -136,24 +132,22 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return round(self.parameters * self.weight_bits / 8)
 
     def layer_weight_bytes(self, batch: int) -> float:
         """Return the mean bytes of weights per layer that a step of `batch` tokens reads."""
-        experts = 0.0 if self.mixture is None else self.expert_parameters * self.mixture.read_share(batch)
+        experts = 0.0 if self.moe is None else self.expert_parameters * self.moe.read_share(batch)
         return (self.dense_parameters + experts) / self.layers * self.weight_bits / 8
 
     def crossing_bytes(self, host_bytes: float, batch: int) -> float:
         """Return the bytes that a step of `batch` tokens reads of `host_bytes` of weights on the host, experts first."""
-        if self.mixture is None:
+        if self.moe is None:
             return host_bytes
         experts = min(host_bytes, self.expert_parameters * self.weight_bits / 8)
-        return host_bytes - experts + experts * self.mixture.read_share(batch)
+        return host_bytes - experts + experts * self.moe.read_share(batch)
 
     @property
     def output_weight_bytes(self) -> float:
-        """Bytes of the output projection, which a step reads once."""
         return self.vocabulary * self.hidden * self.weight_bits / 8
 
     @property
@@ -164,22 +158,21 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token in the KV cache of all layers."""
         return 2 * self.layers * self.key_bytes
 
     def kv_bytes(self, context: int, batch: int) -> float:
-        """Return the bytes of the whole KV cache of `batch` sequences of `context` tokens."""
         return self.token_bytes * context * batch
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, with derived values."""
         derived = {
             "parameters": self.parameters,
             "token_parameters": self.token_parameters,
             "weight_bytes": self.weight_bytes,
             "kv_token_bytes": self.token_bytes,
         }
-        return {**asdict(self), **derived}
+        own = asdict(self)
+        own["mixture"] = own.pop("moe")
+        return {**own, **derived}
 
 
 MODELS: dict[str, ModelShape] = {
@@ -210,8 +203,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
     "shared_ffn": ("shared_expert_intermediate_size",),
     "shared_experts": ("n_shared_experts",),
-    "first_mixture": ("first_k_dense_replace",),
-    "mixture_step": ("decoder_sparse_step", "interleave_moe_layer_step"),
+    "first_moe_layer": ("first_k_dense_replace",),
+    "moe_step": ("decoder_sparse_step", "interleave_moe_layer_step"),
 }
 _HINT = "only decoders with keys and values in every layer can be planned"
 _PLAIN_MLP = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom", "mpt", "gpt_bigcode", "starcoder2"}
@@ -291,13 +284,13 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
             weight_bits=8 * KV_BYTES[_dtype(config)] if bits is None else bits,
             context_limit=limit,
             notes=notes,
-            mixture=_mixture(config, kind, sizes["layers"], source),
+            moe=_moe_mlp(config, kind, sizes["layers"], source),
         )
     except ValueError as error:
         raise UsageError(f"--model: {source}: {error}", "check that it is the config.json of a decoder") from error
 
 
-def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MixtureMlp | None:
+def _moe_mlp(config: Mapping[str, Any], kind: str, layers: int, source: str) -> MoeMlp | None:
     experts = _size(config, "experts", source, 0)
     if experts <= 1:
         return None
@@ -306,12 +299,12 @@ def _mixture(config: Mapping[str, Any], kind: str, layers: int, source: str) -> 
         shared_ffn = ffn  # a shared expert, which is not in the config
     else:
         shared_ffn = _size(config, "shared_ffn", source, ffn * _size(config, "shared_experts", source, 0))
-    first, step = _size(config, "first_mixture", source, 0), max(1, _size(config, "mixture_step", source, 1))
+    first, step = _size(config, "first_moe_layer", source, 0), max(1, _size(config, "moe_step", source, 1))
     dense_layers = config.get("mlp_only_layers")
     plain = {one for one in dense_layers if isinstance(one, int)} if isinstance(dense_layers, list) else set()
-    mixtures = layers // step - first // step  # every `step`th layer from `first` on
-    mixtures -= sum(first <= layer < layers and (layer + 1) % step == 0 for layer in plain)
-    return MixtureMlp(mixtures, experts, _size(config, "used", source), ffn, shared_ffn) if mixtures > 0 else None
+    moe_layers = layers // step - first // step  # every `step`th layer from `first` on
+    moe_layers -= sum(first <= layer < layers and (layer + 1) % step == 0 for layer in plain)
+    return MoeMlp(moe_layers, experts, _size(config, "used", source), ffn, shared_ffn) if moe_layers > 0 else None
 
 
 def _size(config: Mapping[str, Any], field: str, source: str, default: int | None = None) -> int:

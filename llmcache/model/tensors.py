@@ -1,14 +1,11 @@
 """Content of a model file: its tensors, the order in which a decoder uses them, their layers and their experts.
 
-The order is derived from tensor names (GGUF and Hugging Face conventions). It is a first guess; the observed order of
-accesses replaces it.
+The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice*
+is the part of one tensor that belongs to one expert. GGUF stacks the experts of a layer in one tensor (`*_exps`);
+safetensors do so too (fused), or have one tensor per expert. A token uses all slices of an expert.
 
-A *slice* is the part of one tensor that belongs to one expert of an MoE model. GGUF stacks the experts of a layer in one
-tensor (`*_exps`, last dimension). Safetensors do so too (fused), or have one tensor per expert. The slices of one expert
-(gate, up and down) are used together: a token uses a few experts of each layer, each whole.
-
-`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, in the
-order of computation, and runs of tensors beyond RUNS_MAX share the name OTHERS.
+`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, and runs
+of tensors beyond RUNS_MAX, share the name OTHERS.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -122,7 +119,6 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor."""
         return self.offset + self.size_bytes
 
     @property
@@ -134,11 +130,6 @@ class Tensor:
     def order(self, tied: bool) -> tuple[OrderKey, int]:
         """Return the sort key for the order in which a decoder computes; ties are resolved by offset."""
         return compute_key(self.name, tied), self.offset
-
-    def region(self, tied: bool) -> Region:
-        """Return the region that the tensor occupies."""
-        role: Role = "rows" if is_embedding(self.name) and not tied else "loop"
-        return Region(self.offset, self.size_bytes, role, self.name, sparse=is_expert(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +148,6 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The first byte after the region."""
         return self.first_byte + self.size_bytes
 
 
@@ -169,7 +159,7 @@ class Guess(NamedTuple):
     order: list[int]
 
 
-def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, mixture: bool) -> Guess:
+def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, moe: bool) -> Guess:
     """Return the guess for a model file of `count` extents with these `regions`, in the order of computation.
 
     An extent is single if it is entirely hot, rows or, in an MoE model (whose experts are loaded separately), sparse.
@@ -178,7 +168,7 @@ def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int,
     order: dict[int, None] = {}
     for region in regions:
         order.update(dict.fromkeys(range(region.first_byte // extent_bytes, -(-region.end // extent_bytes))))
-        if region.role != "loop" or (region.sparse and mixture):
+        if region.role != "loop" or (region.sparse and moe):
             for extent in range(-(-region.first_byte // extent_bytes), region.end // extent_bytes):
                 single[extent] = 1
     singles = [extent for extent in range(count) if single[extent]]
@@ -250,26 +240,16 @@ class ModelLayout:
     def regions(self, tied: bool | None = None) -> tuple[Region, ...]:
         """Return the header and the tensors, in the order a decoder computes.
 
-        `tied`: the token embedding is also the output projection, hence read whole for each token. Default: True if the
-        file is a whole model without an output projection. A single shard counts as not tied, because the output
-        projection may be in another shard.
+        `tied`: the token embedding is also the output projection, hence read whole for each token. Default: True if the file
+        is a whole model without an output projection.
         """
         if tied is None:
             tied = self.shard is None and not self.has_output
-        in_order = sorted(self.tensors, key=lambda tensor: tensor.order(tied))
-        return (Region(0, self.header_bytes, "hot", "header"), *(tensor.region(tied) for tensor in in_order))
-
-
-def order_shards(shards: Sequence[ModelLayout]) -> tuple[tuple[int, Region], ...]:
-    """Return (index of the shard, region) for all regions of one model; `shards` are in order.
-
-    Headers come first, then the tensors in the order a decoder computes across the whole model.
-    """
-    tied = not any(shard.has_output for shard in shards)
-    headers = [(index, Region(0, shard.header_bytes, "hot", "header")) for index, shard in enumerate(shards)]
-    tensors = [(index, tensor) for index, shard in enumerate(shards) for tensor in shard.tensors]
-    tensors.sort(key=lambda item: (compute_key(item[1].name, tied), item[0], item[1].offset))
-    return (*headers, *((index, tensor.region(tied)) for index, tensor in tensors))
+        regions = [Region(0, self.header_bytes, "hot", "header")]
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.order(tied)):
+            role: Role = "rows" if is_embedding(tensor.name) and not tied else "loop"
+            regions.append(Region(tensor.offset, tensor.size_bytes, role, tensor.name, sparse=is_expert(tensor.name)))
+        return tuple(regions)
 
 
 def quoted(name: str) -> str:
@@ -375,11 +355,9 @@ class Experts:
         return [(self.starts[number], self.sizes[number]) for number in self.slices[expert]]
 
     def layer_of(self, expert: int) -> tuple[str, int, int]:
-        """Return the layer of an expert, as in `layers`."""
         return self.layers[bisect_right(self.layers, expert, key=lambda layer: layer[1]) - 1]
 
     def bytes_of(self, expert: int) -> int:
-        """Return the size of all slices of an expert."""
         return sum(self.sizes[number] for number in self.slices[expert])
 
 
@@ -416,7 +394,6 @@ class Part:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all ranges."""
         return sum(end - first for first, end in self.stretches)
 
 

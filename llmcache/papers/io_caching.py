@@ -23,7 +23,6 @@ import numpy as np
 from llmcache.arrays import Doubles
 from llmcache.cache.classify import READ_OP, WRITE_OP, TraceClasses, classify
 from llmcache.cache.detector import HOT, LOOP, SEQ
-from llmcache.cache.latency import FetchModel
 from llmcache.cache.plan import FootprintShare
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import Result
@@ -33,6 +32,7 @@ from llmcache.cache.sizing import (
     PHONE,
     SECOND_NS,
     WATCH,
+    FetchModel,
     SizingParameters,
     blocks_needed,
     largest_loop,

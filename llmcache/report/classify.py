@@ -11,7 +11,7 @@ from rich.table import Table
 
 from llmcache.cache.classify import Classification, TraceClasses
 from llmcache.cache.layers import Layer
-from llmcache.cache.routing import ExpertLayer, MixtureUses
+from llmcache.cache.routing import ExpertLayer, MoeUses
 from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
@@ -42,7 +42,7 @@ def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Itera
         less = f"not shown (--min-bytes): {len(smaller)} row{'s' if len(smaller) > 1 else ''} below {format_size(min_bytes)}"
         yield f"{less}, {format_size(size)} in total, {share:.1%} of the accesses"
     yield from layer_tables(found.layers, width)
-    yield from expert_tables(found.mixtures, width)
+    yield from expert_tables(found.moe_models, width)
     yield from summary(found)
 
 
@@ -219,7 +219,7 @@ COUNTS = ("experts", "used", "visits", "uses")
 EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
-def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str | Table]:
+def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Table]:
     """Yield, for each MoE model, a heading, a table of its layers or their spread, a table of caches, and remarks."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
@@ -229,7 +229,7 @@ def expert_tables(mixtures: Sequence[MixtureUses], width: int) -> Iterator[str |
         yield from _remarks(mixture)
 
 
-def expert_blocks(mixture: MixtureUses) -> Iterator[HtmlBlock]:
+def expert_blocks(mixture: MoeUses) -> Iterator[HtmlBlock]:
     """Yield the same as HTML blocks, with all layers."""
     caption = f"Experts of {mixture.model}. Top tenth, top quarter: percentage of the uses that go to the most used tenth "
     caption += "and quarter of the experts. Again: percentage of the experts of a visit that the next visit uses again."
@@ -269,7 +269,7 @@ def _spread(figures: Sequence[float | None]) -> tuple[float | None, ...]:
     return (min(known), median(known), max(known)) if known else (None, None, None)
 
 
-def _caches(mixture: MixtureUses, width: int) -> Table:
+def _caches(mixture: MoeUses, width: int) -> Table:
     columns = {
         f"{cache.share:.0%}": [format_size(cache.size_bytes), _share(cache.lru), _share(cache.belady)]
         for cache in mixture.caches
@@ -277,7 +277,7 @@ def _caches(mixture: MixtureUses, width: int) -> Table:
     return fitted_table("", ("size", "LRU", "Belady"), columns, width, LEAST_NAME, CACHES_TO_GO)
 
 
-def _remarks(mixture: MixtureUses) -> Iterator[str]:
+def _remarks(mixture: MoeUses) -> Iterator[str]:
     if not mixture.equal:
         yield "experts differ in size: the caches count experts of the mean size, so hit ratios are approximate"
     if mixture.incomplete is not None:

@@ -46,9 +46,9 @@ def _inputs(plan: KvPlan) -> Iterator[str]:
         f"model       {model.name}: {model.parameters / 1e9:.2f} billion weights of {model.weight_bits:g} bits, "
         f"{model.layers} layers, {model.heads} heads, {model.kv_heads} KV heads, KV cache of {model.kv_dtype}"
     )
-    if (mixture := model.mixture) is not None:
+    if (moe := model.moe) is not None:
         yield (
-            f"            MoE: each token uses {mixture.used} of {mixture.experts} experts in {mixture.layers} layers, "
+            f"            MoE: each token uses {moe.used} of {moe.experts} experts in {moe.layers} layers, "
             f"{model.token_parameters / 1e9:.2f} billion weights in total"
         )
     for note in model.notes:

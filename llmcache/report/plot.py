@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from llmcache.cache.classify import Classification, classify
 from llmcache.cache.plan import Progress
-from llmcache.cache.routing import MixtureUses
+from llmcache.cache.routing import MoeUses
 from llmcache.errors import DataError, UsageError
 from llmcache.model.modelfile import Models
 from llmcache.report.classify import expert_blocks, names_line
@@ -615,11 +615,11 @@ def _drawn(
     only = chosen_files(reader.files, pattern)
     files = [file for file in reader.files if only is None or file.id in only]
     found: Sequence[Classification] = ()
-    mixtures: Sequence[MixtureUses] = ()
+    mixtures: Sequence[MoeUses] = ()
     if progress is not None:
         classes = classify(_with_progress(reader, trace, progress), names)
         found = [row for row in classes.rows if only is None or row.file in only]
-        mixtures = [each for each in classes.mixtures if only is None or only & {*each.files}]
+        mixtures = [each for each in classes.moe_models if only is None or only & {*each.files}]
     title = f"{Path(trace).name} ({reader.provenance.tier})"
     picture = picture_of(reader, title, only, shades=shades_of(found), landmarks=landmarks_of(files, names))
     with style():
@@ -643,7 +643,7 @@ def _page(
     reader: TraceReader,
     drawn: HtmlBlock,
     found: Sequence[Classification],
-    mixtures: Sequence[MixtureUses],
+    mixtures: Sequence[MoeUses],
 ) -> str:
     sections = [Section("Accesses", [drawn, Fold("Conditions", [Facts(conditions(picture, reader))])])]
     if found:

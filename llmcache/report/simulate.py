@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from rich.table import Table
 
-from llmcache.cache.latency import FetchModel, Stalls
 from llmcache.cache.results import Result, Simulation, Summary, TraceCurve
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import Stalls
 from llmcache.report import output
 from llmcache.report.output import plain_table, trimmed
 from llmcache.units import BLOCK_BYTES, format_duration, format_rate, format_size

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from llmcache.cache.curves import Curve
-from llmcache.cache.latency import FetchModel
 from llmcache.cache.policies import policy_class
 from llmcache.cache.results import CURVE_POINTS, Result, Simulation, Summary
+from llmcache.cache.sizing import FetchModel
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page
 from llmcache.report.lines import Line, Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
 from llmcache.report.output import write_target

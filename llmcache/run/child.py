@@ -64,7 +64,6 @@ class User:
     shell: str
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment `own` with what belongs to the user."""
         changed = {"HOME": self.home, "USER": self.name, "LOGNAME": self.name, "SHELL": self.shell}
         kept = {name: value for name, value in own.items() if name not in ("XDG_RUNTIME_DIR", "MAIL")}
         if os.path.isdir(runtime := f"/run/user/{self.uid}"):
@@ -72,7 +71,6 @@ class User:
         return kept | changed
 
     def become(self) -> None:
-        """Change this process to the user permanently."""
         os.initgroups(self.name, self.gid)
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
@@ -124,20 +122,21 @@ class Child:
         self.user, self.group = user, group
         self.dies_with_parent, parent = dies_with_parent, os.getpid()
         self.status: int | None = None
-        gate, self._gate = os.pipe2(os.O_CLOEXEC)
+        gate, held = os.pipe2(os.O_CLOEXEC)
+        self._gate: int | None = held
         self._report, report = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._gate)
+            os.close(held)
             os.close(self._report)
             self._become(gate, report, private, parent)
         os.close(gate)
         os.close(report)
         if failed := self._read_report():
             self.wait()
-            os.close(self._gate)
+            self._close_gate()
             os.close(self._report)
             raise OSError(failed, os.strerror(failed))
 
@@ -195,9 +194,10 @@ class Child:
 
     def release(self) -> None:
         """Let the command execute the program, unless a signal has ended it already. NotRunnable; MissingRequirement."""
+        assert self._gate is not None
         with contextlib.suppress(BrokenPipeError):
             os.write(self._gate, b"\n")
-        os.close(self._gate)
+        self._close_gate()
         failed = self._read_report()
         os.close(self._report)
         if failed:
@@ -210,8 +210,12 @@ class Child:
                 raise NotRunnable(self.words[0], NOT_FOUND, "its interpreter or loader does not exist", hint)
             raise NotRunnable(self.words[0], NOT_EXECUTABLE, os.strerror(failed))
 
+    def _close_gate(self) -> None:
+        if self._gate is not None:
+            os.close(self._gate)
+            self._gate = None
+
     def has_ended(self) -> bool:
-        """Return whether the command has ended; its status is taken then."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -219,17 +223,16 @@ class Child:
         return self.status is not None
 
     def wait(self) -> None:
-        """Wait for the end of the command."""
         if self.status is None:
             _, self.status = os.waitpid(self.pid, 0)
 
     def cancel(self) -> None:
         """End the command if it was not released yet, or by SIGTERM if it runs."""
-        with contextlib.suppress(OSError):
-            os.close(self._gate)
+        self._close_gate()
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGCONT)  # it may be stopped
             self.wait()
 
     @contextlib.contextmanager
@@ -247,16 +250,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of the ended command, or the negative number of the signal that ended it."""
+        assert self.status is not None
+        return os.waitstatus_to_exitcode(self.status)
+
     def end_alike(self) -> int:
         """Return the exit code of the command; if a signal ended it, end this process by the same one."""
-        assert self.status is not None
-        code = os.waitstatus_to_exitcode(self.status)
-        if code >= 0:
-            return code
-        return end_by_signal(-code)
+        return self.exit_code if self.exit_code >= 0 else _end_by_signal(-self.exit_code)
 
 
-def end_by_signal(number: int) -> int:
+def _end_by_signal(number: int) -> int:
     """End this process by a signal, without a core dump; return 128 + `number` if it is blocked."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -266,15 +271,6 @@ def end_by_signal(number: int) -> int:
     os.kill(os.getpid(), number)
     time.sleep(1.0)  # until the signal arrives
     return 128 + number
-
-
-@contextlib.contextmanager
-def ending_by_interrupt() -> Iterator[None]:
-    """End this process by SIGINT on Ctrl-C before the command starts: the exit code must not be that of success."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(end_by_signal(signal.SIGINT))
 
 
 def _is_ignored(number: signal.Signals) -> bool:

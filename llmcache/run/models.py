@@ -14,15 +14,17 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
+from llmcache import procfs
+from llmcache.errors import LlmcacheError, MissingRequirement
+from llmcache.files import open_regular
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
-from llmcache.model.names import ModelNames
+from llmcache.model.names import scanned
 from llmcache.model.safetensors import begins_safetensors
 from llmcache.model.tensors import shard_names
 from llmcache.mount.copies import Copied, client_facts, find_copy
-from llmcache.procfs import descendants, mappings, mounts, status_of
+from llmcache.procfs import descendants, mappings, mounts
 
 LEAST_BYTES = 16 << 20
 """Smaller files are vocabularies and test models; the kernel keeps them well enough."""
@@ -44,26 +46,11 @@ def is_model(path: str) -> bool:
     return _begins_as_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
-def _opened_regular(path: str, dev: int, ino: int) -> int:
-    """Return a descriptor of a file that was seen to be a regular one. OSError: another file has its path by now.
-
-    Its kind is looked at before it is opened: root must not open the devices and pipes of other users.
-    """
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        status = os.fstat(place)
-        if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (dev, ino):
-            raise FileNotFoundError(path)
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(place)
-
-
 @functools.lru_cache(maxsize=4096)
 def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: int) -> bool:
     """Return whether a file begins as a model does. Its first bytes are read once: a mount observes each read."""
     try:
-        fd = _opened_regular(path, dev, ino)
+        fd = open_regular(path, lambda status: (status.st_dev, status.st_ino) == (dev, ino))
     except OSError:
         return False
     try:
@@ -120,14 +107,7 @@ def shown_name(path: str) -> str:
     source, real = source_of(path), os.path.realpath(path)
     if not is_below(real, source):
         return os.path.basename(path)
-    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        names = ModelNames(source, fd)
-        names.scan()
-        names.close()
-    finally:
-        os.close(fd)
-    return names.shown("/" + os.path.relpath(real, source))
+    return scanned(source).shown("/" + os.path.relpath(real, source))
 
 
 def opened_by(pid: int) -> list[str]:
@@ -159,19 +139,7 @@ def of_process(pid: int) -> list[str]:
 
 def check_process(option: str, pid: int) -> None:
     """Raise an error unless `pid` is a process, other than this one, that this user may examine."""
-    hint = "list processes with: ps -e"
-    try:
-        fields = status_of(pid)
-    except OSError:
-        raise MissingRequirement(f"{option}: process {pid} does not exist", hint) from None
-    if pid == os.getpid():
-        raise UsageError(f"{option}: {pid} is llmcache itself", hint)
-    if int(fields["Tgid"]) != pid:
-        raise UsageError(f"{option}: {pid} is a thread of process {fields['Tgid']}", f"use {option} {fields['Tgid']}")
-    if fields["State"][0] in "ZX":
-        raise MissingRequirement(f"{option}: process {pid} has ended", hint)
-    if "VmSize" not in fields:
-        raise UsageError(f"{option}: {pid} ({fields['Name']}) is a kernel thread, which reads no model", hint)
+    fields = procfs.check_process(option, pid)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise MissingRequirement(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 

@@ -70,7 +70,6 @@ class Namespaces:
             _keep_capabilities(_CAP_SYS_ADMIN)
 
     def close(self) -> None:
-        """Close the descriptors."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

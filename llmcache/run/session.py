@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import itertools
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -27,9 +25,9 @@ from llmcache.memory import oom_kills, tightest
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control
 from llmcache.mount.client.mountpoint import check_machine, made_point
-from llmcache.procfs import IN_MEMORY, fstype_at
+from llmcache.procfs import IN_MEMORY, RunningProcesses, fstype_at
 from llmcache.run import models, steering
-from llmcache.run.child import Child, User, ending_by_interrupt, resolve, user_of
+from llmcache.run.child import Child, User, resolve, user_of
 from llmcache.run.namespaces import Namespaces
 from llmcache.run.steering import Steered
 from llmcache.tokens.render import summary_lines
@@ -62,7 +60,6 @@ class RunSettings:
     as_json: bool = False
 
     def named(self) -> list[str]:
-        """Return the files that --files names by a path."""
         return [path for glob_of in self.globs for path in sorted(glob(os.path.expanduser(glob_of)))]
 
     def wants(self, path: str) -> bool:
@@ -85,7 +82,6 @@ class Session:
     group: Cgroup | None = None
 
     def add(self, paths: Sequence[str]) -> list[str]:
-        """Add model files; return the directories with files that were not known."""
         new = [path for path in paths if path not in self.files and self.settings.wants(path)]
         self.files += new
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
@@ -148,7 +144,6 @@ class Session:
                     self.steer(source, source, "inplace", owner_pid)
 
     def close(self) -> None:
-        """End all mounts that were made here."""
         for mounted in self.steered.values():
             mounted.stop()
         if self.namespaces is not None:
@@ -189,6 +184,26 @@ def engine_variables(
     return {}
 
 
+@dataclass
+class _Command:
+    words: Sequence[str]
+    program: str
+    environment: dict[str, str]
+    user: User | None
+
+    def start(self, session: Session, stack: contextlib.ExitStack, *, private: bool = False) -> Child:
+        """Return the command as a process that waits, and that `stack` ends. OSError: see Child."""
+        child = Child(self.words, self.program, self.environment, user=self.user, group=session.group, private=private)
+        stack.callback(child.cancel)
+        return child
+
+    def move(self, points: Mapping[str, str]) -> None:
+        """Change paths of model files in arguments and variables to those on the mounts of their directories."""
+        own = self.environment
+        own |= {name: _moved(own[name], points) for name in models.VARIABLES if name in own}
+        self.words = [self.words[0], *(_moved(word, points) for word in self.words[1:])]
+
+
 def run(words: Sequence[str], settings: RunSettings) -> int:
     """Run a command with its model files steered; return its exit code. LlmcacheError: it was not started."""
     environment = dict(os.environ)
@@ -198,13 +213,14 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
     given = [*settings.directories, *settings.named()] or words[1:]
     if user is not None:
         environment = user.environment(environment)
+    command = _Command(words, program, environment, user)
     depth = models.DEPTH if settings.directories else 1
     sources = session.without_memory(session.add(models.in_words(given, environment, _directory(), depth)))
     is_root = os.geteuid() == 0
     reason = next(filter(None, map(why_not, sources)), None) if sources else why_not()
     has_ended = False
     try:
-        with ending_by_interrupt(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if settings.memory_bytes is not None:
                 session.group = stack.enter_context(Cgroup("run", directory=None, memory_bytes=settings.memory_bytes))
             stack.callback(session.close)
@@ -220,17 +236,16 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
                     say(f"setting {name}={value}, else llama.cpp copies more weights than fit in memory (see --no-env)")
             killed = oom_kills()
             if reason is None or all(map(steering.served_already, sources)):
-                child = _at_their_paths(session, words, program, environment, user, sources)
+                child = command.start(session, stack)
+                for source in sources:
+                    session.steer(source, source, "inplace", os.getpid(), is_starting=True)
             else:
-                child = _over_fuse(session, words, program, environment, user, sources, reason)
-            stack.callback(child.cancel)
+                child = _over_fuse(session, command, stack, sources, reason)
             tokens = stack.enter_context(_tokens_of(child.pid))
             began = time.monotonic()
             with child.forwarding():
                 child.release()
-                end = os.pidfd_open(child.pid)
-                stack.callback(os.close, end)
-                _watch(session, child.pid, end, os.getpid() if is_root and reason is None else None)
+                _watch(session, child.pid, os.getpid() if is_root and reason is None else None)
                 child.wait()
             has_ended = True
             session.renew(None)
@@ -258,41 +273,16 @@ def _not_found(given: Sequence[str]) -> str:
     return f"no model file is named in {looked} or in {models.VARIABLES[0]}"
 
 
-def _at_their_paths(
-    session: Session,
-    words: Sequence[str],
-    program: str,
-    environment: dict[str, str],
-    user: User | None,
-    sources: Sequence[str],
-) -> Child:
-    """Return the command with its directories steered in place, or by mounts that serve them already."""
-    child = Child(words, program, environment, user=user, group=session.group)
-    try:
-        for source in sources:
-            session.steer(source, source, "inplace", os.getpid(), is_starting=True)
-    except BaseException:
-        child.cancel()
-        raise
-    return child
-
-
 def _over_fuse(
-    session: Session,
-    words: Sequence[str],
-    program: str,
-    environment: dict[str, str],
-    user: User | None,
-    sources: Sequence[str],
-    reason: str,
+    session: Session, command: _Command, stack: contextlib.ExitStack, sources: Sequence[str], reason: str
 ) -> Child:
     """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
     steering.remove_abandoned()
     name = f"run-{os.getpid()}"
-    environment[control.SESSION] = os.environ[control.SESSION] = name
+    command.environment[control.SESSION] = os.environ[control.SESSION] = name
     try:
-        child = Child(words, program, environment, user=user, group=session.group, private=True)
+        child = command.start(session, stack, private=True)
         points = {source: source for source in sources}
         try:
             session.namespaces = Namespaces(child.pid)
@@ -302,26 +292,21 @@ def _over_fuse(
         way = "in a private mount namespace"
     except OSError as error:
         points = {source: made_point(f"{name}-{number}") for number, source in enumerate(sources)}
-        environment |= {name: _moved(environment[name], points) for name in models.VARIABLES if name in environment}
-        rewritten = [words[0], *(_moved(word, points) for word in words[1:])]
-        child = Child(rewritten, program, environment, user=user, group=session.group)
+        command.move(points)
+        child = command.start(session, stack)
         way = f"by a separate mount, with the model paths in the arguments changed (no private namespace: {error.strerror})"
     say(f"steering over FUSE {way}; not in place: {reason}")
-    try:
-        for source in sources:
-            session.steer(source, points[source], "auto", child.pid, is_starting=True)
-        if not session.steered:
-            raise MissingRequirement(
-                "no model file can be steered on this machine",
-                "llmcache doctor shows what is missing; the command itself also runs without llmcache",
-            )
-    except BaseException:
-        child.cancel()
-        raise
+    for source in sources:
+        session.steer(source, points[source], "auto", child.pid, is_starting=True)
+    if not session.steered:
+        raise MissingRequirement(
+            "no model file can be steered on this machine",
+            "llmcache doctor shows what is missing; the command itself also runs without llmcache",
+        )
     return child
 
 
-def _moved(word: str, points: dict[str, str]) -> str:
+def _moved(word: str, points: Mapping[str, str]) -> str:
     """Return a word of a command, with a path in a steered directory (also after "=") changed to the mount of that."""
     option, equals, value = word.rpartition("=")
     path = os.path.normpath(os.path.join(_directory(), os.path.expanduser(value)))
@@ -341,20 +326,17 @@ def attach(pid: int, settings: RunSettings) -> int:
             "files that are already open can only be steered in place: use sudo, or start the command with llmcache run",
         )
     session = Session(settings)
-    try:
-        end = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise MissingRequirement(f"--pid: process {pid} has ended") from None
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, end)
         stack.callback(session.close)
-
         tokens = stack.enter_context(_tokens_of(pid))
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             if not models.opened_by(pid):
                 say(f"process {pid} has no model file open: waiting until it opens one or ends")
-            _watch(session, pid, end, os.getpid())
+            _watch(session, pid, os.getpid())
+        except KeyboardInterrupt:
+            _summarize(session, time.monotonic() - began, tokens.stop())
+            raise
         _summarize(session, time.monotonic() - began, tokens.stop())
     return EXIT_OK
 
@@ -371,13 +353,13 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
             tokens.stop()
 
 
-def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
-    """Return at the end of a process (`end`: its pidfd). Until then, in place (`owner_pid`), steer files that it opens."""
+def _watch(session: Session, pid: int, owner_pid: int | None) -> None:
+    """Return at the end of a process. Until then, in place (`owner_pid`), steer the files that it opens."""
     began = time.monotonic()
-    pauses = itertools.chain((FIRST_LOOK_S,), _looks(began))
-    said: set[object] = set()
-    due = began + COPIES_S
-    while not _ends_within(end, next(pauses)):
+    pause_s, due, said = FIRST_LOOK_S, began + COPIES_S, set[object]()
+    running = RunningProcesses([pid])
+    while running.pids and not running.wait(pause_s):
+        pause_s = LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
         try:
             if owner_pid is not None:
                 for source in session.without_memory(session.add(models.opened_by(pid))):
@@ -395,22 +377,10 @@ def _watch(session: Session, pid: int, end: int, owner_pid: int | None) -> None:
             if repr(error) not in said:
                 said.add(repr(error))
                 say(f"cannot examine the files of the command: {error!r}")
-
-
-def _ends_within(end: int, seconds: float) -> bool:
-    """Return whether a process, of which `end` is a pidfd, ends within a time."""
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-def _looks(began: float) -> Iterator[float]:
-    while True:
-        yield LOOK_S if time.monotonic() - began < LATE_S else LATE_LOOK_S
+    running.close()
 
 
 def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
-    """Report the tokens and the reads of the command, or print them as JSON."""
     found = [(mounted, mounted.stats()) for mounted in session.steered.values()]
     if session.settings.as_json:
         steered = [

@@ -16,7 +16,7 @@ from typing import Any
 from llmcache.cgroup import Cgroup
 from llmcache.errors import LlmcacheError, MountProblem
 from llmcache.mount.client import control, mountpoint
-from llmcache.procfs import mounts
+from llmcache.procfs import is_running, mounts
 from llmcache.run.models import is_below
 from llmcache.run.namespaces import Namespaces
 
@@ -35,18 +35,15 @@ class Steered:
 
     @property
     def mode(self) -> str:
-        """Return inplace, steer or arena."""
         return str(self.document["mode"])
 
     def stats(self) -> dict[str, Any] | None:
-        """Return the counters of the daemon; None if it does not answer."""
         try:
             return control.request(self.point, {"op": "stats"}, uid=self.uid, timeout_s=5.0)
         except LlmcacheError:
             return None
 
     def is_alive(self) -> bool:
-        """Return whether its daemon lives."""
         return control.is_locked(control.files(self.point, self.uid))
 
     def stop(self) -> None:
@@ -107,7 +104,7 @@ def remove_abandoned() -> None:
     directory = control.directory(os.geteuid())
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
         found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)
-        if found is not None and (int(found[2]) == os.getpid() or not os.path.exists(f"/proc/{found[2]}")):
+        if found is not None and (int(found[2]) == os.getpid() or not is_running(int(found[2]))):
             os.environ[control.SESSION] = found[1]
             left = Steered("", os.path.join(directory, name), os.geteuid(), {})
             if not left.is_alive():

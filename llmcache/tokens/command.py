@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TextIO
 
 from llmcache.errors import EXIT_OK, UsageError, droppable, printable, say
 from llmcache.files import Output, writing
 from llmcache.mount.client import control, mountpoint
-from llmcache.run.child import Child, ending_by_interrupt, resolve, user_of
+from llmcache.procfs import RunningProcesses
+from llmcache.run.child import Child, resolve, user_of
 from llmcache.run.models import check_process
 from llmcache.tokens.models import Find, ProcessTree
 from llmcache.tokens.render import HEADING, INTERVAL_HEADING, interval_line, summary_lines, token_line
 from llmcache.tokens.summary import Interval, Token, TokenSummary
 from llmcache.tokens.watch import TokenWatch
 
-END_POLL_S = 0.1
 LINES_PER_HEADING = 40
 _EXAMPLE = "llmcache tokens PID, llmcache tokens MOUNT, or llmcache tokens -- COMMAND"
 
@@ -38,7 +35,6 @@ class Settings:
     as_json: bool = False
 
     def __post_init__(self) -> None:
-        """UsageError for a duration of nothing."""
         if self.seconds is not None and self.seconds <= 0:
             raise UsageError("-d: the duration must be more than 0", "omit -d to observe until the process ends")
 
@@ -54,11 +50,12 @@ def observe(words: Sequence[str], settings: Settings) -> int:
     is_mount = not words[0].isdecimal()
     find = _clients_of(words[0]) if is_mount else ProcessTree(_checked(words[0]))
     with _Lines(settings, sys.stdout) as lines:
-        watch = lines.watch(find)
+        watch = lines.watch(find, is_lasting=is_mount)
         watch.start()
-        with contextlib.suppress(KeyboardInterrupt), _termination_as_interrupt():
-            _wait(lambda: (is_mount or watch.has_processes) and lines.has_reader and watch.is_alive, settings.seconds)
-        lines.close(watch.stop())
+        try:
+            watch.wait(settings.seconds)
+        finally:  # also after Ctrl-C or SIGTERM
+            lines.close(watch.stop())
     return EXIT_OK
 
 
@@ -69,47 +66,24 @@ def _observe_command(command: Sequence[str], settings: Settings) -> int:
     program = resolve(command[0], environment.get("PATH"))
     if user is not None:
         environment = user.environment(environment)
-    with ending_by_interrupt(), _Lines(settings, sys.stderr) as lines, contextlib.ExitStack() as stack:
+    with _Lines(settings, sys.stderr) as lines, contextlib.ExitStack() as stack:
         child = Child(command, program, environment, user=user)
         stack.callback(child.cancel)
         watch = lines.watch(ProcessTree(child.pid))
         watch.start()
-        try:
-            with child.forwarding():
-                child.release()
-                _wait(lambda: not child.has_ended() and watch.is_alive, settings.seconds)
-                try:
-                    lines.close(watch.stop())
-                finally:  # also if the observation has failed
-                    child.wait()
-        finally:
-            watch.stop()
+        stack.callback(watch.stop)
+        with child.forwarding():
+            child.release()
+            with RunningProcesses([child.pid]) as running:
+                running.wait(settings.seconds)
+            try:
+                lines.close(watch.stop())
+            finally:  # also if the observation has failed
+                child.wait()
     return child.end_alike()
 
 
-def _wait(goes_on: Callable[[], bool], seconds: float | None) -> None:
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while goes_on() and (deadline is None or time.monotonic() < deadline):
-        time.sleep(END_POLL_S)
-
-
-@contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP end the observation like Ctrl-C: the summary is printed."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _checked(word: str) -> int:
-    """Return the process that a number names. LlmcacheError."""
     check_process("PID", int(word[:10]))
     return int(word)
 
@@ -146,23 +120,21 @@ class _Lines:
                 self._stream = path.open("w", encoding="utf-8")
         self._is_file = settings.output is not None
         self._printed = 0
-        self.has_reader = True
+        self._watch: TokenWatch | None = None
 
     def __enter__(self) -> _Lines:
-        """Print until the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         if self._is_file:
             self._stream.close()
 
-    def watch(self, find: Find) -> TokenWatch:
-        """Return a watch that prints here."""
-        return TokenWatch(find, on_token=self._token, on_interval=self._interval, on_note=say)
+    def watch(self, find: Find, *, is_lasting: bool = False) -> TokenWatch:
+        """Return a watch that prints here, and ends when nothing reads the lines any more."""
+        self._watch = TokenWatch(find, on_token=self._token, on_interval=self._interval, on_note=say, is_lasting=is_lasting)
+        return self._watch
 
     def close(self, summary: TokenSummary) -> None:
-        """Print the summary."""
         if self._as_json:
             self._print(json.dumps(summary.document()))
         else:
@@ -187,4 +159,5 @@ class _Lines:
             with droppable(sys.stderr) if self._stream is sys.stderr else contextlib.nullcontext():
                 print(text, file=self._stream, flush=True)
         except BrokenPipeError:
-            self.has_reader = False
+            if self._watch is not None:
+                self._watch.cancel()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llmcache.errors import DataError
+from llmcache.files import open_regular
 from llmcache.memory import stalled_us
 from llmcache.model import read_layout
 from llmcache.model.tensors import ModelLayout, shard_name
-from llmcache.procfs import FileMapping, descendants, mappings, read_bytes_of
+from llmcache.procfs import FileMapping, descendants, is_running, mappings, read_bytes_of
 from llmcache.tokens.clock import Key, Place
 from llmcache.units import BLOCK_BYTES
 
@@ -34,7 +34,6 @@ class Model:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.size_bytes for layout in self.layouts.values() for tensor in layout.tensors)
 
     def address_of(self, place: Place) -> int | None:
@@ -53,7 +52,6 @@ class ModelFinder:
     _known: dict[tuple[Key, int], ModelLayout | None] = field(default_factory=dict)
 
     def models(self, pid: int) -> list[Model]:
-        """Return the models that a process maps now, largest first."""
         mapped: dict[Key, list[FileMapping]] = {}
         for mapping in mappings(pid):
             if mapping.inode and mapping.path.startswith("/") and ".so" not in os.path.basename(mapping.path):
@@ -94,19 +92,13 @@ class ModelFinder:
 def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
     """Return a descriptor of a mapped file: through the mapping where that is allowed, else by its path in the process.
 
-    OSError: it is no regular file, and is not opened, because opening a device has effects; or another file has its path.
+    OSError: it is no regular file, or another file has its path.
     """
     try:
-        place, inode = os.open(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}", os.O_PATH | os.O_CLOEXEC), None
+        return open_regular(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
     except OSError:
-        place, inode = os.open(f"/proc/{pid}/root{mapping.path}", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC), key[1]
-    try:
-        status = os.fstat(place)
-        if not stat.S_ISREG(status.st_mode) or inode not in (None, status.st_ino):
-            raise FileNotFoundError(mapping.path)
-        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(place)
+        path = f"/proc/{pid}/root{mapping.path}"
+        return open_regular(path, lambda status: status.st_ino == key[1], os.O_NOFOLLOW)
 
 
 def _name_of_all(path: str, layout: ModelLayout) -> str:
@@ -123,17 +115,9 @@ class ProcessTree:
         self._pids = {pid}
 
     def __call__(self) -> set[int]:
-        """Return the processes of the tree that run."""
         alive = {pid for pid in self._pids if is_running(pid)}
         self._pids = alive.union(*(descendants(pid) for pid in alive))
         return set(self._pids)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from llmcache.tokens.passes import Event, Role
 
 OBJECT = OBJECTS / "tokens.bpf.o"
 _RING_BYTES = 1 << 22
-_FRAME = struct.Struct("<IIQIIQQQ6Q")
+_FRAME = struct.Struct("<IIQIIQQQ7Q")
 _HITS = {Role.FIRST: "hit_first", Role.LATER: "hit_later"}
 _ATTACHED = ("switched", "ended")
 _FILES = {"fault_page": "mm_filemap_fault", "read_pages": "mm_filemap_get_pages"}
@@ -90,21 +90,17 @@ class Observer:
                         fds.append(open_breakpoint(tid, address, self._object.program_fd(_HITS[role])))
 
     def drop_clock(self, pid: int) -> None:
-        """Remove the breakpoints of a process."""
         for fd in self._breakpoints.pop(pid, ()):
             os.close(fd)
 
     def events(self) -> list[Event]:
-        """Return the reports since the last call, in their order."""
         return [Event(*fields) for fields in self._ring.take(_FRAME)]
 
     @property
     def lost(self) -> int:
-        """Reports for which there was no room."""
         return int.from_bytes(self._object.read("lost", bytes(4), 8), "little")
 
     def close(self) -> None:
-        """Detach and free everything."""
         for pid in list(self._breakpoints):
             self.drop_clock(pid)
         self._object.close()

@@ -52,6 +52,12 @@ class Event(NamedTuple):
     wait_ns: int = 0
     major_faults: int = 0
     read_bytes: int = 0
+    queued_ns: int = 0
+
+    @property
+    def idle_ns(self) -> int:
+        """Return the sum of the times in which all threads slept; in the rest of `other_ns`, one waited for a processor."""
+        return self.other_ns - self.queued_ns
 
 
 class Where(NamedTuple):
@@ -83,7 +89,6 @@ class Pass:
 
     @property
     def time_ns(self) -> int:
-        """Return the time of the pass without idle time."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
 
@@ -111,7 +116,6 @@ class Passes:
         self._is_first = True
 
     def take(self, event: Event) -> Iterator[Pass]:
-        """Take the next read or look; yields the pass that it ends, if it ends one."""
         if event.kind == LOOK:
             yield from self._look(event)
             return
@@ -126,7 +130,6 @@ class Passes:
         self._last = event
 
     def wait(self, where: Where, wait_ns: int) -> None:
-        """Take a wait of a thread for a page of the model."""
         if self._start is not None:
             self._waits[where] = self._waits.get(where, 0) + wait_ns
 
@@ -163,7 +166,7 @@ class Passes:
         if self._start is None or self._end is None or not self._shows_end:
             return
         before = self._quiet or self._end
-        idle_ns = event.other_ns - before.other_ns
+        idle_ns = event.idle_ns - before.idle_ns
         if idle_ns > IDLE_NS and 2 * idle_ns > event.t_ns - before.t_ns:
             last = event if self._quiet is None else self._quiet
             yield self._closed(self._start, last, self._idle_ns(last, self._end))
@@ -173,7 +176,7 @@ class Passes:
 
     def _idle_ns(self, now: Event, last: Event) -> int:
         """Return how long nothing has run since `last`, the last read; 0 for a pause within a pass, or a short one."""
-        idle_ns = now.other_ns - last.other_ns
+        idle_ns = now.idle_ns - last.idle_ns
         if self._shows_end and last is self._end:
             return idle_ns if idle_ns > IDLE_NS else 0
         return idle_ns if idle_ns > max(LONG_IDLE_NS, (now.t_ns - last.t_ns) // 2) else 0

@@ -50,7 +50,6 @@ class Token:
         return self.compute_ns + self.storage_ns + self.other_ns
 
     def document(self) -> dict[str, Any]:
-        """Return the token for programs, in base units."""
         shown = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {"schema": SCHEMA, **shown, "time_ns": self.time_ns}
 
@@ -66,7 +65,6 @@ class Interval:
     major_faults: int
 
     def document(self) -> dict[str, Any]:
-        """Return the interval for programs, in base units."""
         return {"schema": SCHEMA, "kind": "interval", **dataclasses.asdict(self)}
 
 
@@ -104,12 +102,10 @@ class TokenSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens in a second of the time of tokens; 0 without any."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def read_bytes_per_token(self) -> int:
-        """Bytes read from storage, per token."""
         return self.read_bytes // self.tokens if self.tokens else 0
 
     @property
@@ -118,7 +114,6 @@ class TokenSummary:
         return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s else None
 
     def document(self) -> dict[str, Any]:
-        """Return the summary for programs."""
         shown = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         more = {
             "tokens_per_s": self.tokens_per_s,
@@ -142,7 +137,6 @@ class Totals:
         self._rows: int | None = 0
 
     def add(self, token: Token) -> None:
-        """Count a token or a pass of a prompt."""
         for name in ("time_ns", "compute_ns", "storage_ns", "read_bytes", "major_faults"):
             key = token.kind, name
             self._sums[key] = self._sums.get(key, 0) + getattr(token, name)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from llmcache.errors import LlmcacheError, MissingRequirement, MountProblem
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.copies import client_facts, find_copy
+from llmcache.procfs import RunningProcesses
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
-from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, is_running, pressure
+from llmcache.tokens.models import CountersOfAll, Find, Model, ModelFinder, ProcessTree, pressure
 from llmcache.tokens.observer import Observer
 from llmcache.tokens.passes import HIT, WAIT, Event, Kinds, Pass, Passes, Role
 from llmcache.tokens.summary import Interval, Token, TokenSummary, Totals
@@ -47,22 +48,20 @@ class _Process:
     trial_ns: int = field(default_factory=lambda: TRIAL_NS)
     busy_ns: int = 0  # as of the last sums
     busy_at_hit_ns: int = 0  # when the clock was set or read last
-    busy_unseen_ns: int = 0  # without any read
     tried: int = 0
     longest_ns: int = 0
     attributions: dict[str, Attribution] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
-        """The model whose clock is set."""
         return self.clocks[self.at][0]
 
 
 class TokenWatch:
     """Observes the tokens of a process and its children, or of the processes that `find` returns, until `stop`.
 
-    `on_token` and `on_interval` are called in the thread of the watch. Where tokens cannot be observed on this machine, the
-    counters of /proc are read at intervals instead, and `why_not` says why.
+    `on_token` and `on_interval` are called in the thread of the watch. `is_lasting`: `wait` goes on without processes.
+    Where tokens cannot be observed on this machine, the counters of /proc are read at intervals, and `why_not` says why.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class TokenWatch:
         on_token: Callable[[Token], None] = lambda _token: None,
         on_interval: Callable[[Interval], None] = lambda _interval: None,
         on_note: Callable[[str], None] = lambda _note: None,
+        is_lasting: bool = False,
     ) -> None:
         self._find = ProcessTree(processes) if isinstance(processes, int) else processes
         self._on_token, self._on_interval, self._on_note = on_token, on_interval, on_note
@@ -89,7 +89,9 @@ class TokenWatch:
         self._began_ns = self._ended_ns = time.monotonic_ns()
         self._pressure = pressure()
         self._failure: BaseException | None = None
-        self.has_processes = True
+        self._is_lasting = is_lasting
+        self._finished = threading.Event()
+        self._running = RunningProcesses()
         self.why_not: str | None = None
 
     def start(self) -> None:
@@ -102,8 +104,14 @@ class TokenWatch:
         self._began_ns = time.monotonic_ns()
         self._thread.start()
 
+    def wait(self, seconds: float | None) -> None:
+        """Wait until all processes have ended (unless the watch `is_lasting`), or it has failed, or was canceled."""
+        self._finished.wait(seconds)
+
+    def cancel(self) -> None:
+        self._over.set()
+
     def stop(self) -> TokenSummary:
-        """End the observation; return its summary."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -112,7 +120,6 @@ class TokenWatch:
         return self.summary()
 
     def summary(self) -> TokenSummary:
-        """Return the summary until now."""
         observed_ns = max(1, self._ended_ns - self._began_ns)
         now = pressure()
         shares = {name: min(1.0, (now[name] - us) * 1e3 / observed_ns) for name, us in self._pressure.items() if name in now}
@@ -123,11 +130,6 @@ class TokenWatch:
             lost_events=self._lost,
             overhead_s=self._cpu_s,
         )
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the thread runs: it was started, and has neither failed nor been stopped."""
-        return self._thread.is_alive()
 
     def _give_up(self, problem: LlmcacheError) -> None:
         if self._observer is not None:
@@ -151,15 +153,18 @@ class TokenWatch:
             self._cpu_s = time.thread_time()
             if self._observer is not None:
                 self._observer.close()
+            self._running.close()
+            self._finished.set()
 
     def _observe(self, observer: Observer) -> None:
         looked_s = scan_s = 0.0
         try:
             while True:
                 least_s = SCAN_S if self._is_settled() else FIRST_SCAN_S
-                is_last = self._over.wait(min(POLL_S, least_s))
+                has_ended = self._running.wait(min(POLL_S, least_s))
+                is_last = self._over.is_set()
                 now_s = time.monotonic()
-                if now_s >= scan_s:
+                if has_ended or now_s >= scan_s:
                     began_s = time.thread_time()
                     self._scan()
                     scan_s = now_s + max(least_s, SCAN_REST * (time.thread_time() - began_s))
@@ -177,7 +182,6 @@ class TokenWatch:
             self._give_up(problem)
 
     def _count(self) -> None:
-        """Read the counters of /proc at intervals."""
         counters = CountersOfAll()
         counters.growth(self._find())
         last_ns = time.monotonic_ns()
@@ -185,7 +189,7 @@ class TokenWatch:
         while not is_last:
             is_last = self._over.wait(INTERVAL_S)
             pids = set(self._find())
-            self.has_processes = bool(pids)
+            self._found(pids)
             grown, now_ns = counters.growth(pids), time.monotonic_ns()
             if not is_last or now_ns - last_ns >= INTERVAL_S * 5e8:
                 self._on_interval(Interval(last_ns, now_ns - last_ns, grown.cpu_ns, grown.read_bytes, grown.major_faults))
@@ -199,18 +203,23 @@ class TokenWatch:
         if observer is None:
             return
         pids = set(self._find())
-        self.has_processes = bool(pids)
+        self._found(pids)
         for pid in pids:
             if pid not in self._processes and observer.look(pid):
                 self._processes[pid] = _Process(pid)
+                self._running.add(pid)
         for pid, process in list(self._processes.items()):
-            if pid not in pids and not is_running(pid):
+            if pid not in pids and pid not in self._running.pids:
                 self._take(observer.events())
                 self._report(process, process.passes.finish())
                 observer.drop_clock(pid)
                 self._ended[pid] = self._processes.pop(pid)
                 continue
             self._find_models(observer, process)
+
+    def _found(self, pids: set[int]) -> None:
+        if not pids and not self._is_lasting:
+            self._finished.set()
 
     def _is_settled(self) -> bool:
         """Return whether a clock is set, or none has been found for long."""
@@ -376,7 +385,6 @@ class TokenWatch:
 
 
 def _addresses(model: Model, clock: Clock) -> dict[Role, int]:
-    """Return the addresses of the tensors of a clock that are mapped."""
     found = {role: model.address_of(place) for role, place in clock.places.items()}
     return {role: address for role, address in found.items() if address is not None}
 

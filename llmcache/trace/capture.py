@@ -15,12 +15,11 @@ import fnmatch
 import json
 import os
 import platform
-import select
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,8 @@ import pyarrow.parquet as pq
 from llmcache.arrays import Records, Uint32s
 from llmcache.errors import MissingRequirement, UsageError, printable
 from llmcache.files import Output, writing
-from llmcache.trace.files import AskLocked, FileTable, LockedBytes
+from llmcache.procfs import RunningProcesses
+from llmcache.trace.files import FileTable, LockedBytes, LockedQuery
 from llmcache.trace.formats import PARQUET
 from llmcache.trace.formats.recording import RecordingFull, RecordingWriter, kept_hint, no_rows, recording_of
 from llmcache.trace.formats.recording import read as read_recording
@@ -83,7 +83,6 @@ class CaptureSettings:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError, with the name of the option, for an invalid value."""
         if Path(self.output).suffix.lower() != PARQUET:
             raise UsageError(f"-o: '{self.output}' must end in {PARQUET}", "llmcache convert writes other formats")
         if self.seconds is not None and self.seconds <= 0:
@@ -97,7 +96,6 @@ class CaptureSettings:
         return glob is None or fnmatch.fnmatchcase(path if "/" in glob else os.path.basename(path), glob)
 
     def beside(self, what: str) -> Path:
-        """Return the path of an additional file: "block" gives run.block.parquet for the trace run.parquet."""
         path = Path(self.output)
         return path.with_suffix(f".{what}{path.suffix}")
 
@@ -108,7 +106,7 @@ def default_output(target: Target) -> str:
     return f"{program}-{target.pid}{PARQUET}"
 
 
-def record(target: Target, settings: CaptureSettings, locked: AskLocked) -> Captured:
+def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Captured:
     """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
 
     `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works on this machine, the
@@ -150,7 +148,6 @@ class Captured:
     remarks: list[str] = field(default_factory=list)
 
     def note(self, accesses: Records, file: Uint32s) -> None:
-        """Count rows of the trace; `file` is the id of each row's file."""
         count = accesses["count"].astype(np.int64)
         is_write = accesses["op"] == WRITE
         is_known = ~is_write & (accesses["miss"] != UNKNOWN)
@@ -169,7 +166,6 @@ class Captured:
         return self.missed_blocks / self.known_blocks if self.known_blocks else None
 
     def document(self) -> dict[str, Any]:
-        """Return the summary as JSON values, in base units."""
         shown = {
             name: value for name, value in vars(self).items() if name not in ("by_file", "known_blocks", "missed_blocks")
         }
@@ -177,7 +173,6 @@ class Captured:
         return {**shown, "miss_ratio": self.miss_ratio, "files": files, "schema": SCHEMA}
 
     def lines(self) -> list[str]:
-        """Return the summary as lines of text."""
         ratio = "" if self.miss_ratio is None else f", {format_percent(self.miss_ratio)} from storage"
         made = [
             f"{self.trace}: {self.rows} rows in {format_duration(self.duration_s * 1e9)}; {self.ending}",
@@ -263,9 +258,12 @@ class _Capture:
             written.discard()
 
     def run(self, stopped: list[str]) -> Captured:
-        """Record until the end; write the trace and return the summary."""
         self._say_begin()
-        self._target.release()
+        try:
+            self._target.release()
+        except UsageError:
+            self._recording.discard()
+            raise
         self._started_s = time.monotonic()
         ending = self._loop(stopped)
         self._source.stop()
@@ -286,11 +284,10 @@ class _Capture:
         return counts
 
     def _loop(self, stopped: list[str]) -> str:
-        """Drain the source until the recording ends; return the reason."""
         end_s = self._started_s + self._settings.seconds if self._settings.seconds else None
         flush_s = shown_s = self._started_s
         shown_lines = 0
-        with _woken_by(self._target.pid) as sleep:
+        with RunningProcesses([self._target.pid]) as running:
             while True:
                 # Checked before draining: if the process has ended, all of its events are in the buffers now.
                 alive = self._source.alive()
@@ -310,7 +307,7 @@ class _Capture:
                     return "the process has ended"
                 if end_s is not None and now_s >= end_s:
                     return "the time is over"
-                sleep(POLL_S if end_s is None else min(POLL_S, end_s - now_s))
+                running.wait(POLL_S if end_s is None else min(POLL_S, max(0.0, end_s - now_s)))
 
     def _take(self, records: Records) -> None:
         """Add accesses to the trace, requests and samples to their files, fills and evictions to the counters."""
@@ -332,7 +329,6 @@ class _Capture:
         self._waiting.append(Columns(file=file, **{name: np.ascontiguousarray(accesses[name]) for name in _ROW}))
 
     def _chosen(self, accesses: Records, file: Uint32s) -> tuple[Records, Uint32s]:
-        """Return the rows of the files that match --path."""
         if self._table.changes != self._changes_known:
             self._changes_known, self._wanted = self._table.changes, []
         self._wanted += [self._settings.matches(entry.path) for entry in self._table.files[len(self._wanted) :]]
@@ -402,7 +398,6 @@ class _Capture:
             say(f"better tiers are not available: {self._better_tiers}")
 
     def _say_line(self, span_s: float) -> None:
-        """Print the rates of the last `span_s` seconds, in less than 80 columns."""
         now, before = self._counts, self._shown_counts
         seconds, lost = time.monotonic() - self._started_s, self._source.lost
         rows, blocks = (now.rows - before.rows) / span_s, (now.blocks - before.blocks) / span_s
@@ -418,23 +413,6 @@ def say(text: str) -> None:
     with suppress(OSError, ValueError):
         shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         print(shown, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _woken_by(pid: int) -> Iterator[Callable[[float], None]]:
-    """Yield a function that sleeps for some seconds, but returns at once when process `pid` ends."""
-    poll = select.poll()
-
-    def sleep(seconds: float) -> None:
-        for ended, _ in poll.poll(max(0.0, seconds * 1000)):
-            poll.unregister(ended)  # it would stay ready, and children may still run
-
-    with ExitStack() as stack:
-        with suppress(OSError):  # the process has ended, or the kernel is older than 5.3
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            poll.register(fd, select.POLLIN)
-        yield sleep
 
 
 _COLUMNS = pa.schema(
@@ -468,7 +446,6 @@ class BlockRequests:
             raise
 
     def append(self, records: Records, table: FileTable) -> None:
-        """Write `records`, all of kind BLOCK; MATCHED records get the id of their file."""
         self._requests += len(records)
         self._blocks += int(records["count"].sum(dtype=np.int64))
         self._latency_us += int(records["aux"].sum(dtype=np.int64))
@@ -484,20 +461,17 @@ class BlockRequests:
 
     @property
     def summary(self) -> str:
-        """Return number, total size and mean latency of the requests, as text."""
         if not self._requests:
             return "no block requests"
         latency = format_duration(self._latency_us / self._requests * 1e3)
         return f"{self._requests} block requests, {format_size(self._blocks * BLOCK_BYTES)}, mean latency {latency}"
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
-        """Complete the file and rename it to its final name."""
         with writing(self.path):
             self._parquet.close()
         self._output.keep()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._output.discard()
 
 
@@ -512,17 +486,14 @@ class SampledTouches:
 
     @property
     def summary(self) -> str:
-        """Return the number of touched blocks, summed over all intervals, as text."""
         return f"{self._blocks} sampled touches of blocks"
 
     def append(self, records: Records, table: FileTable) -> None:
-        """Write `records`, all of kind SAMPLED."""
         self._blocks += int(records["count"].sum(dtype=np.int64))
         file = table.numbers(records["dev"], records["inode"], records["pid"])
         self._writer.append({"file": file, **{name: records[name] for name in _ROW}})
 
     def close(self, files: list[TraceFile], provenance: Provenance) -> None:
-        """Complete the file and rename it to its final name; `provenance` is that of the trace."""
         for file in files:
             self._writer.add_file(file)
         note = "Sampled: pages touched within each interval, in the order of their blocks; not single accesses."
@@ -530,5 +501,4 @@ class SampledTouches:
         self._writer.close()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._writer.discard()

@@ -26,13 +26,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from llmcache.arrays import Records, Uint64s
 from llmcache.bpf.perf import Attributes, is_known_processor, open_event
 from llmcache.bpf.ring import Fence
 from llmcache.errors import MissingRequirement
-from llmcache.procfs import FileMapping, descendants, mappings, status_of
+from llmcache.procfs import FileMapping, RunningProcesses, descendants, mappings, status_of
 from llmcache.trace.formats.strace import StraceLog
 from llmcache.trace.record import MAP, UNKNOWN, WRITE
 from llmcache.trace.records import ACCESS, RECORD, Key, Scope, Source, no_records
@@ -59,7 +58,6 @@ _ROOT_RING_BYTES = 1 << 20
 
 _SETTLED_NS = 50_000_000  # strace may report a call this late
 _LOOK_S = 0.1
-_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _ATTACH_S = 60.0  # generous: strace attaches or fails within milliseconds unless the machine is stalled
 _PIPE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,7 +105,6 @@ class EventRing:
         self._fence = Fence()
 
     def add(self, fd: int) -> None:
-        """Send the events of descriptor `fd`, of the same CPU, to this ring as well."""
         self._fds.append(fd)
         if _libc.ioctl(fd, ctypes.c_ulong(_SET_OUTPUT), ctypes.c_int(self._fds[0])):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -138,12 +135,10 @@ class EventRing:
         return samples, others
 
     def stop(self) -> None:
-        """Disable the events; those in the ring can still be read."""
         for fd in self._fds:
             _libc.ioctl(fd, ctypes.c_ulong(_DISABLE), 0)
 
     def close(self) -> None:
-        """Close the descriptors and unmap the ring."""
         for fd in self._fds:
             os.close(fd)
         del self._control
@@ -195,7 +190,6 @@ class AddressSpaces:
         self._changes: list[tuple[int, int, FileMapping | int]] = []  # time, process, its new mapping or its parent
 
     def look(self, pid: int) -> None:
-        """Read the current mappings of `pid`."""
         self._by_pid[pid] = AddressSpace(mappings(pid))
 
     def note(self, kind: int, record: bytes) -> None:
@@ -292,7 +286,6 @@ class Strace:
         return self._log.counts["guessed_offsets"]
 
     def drain(self) -> Records:
-        """Return the accesses logged since the last call, in the order of the log."""
         self._follow()
         found = []
         for t_ns, number, first, count, op, _, pid in self._log.rows:
@@ -318,7 +311,6 @@ class Strace:
                     self._log.take(os.fsdecode(line), self._lines)
 
     def _key(self, number: int) -> Key | None:
-        """Return device and inode of a file of the log; None if its path no longer exists."""
         if number not in self._keys:
             self._keys[number] = None
             path = self._log.path(number)
@@ -329,7 +321,6 @@ class Strace:
         return self._keys[number]
 
     def stop(self) -> None:
-        """End strace; the processes continue. Logged calls can still be drained."""
         if self._process.poll() is None:
             self._process.terminate()
             # strace may be blocked on a full pipe.
@@ -340,7 +331,6 @@ class Strace:
             self._process.stderr.close()
 
     def close(self) -> None:
-        """Close the pipe."""
         os.close(self._pipe)
 
 
@@ -349,44 +339,6 @@ def _tracer(pid: int) -> int:
         return int(status_of(pid)["TracerPid"])
     except OSError:
         return 0
-
-
-class _Processes:
-    """The recorded processes that still run. With `follow`, their children are added when /proc shows them."""
-
-    def __init__(self, pids: Iterable[int], follow: bool) -> None:
-        self._follow = follow
-        self._known: dict[int, psutil.Process] = {}
-        self._looked_s = 0.0
-        self._add(pids)
-
-    def note(self, pids: Iterable[int]) -> None:
-        """Add processes that appeared in records."""
-        if self._follow:
-            self._add(pid for pid in pids if pid not in self._known)
-
-    def alive(self) -> bool:
-        """Return whether any of them runs; /proc is read at most ten times a second."""
-        now_s = time.monotonic()
-        if self._known and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            for pid in list(self._known):
-                self.note(descendants(pid))
-            self._known = {pid: process for pid, process in self._known.items() if _runs(process)}
-        return bool(self._known)
-
-    def _add(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            with suppress(psutil.NoSuchProcess):
-                self._known[pid] = psutil.Process(pid)
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs: False for a zombie, and if the kernel has reused its number."""
-    try:
-        return bool(process.is_running() and process.status() not in _DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class FaultSource(Source):
@@ -406,12 +358,13 @@ class FaultSource(Source):
         super().__init__()
         self._rings: dict[int, EventRing] = {}  # by processor
         self._spaces = AddressSpaces(self.paths)
-        self._processes = _Processes((), False)
+        self._running = RunningProcesses()
+        self._follow = False
+        self._looked_s = 0.0
         self._strace: Strace | None = None
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source: perf events may be forbidden or not supported."""
         if not is_known_processor():
             return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
         try:
@@ -423,10 +376,10 @@ class FaultSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """See Source."""
-        self._processes = _Processes(scope.targets, scope.follow)
-        if not self._processes.alive():
-            raise scope.nobody()
+        self._follow = scope.follow
+        self._add(scope.targets)
+        if not self.alive():
+            raise scope.missing()
         try:
             self._attach(scope)
             if shutil.which("strace"):
@@ -457,7 +410,6 @@ class FaultSource(Source):
             self._spaces.look(pid)
 
     def drain(self) -> Records:
-        """See Source."""
         horizon: int | None = None if self._stopped else time.monotonic_ns() - _SETTLED_NS
         samples: list[Records] = []
         for ring in self._rings.values():
@@ -471,7 +423,8 @@ class FaultSource(Source):
         if self._strace is not None:
             parts.append(self._strace.drain())
         records = np.concatenate(parts)
-        self._processes.note(np.unique(records["pid"]).tolist())
+        if self._follow and not self._stopped:
+            self._add(np.unique(records["pid"]).tolist())
         if self._stopped:
             self._close()
         return self._order.put(records, horizon)
@@ -489,17 +442,26 @@ class FaultSource(Source):
         return in_files
 
     def alive(self) -> bool:
-        """See Source."""
-        return self._processes.alive()
+        """See Source. Children that have touched no file are looked for in /proc, at most ten times a second."""
+        if self._stopped:
+            return False
+        self._running.wait(0)
+        now_s = time.monotonic()
+        if self._follow and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._add(child for pid in self._running.pids for child in descendants(pid))
+        return bool(self._running.pids)
+
+    def _add(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._running.add(pid)
 
     @property
     def lost(self) -> int:
-        """See Source."""
         of_strace = self._strace.lost if self._strace else 0
         return self._lost + of_strace + sum(ring.lost for ring in self._rings.values())
 
     def stop(self) -> None:
-        """See Source."""
         self._stopped = True
         for ring in self._rings.values():
             ring.stop()
@@ -508,6 +470,7 @@ class FaultSource(Source):
 
     def _close(self) -> None:
         self._lost = self.lost
+        self._running.close()
         for ring in self._rings.values():
             ring.close()
         self._rings = {}

@@ -29,7 +29,7 @@ from llmcache.trace.records import Key, distinct_files
 from llmcache.units import format_size
 
 DELETED = " (deleted)"
-AskLocked = Callable[[TraceFile], int]
+LockedQuery = Callable[[TraceFile], int]
 # A file handle of these file systems is an inode number and a generation; generation 0 matches any.
 _BY_INODE = ("ext2", "ext3", "ext4", "f2fs")
 _INO32_GEN = 1
@@ -47,9 +47,9 @@ class OpenFile:
 class FileTable:
     """The file table of a recording. Files are numbered in the order in which they appear."""
 
-    def __init__(self, pids: Iterable[int], told: Mapping[Key, str] = {}) -> None:
-        """Read the files that `pids` have open now. `told` has the paths from the source of the records, and may grow."""
-        self._source_paths = told
+    def __init__(self, pids: Iterable[int], source_paths: Mapping[Key, str] = {}) -> None:
+        """Read the files that `pids` have open now. The paths from the source of the records may grow."""
+        self._source_paths = source_paths
         self.files: list[TraceFile] = []
         self.unnamed = 0
         self.changes = 0  # how often an unnamed file in `files` got its path
@@ -106,7 +106,6 @@ class FileTable:
         self.files.append(TraceFile(len(self.files), path, *key, 0, named.size_bytes if named else 0))
 
     def _name(self, key: Key) -> None:
-        """Set the path of an unnamed file, if a process shows it now."""
         if named := self._known.get(key):
             number = self._ids[key]
             self.files[number] = dataclasses.replace(self.files[number], path=named.path, size_bytes=named.size_bytes)
@@ -198,16 +197,15 @@ def _without_mark(path: str, links: int) -> str:
 
 
 class LockedBytes:
-    """The locked bytes of the files of a recording, queried with `ask`. `by_file` is the result, by file id."""
+    """The locked bytes of the files of a recording, returned by `query`. `by_file` is the result, by file id."""
 
-    def __init__(self, ask: AskLocked) -> None:
+    def __init__(self, query: LockedQuery) -> None:
         self.by_file: dict[int, int] = {}
         self.remarks: list[str] = []
-        self._ask = ask
+        self._query = query
         self._before: dict[int, int] = {}
 
     def begin(self, files: Iterable[TraceFile]) -> None:
-        """Query the files that are new."""
         for file in files:
             if file.id not in self._before:
                 self._before[file.id] = self._bytes(file)
@@ -225,7 +223,7 @@ class LockedBytes:
 
     def _bytes(self, file: TraceFile) -> int:
         try:
-            return self._ask(file)
+            return self._query(file)
         except LlmcacheError as error:
             self.remarks.append(f"{file.path}: the bytes that its mount has pinned are unknown: {error.message}")
             return 0

@@ -54,7 +54,6 @@ class TraceInfo:
 
     @property
     def duration_ns(self) -> int:
-        """Return the time from the first access to the last."""
         return self.end_ns - self.start_ns
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,15 +26,14 @@ from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.procfs import status_of
 from llmcache.trace.faults import FaultSource
-from llmcache.trace.records import RECORD, Residency, Scope, Source, no_records, unknown
+from llmcache.trace.records import COPIED, RECORD, Residency, Scope, Source, no_records, unknown
 from llmcache.trace.rerefs import Sampler
 from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 OBJECT = OBJECTS / "iotrace.bpf.o"
 RING_BYTES = 16 << 20
 MAX_AGE_NS = 1_000_000
-LEFT_NS = 5 * MAX_AGE_NS  # maximal age of a run that `flush` does not send yet (bpf/flush.h)
-_BUSY_TRIES, _BUSY_S = 1000, 0.001  # at the end: a program can be delayed with its (virtual) CPU
+LEFT_NS = 5 * MAX_AGE_NS  # maximal age of a run that `flush` does not copy yet (bpf/flush.h)
 MAX_BLOCKS = 1024
 LOSSES = ("ring full", "too many threads", "too many files", "too many block requests", "huge mapping of an unknown file")
 
@@ -59,7 +58,7 @@ _ALWAYS = ("seed", "flush", "started", "ended", "replaced")
 _RUN_BY_US = ("seed", "flush")
 TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages")
 """The tracepoints that tier filemap requires; Linux 6.12 and later have them."""
-# A program takes the time of an event before it locks a slot: allow 2 ms for that, and LEFT_NS until `flush` sends it.
+# A program takes the time of an event before it records it: allow 2 ms for that, and LEFT_NS until `flush` copies it.
 _SETTLED_NS = 2_000_000 + LEFT_NS
 
 
@@ -84,7 +83,7 @@ def supported() -> str | None:
 
 
 class _FlushResult(ctypes.Structure):
-    _fields_ = (("live", ctypes.c_uint32), ("busy", ctypes.c_uint32), ("all", ctypes.c_uint32))
+    _fields_ = (("live", ctypes.c_uint32), ("all", ctypes.c_uint32))
 
 
 class RecordRing(Ring):
@@ -95,7 +94,6 @@ class RecordRing(Ring):
         self._framed = np.dtype([("length", "<u4"), ("page", "<u4"), ("record", record)])
 
     def read(self) -> Records:
-        """Return all complete records in the order of writing, and free their space in the ring."""
         frames = np.frombuffer(self.stretch(), self._framed)
         busy = np.flatnonzero(frames["length"] & np.uint32(BUSY))
         if len(busy):
@@ -106,6 +104,36 @@ class RecordRing(Ring):
         return records
 
 
+class Copies:
+    """The runs that the kernel has copied to the ring and not sent yet, with the blocks and requests of the copies."""
+
+    def __init__(self) -> None:
+        self._copied: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def settle(self, records: Records) -> Records:
+        """Return the records in their order; of runs that come again, only the blocks that their copies did not have."""
+        is_copy = records["flags"] & COPIED != 0
+        for row in np.flatnonzero(is_copy):
+            self._copied[_run(records[row])] = int(records["count"][row]), int(records["aux"][row])
+            records["flags"][row] &= ~np.uint8(COPIED)
+        if not self._copied:
+            return records
+        times = np.array([run[0] for run in self._copied], np.uint64)
+        keep = np.ones(len(records), bool)
+        for row in np.flatnonzero(~is_copy & np.isin(records["t_ns"], times)):
+            blocks, requests = self._copied.pop(_run(records[row]), (0, 0))
+            keep[row] = records["count"][row] > blocks
+            if keep[row]:
+                records["first"][row] += np.uint64(blocks)
+                records["count"][row] -= blocks
+                records["aux"][row] -= requests
+        return records[keep]
+
+
+def _run(record: Any) -> tuple[int, ...]:
+    return tuple(int(record[name]) for name in ("t_ns", "dev", "inode", "first", "pid", "kind", "op"))
+
+
 class KernelPrograms:
     """The BPF object loaded for `features`; `missing` describes the features that the kernel does not support."""
 
@@ -114,6 +142,7 @@ class KernelPrograms:
         self._config = _config(follow, coalesce).tobytes()
         self._object, self._programs = self._load(list(features))
         self._ring = RecordRing(self._object.map_fd("ring"), RING_BYTES, RECORD)
+        self._copies = Copies()
 
     def _load(self, features: list[Feature]) -> tuple[BpfObject, list[str]]:
         """Load the object. If the kernel refuses a program, load the next alternative of its feature, or none."""
@@ -159,26 +188,16 @@ class KernelPrograms:
                 self._object.attach(name)
         return found
 
-    def flush(self, at_end: bool = False) -> tuple[int, bool]:
-        """Send the runs that stopped growing to the ring, `at_end` all runs.
-
-        Return the number of live threads, and whether all runs were available (no program was updating one).
-        """
+    def flush(self, at_end: bool = False) -> int:
+        """Copy the runs that stopped growing to the ring, `at_end` (after `detach`) all; return the number of threads."""
         result = _FlushResult(all=at_end)
-        for _ in range(_BUSY_TRIES if at_end else 4):
-            self._object.run("flush", result)
-            if not result.busy:
-                break
-            if at_end:
-                time.sleep(_BUSY_S)
-        return int(result.live), not result.busy
+        self._object.run("flush", result)
+        return int(result.live)
 
     def read(self) -> Records:
-        """Return the records in the ring."""
-        return self._ring.read()
+        return self._copies.settle(self._ring.read())
 
     def lost(self) -> int:
-        """Return the number of lost events: for a reason in `LOSSES`, or because a program was busy."""
         counts = (self._object.read("losses", number.to_bytes(4, sys.byteorder), 8) for number in range(len(LOSSES)))
         attached = [name for name in self._programs if name not in _RUN_BY_US]
         busy = sum(self._object.misses(name) for name in attached)
@@ -189,7 +208,6 @@ class KernelPrograms:
         self._object.detach()
 
     def close(self) -> None:
-        """Unload the object."""
         self._object.close()
 
 
@@ -232,13 +250,11 @@ class BpfSource(Source):
 
     @classmethod
     def features(cls, scope: Scope) -> Sequence[Feature]:
-        """Return the features to load for `scope`."""
         seen = [_FILLS, _DIRECT, _HUGE, *([_STORES] if scope.writes else [_MADE])] if cls.pages else []
         return [Feature([cls.programs]), *seen, *(_WRITES if scope.writes else ()), *([_BLOCK] if scope.block else ())]
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source: no privilege, BTF or libbpf, or the kernel refuses a required program."""
         if reason := supported():
             return reason
         if os.geteuid() != 0 and not _has_capabilities():
@@ -252,7 +268,6 @@ class BpfSource(Source):
         return None
 
     def start(self, scope: Scope) -> None:
-        """See Source: load and attach the programs."""
         try:
             self._kernel = KernelPrograms(self.features(scope), scope.follow, scope.coalesce)
             self._live = self._kernel.attach(scope.targets)
@@ -263,7 +278,7 @@ class BpfSource(Source):
         self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
-            raise scope.nobody()
+            raise scope.missing()
         if scope.rerefs_s > 0:
             try:
                 self._sampler = Sampler(scope.targets, scope.rerefs_s, scope.follow)
@@ -271,15 +286,14 @@ class BpfSource(Source):
                 self.remarks.append(f"not recorded: touches of mapped pages ({reason})")
 
     def drain(self) -> Records:
-        """See Source."""
         if self._kernel is None:
             return no_records()
         horizon: int | None = time.monotonic_ns() - _SETTLED_NS
-        self._live, complete = self._kernel.flush(self._stopped)
+        self._live = self._kernel.flush(self._stopped)
         records = self._kernel.read()
         if self._sampler is not None:
             records = np.concatenate((records, self._sampler.sample()))
-        records = self._order.put(records, None if self._stopped else horizon if complete else 0)
+        records = self._order.put(records, None if self._stopped else horizon)
         if self._stopped:
             self._lost = self._kernel.lost()
             self._kernel.close()
@@ -289,18 +303,15 @@ class BpfSource(Source):
         return self._residency.mark(records) if self.pages else unknown(records)
 
     def alive(self) -> bool:
-        """See Source; the state is that of the last `drain`."""
         return self._live > 0
 
     @property
     def lost(self) -> int:
-        """See Source."""
         if self._kernel is not None:
             self._lost = self._kernel.lost()
         return self._lost
 
     def stop(self) -> None:
-        """See Source."""
         if self._kernel is not None:
             self._kernel.detach()
         self._stopped = True
@@ -323,7 +334,6 @@ class FilemapSource(BpfSource):
 
     @classmethod
     def probe(cls) -> str | None:
-        """See Source; the check for the tracepoints comes first because it is the cheapest."""
         reason = supported()
         if reason is None and not _described():
             return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"

@@ -52,7 +52,6 @@ class TraceFile:
     size_bytes: int
 
     def __post_init__(self) -> None:
-        """Raise DataError, with the name of the field, for an invalid number or path."""
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not 0 <= value < limit:
@@ -79,7 +78,6 @@ class Provenance:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise DataError for a negative number of lost events."""
         if self.lost_events < 0:
             raise DataError(f"provenance: lost_events is {self.lost_events}, must be at least 0", _CHANGED)
 
@@ -210,7 +208,6 @@ class Columns:
         return (getattr(self, name) for name in COLUMNS)
 
     def rows(self, start: int, end: int) -> Columns:
-        """Return views of rows start .. end - 1."""
         return Columns(*(column[start:end] for column in self))
 
 
@@ -281,7 +278,6 @@ class Reach:
         self._written: dict[int, int] = {}
 
     def note(self, columns: Columns) -> set[int]:
-        """Add the rows; return the ids of their files."""
         ends = columns.first + columns.count
         is_write = columns.op == WRITE
         seen: set[int] = set()
@@ -293,7 +289,6 @@ class Reach:
 
     @property
     def ids(self) -> set[int]:
-        """Return the ids of all files seen."""
         return self._read.keys() | self._written.keys()
 
     def written_bytes(self, file: int) -> int:
@@ -349,34 +344,19 @@ class Trace:
         self.provenance = provenance
 
     @classmethod
-    def build(
-        cls,
-        t_ns: ArrayLike,
-        file: ArrayLike,
-        first: ArrayLike,
-        count: ArrayLike,
-        op: ArrayLike = 0,
-        miss: ArrayLike = 2,
-        pid: ArrayLike = 0,
-        *,
-        files: Sequence[TraceFile],
-        provenance: Provenance,
-    ) -> Trace:
-        """Return a trace of these columns (integers of any width; a number is repeated); DataError names an invalid one."""
-        given = {"t_ns": t_ns, "file": file, "first": first, "count": count, "op": op, "miss": miss, "pid": pid}
-        columns, table = columns_from(given), file_table(files)
-        check_rows(columns)
-        check_files(columns, table)
-        return cls(columns, table, provenance)
+    def build(cls, *columns: ArrayLike, files: Sequence[TraceFile], provenance: Provenance, **named: ArrayLike) -> Trace:
+        """Return a trace of columns, in the order of COLUMNS or by name; DataError names an invalid one."""
+        given, table = columns_from({**dict(zip(COLUMNS, columns, strict=False)), **named}), file_table(files)
+        check_rows(given)
+        check_files(given, table)
+        return cls(given, table, provenance)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Return the whole trace in the Parquet file `path`; DataError if it is not one."""
         with TraceReader(path) as reader:
             return reader.read()
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Write Parquet; UsageError if `path` exists and `force` is not set."""
         with TraceWriter(path, files=self.files, provenance=self.provenance, force=force) as writer:
             writer.append(self)
 
@@ -388,25 +368,20 @@ class Trace:
 
     @property
     def accesses(self) -> int:
-        """Return the number of accessed blocks, repeats included."""
         return int(self.count.sum(dtype=np.uint64))
 
     @property
     def end(self) -> Uint64s:
-        """Return the block after the last of each run (u64)."""
         return self.first + self.count
 
     def slice(self, start_row: int, end_row: int) -> Trace:
-        """Return rows start_row .. end_row - 1 (a view), with all files."""
         return Trace(self.columns.rows(start_row, end_row), self.files, self.provenance)
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
-        """Yield the trace in parts of at most `rows` rows."""
         for start in range(0, len(self), rows):
             yield self.slice(start, start + rows)
 
     def equals(self, other: Trace) -> bool:
-        """Return whether rows, files and provenance are the same."""
         same = all(np.array_equal(a, b) for a, b in zip(self.columns, other.columns, strict=True))
         return same and self.files == other.files and self.provenance == other.provenance
 
@@ -432,7 +407,6 @@ class TraceReader:
         self.rows: int = self._parquet.metadata.num_rows
 
     def batches(self, rows: int = BATCH_ROWS) -> Iterator[Trace]:
-        """Yield the rows in order, at most `rows` at a time, in constant memory; DataError at the first invalid row."""
         row, after_ns, reach, files = 0, 0, Reach(), {file.id: file for file in self.files}
         source = self._parquet.iter_batches(batch_size=rows, columns=list(COLUMNS))
         while True:
@@ -447,7 +421,6 @@ class TraceReader:
             yield Trace(columns, self.files, self.provenance)
 
     def read(self) -> Trace:
-        """Return the whole trace."""
         with _decoding(self.path):
             table = self._parquet.read(columns=list(COLUMNS))
         columns = columns_of(table)
@@ -456,7 +429,6 @@ class TraceReader:
         return Trace(columns, self.files, self.provenance)
 
     def close(self) -> None:
-        """Close the file."""
         self._parquet.close()
 
     def __enter__(self) -> TraceReader:
@@ -507,7 +479,6 @@ class TraceWriter:
             raise
 
     def add_file(self, file: TraceFile) -> None:
-        """Add a file to the table, or replace the one with the same id."""
         self._files[file.id] = file
 
     def append(self, rows: Trace | Columns | Mapping[str, ArrayLike]) -> None:
@@ -534,7 +505,6 @@ class TraceWriter:
             self._write_groups()
 
     def close(self) -> None:
-        """Write the remaining rows and the file table, and rename the file; DataError if a file is not in the table."""
         try:
             table = file_table(self._grown(file) for file in self._files.values())
             self._reach.check(self._reach.ids, {file.id: file for file in table})
@@ -548,7 +518,6 @@ class TraceWriter:
         self._output.keep()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._parquet.is_open = False  # so that pyarrow does not write a footer
         if self._parquet.file_handle is not None:
             self._parquet.file_handle.close()
@@ -694,13 +663,6 @@ class BlockSpace:
             start, stop = max(low, int(self._starts[index])), min(high, int(self._ends[index]))
             parts.append(np.arange(start, stop, dtype=np.int64) - self._starts[index] + self._ids[index])
         return np.concatenate(parts)
-
-    def end_of(self, file: int) -> int:
-        """Return the block after the last touched block of `file`; 0 if none was touched."""
-        index = int(np.searchsorted(self._starts, (file << BLOCK_BITS) + (1 << BLOCK_BITS) - 1, side="right")) - 1
-        if index < 0 or int(self._starts[index]) >> BLOCK_BITS != file:
-            return 0
-        return int(self._ends[index]) - (file << BLOCK_BITS)
 
     def place(self, batch: Trace) -> Int64s:
         """Return the id of the first block of each run (int64, one per row); ValueError for a run outside of the space."""

@@ -30,6 +30,7 @@ DIRECT = 1  # O_DIRECT: bypasses the page cache
 AROUND = 2  # mapped together with a faulting page: the process may not have touched every block
 STORED = 4  # a write through a mapping: recorded when a clean folio becomes dirty, for the whole folio
 MATCHED = 8  # in BLOCK records: dev, inode and first are those of the file, not of the disk
+COPIED = 16  # only in the ring: the record may come again, with more blocks (bpf/flush.h)
 
 RECORD = np.dtype(
     [
@@ -108,8 +109,7 @@ class Scope:
     rerefs_s: float = 0.0
     coalesce: bool = True
 
-    def nobody(self) -> MissingRequirement:
-        """Return the error for targets that do not run."""
+    def missing(self) -> MissingRequirement:
         said = f"process {', '.join(map(str, self.targets))} does not exist"
         return MissingRequirement(said, "list processes with: ps -e")
 
@@ -220,7 +220,6 @@ class Residency:
 
 
 def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
-    """Return `records` with some rows replaced by their parts, in the same order."""
     replaced = np.concatenate([rows for rows, _ in split])
     keep = np.ones(len(records), bool)
     keep[replaced] = False

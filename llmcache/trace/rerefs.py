@@ -36,7 +36,6 @@ class Sampler:
         self._next_s = time.monotonic() + interval_s
 
     def sample(self) -> Records:
-        """Return SAMPLED records if an interval has ended, else none."""
         if time.monotonic() < self._next_s:
             return no_records()
         found = [self._touched(pid, mapping) for pid in self._pids for mapping in mappings(pid) if mapping.inode]
@@ -45,7 +44,6 @@ class Sampler:
         return np.concatenate(found) if found else no_records()
 
     def close(self) -> None:
-        """Unload the BPF programs."""
         self._pages.close()
 
     def _clear(self) -> None:

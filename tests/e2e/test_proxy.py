@@ -349,7 +349,7 @@ def test_the_limit_holds_and_a_running_server_can_be_attached(start: Start, tmp_
             time.sleep(0.02)
         attached.complete(prompt(300, seed=4))
         assert attached.metrics()["hits"] == 1 and newest.exists(), "the same prompts"
-        assert attached.end(signal.SIGINT) == 0
+        assert attached.end(signal.SIGINT) == 130
     finally:
         attached.end(signal.SIGKILL)
 

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
+from llmcache.cache.plan import why_not_exact
 from llmcache.cache.policies import policy_class
-from llmcache.cache.policies.belady import why_not_exact
 from llmcache.cache.simulate import simulate
 from llmcache.model.modelfile import UNKNOWN
 from llmcache.model.tensors import Experts

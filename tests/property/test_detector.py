@@ -79,7 +79,7 @@ def assert_similar(one: dict[tuple[int, str, str], int], other: dict[tuple[int, 
 def test_each_access_is_counted_once_and_in_its_range(accesses: list[tuple[int, int, int, bool]]) -> None:
     detector = Detector()
     for number, (file, first, count, write) in enumerate(accesses):
-        detector.note(number, number, file, first, count, count, write)
+        detector.record_run(number, number, file, first, count, count, write)
     detector.finish()
     total = 0
     for (file, write), trail in detector.trails.items():
@@ -113,7 +113,7 @@ def test_metadata_is_bounded(kind: str) -> None:
             "columns": (number % 100 * 300 + number // 100, 1),
             "hot everywhere": (source.randrange(40_000) * 64, 1),
         }[kind]
-        detector.note(number, number, 0, first, count, count, False)
+        detector.record_run(number, number, 0, first, count, count, False)
         if number % 500 == 0:
             assert is_bounded(detector.trails[0, False])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llmcache.kv.planning.hardware import NUMBERS, PAPER_PC, Hardware
 from llmcache.kv.planning.latency import DESIGNS, SYSTEMS, Latency, System, hillinfer, latency
 from llmcache.kv.planning.placement import Placement, Workload, by_ssd_share
-from llmcache.model.shapes import MixtureMlp, ModelShape
+from llmcache.model.shapes import ModelShape, MoeMlp
 from tests.conftest import examples
 
 SPEEDS = [name for name in NUMBERS if name.endswith(("_per_s", "_flops"))]
@@ -32,8 +32,8 @@ models = st.builds(
     gated=st.booleans(),
     tied=st.booleans(),
     kv_dtype=st.sampled_from(["float16", "bfloat16", "int8", "float32"]),
-    mixture=st.none()
-    | st.builds(MixtureMlp, st.just(1), experts=st.integers(8, 256), used=st.integers(1, 8), ffn=st.integers(64, 8192)),
+    moe=st.none()
+    | st.builds(MoeMlp, st.just(1), experts=st.integers(8, 256), used=st.integers(1, 8), ffn=st.integers(64, 8192)),
 )
 workloads = st.builds(
     Workload,

@@ -17,8 +17,9 @@ from llmcache.cache.simulate import simulate
 from llmcache.trace.record import Trace
 from tests.conftest import examples
 from tests.property.contract import Case, cases, clauses, long_case
-from tools.bench.policies import LRU_MARGIN, OURS, groups, ratios_of, targets
 
+OURS = "llmcache"
+LRU_MARGIN = 0.01
 # the first example may take seconds to compile
 SETTINGS = settings(max_examples=examples(60), deadline=None)
 
@@ -64,14 +65,6 @@ def test_belady_has_the_most_hits_of_all_possible_choices(references: list[int],
 
     case = Case(capacity, 6, tuple((block, 1) for block in references))
     assert sum(case.hits("belady")) == most_hits(0, frozenset())
-
-
-@pytest.mark.long
-def test_every_target_is_reached() -> None:
-    """Checks three of the benchmark's sizes; at the largest, the whole footprint, all policies are equal."""
-    ratios = ratios_of(("lru", "belady", OURS), sizes=AUTO[:9:4])
-    missed = [target for target in targets({"ratios": ratios, "groups": groups(ratios)}) if not target.passed]
-    assert not missed
 
 
 SAMPLES = Path(__file__).resolve().parents[2] / "traces"

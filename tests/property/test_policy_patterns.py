@@ -76,26 +76,5 @@ def policy(name: str) -> MakeCache:
     return lambda capacity, blocks: policy_class(name)(capacity, blocks).replay
 
 
-def pinned_forever(capacity: int, blocks: int) -> Replay:
-    """Return a cache that pins the first blocks it sees and streams all others."""
-    pinned = np.zeros(blocks, bool)
-
-    def replay(first: Int64s, count: Int64s) -> Int64s:
-        hits = np.zeros(len(first), np.int64)
-        for run, (begin, length) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
-            range_ = slice(begin, begin + length)
-            hits[run] = pinned[range_].sum()
-            missed = begin + np.flatnonzero(~pinned[range_])
-            pinned[missed[: capacity - int(pinned.sum())]] = True
-        return hits
-
-    return replay
-
-
 def test_llmcache_misses_hardly_more_than_lru_after_the_first_passes() -> None:
     assert excesses(policy("llmcache"), range(examples(PATTERNS))) == []
-
-
-def test_pins_that_are_never_released_miss_more() -> None:
-    found = excesses(pinned_forever, range(40))
-    assert {0.6, 1.1} <= {share for _, share, _, _ in found}

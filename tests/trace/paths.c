@@ -267,6 +267,15 @@ static void unaligned_passes(void)
 			need(pread(fd, buffer, 10000, at) == 10000, "pread");
 }
 
+/* One block at a time, with pauses in which the flush copies the run. */
+static void slowly(void)
+{
+	for (off_t at = 0; at < 64 * BLOCK; at += BLOCK) {
+		need(pread(fd, buffer, BLOCK, at) == BLOCK, "pread");
+		usleep(6000);
+	}
+}
+
 static void do_it(const char *way)
 {
 	static const struct { const char *name; void (*one)(int); } simple[] = {
@@ -315,6 +324,8 @@ static void do_it(const char *way)
 		unaligned();
 	else if (!strcmp(way, "unaligned passes"))
 		unaligned_passes();
+	else if (!strcmp(way, "slowly"))
+		slowly();
 	else if (!strcmp(way, "sequential"))
 		sequentially();
 	else

@@ -237,7 +237,7 @@ def test_files_on_an_overlay_have_their_names(file: Path, tmp_path: Path) -> Non
         (["no-such-process"], 3, "no process is called"),
         (["9" * 5000], 3, "no process is called"),
         (["12", "13"], 2, "one process"),
-        (["--", "no-such-program"], 2, "not found"),
+        (["--", "no-such-program"], 2, "no such program"),
         (["--tier", "magic", "--", "true"], 2, "--tier"),
         (["--tier", "syscalls", "--mmap-rerefs", "1", "--", "true"], 3, "--mmap-rerefs"),
         (["--tier", "faults", "--block", "--", "true"], 3, "--block"),

@@ -9,8 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.arrays import Records
+from llmcache.trace.kernel import Copies
 from llmcache.trace.record import HIT, MISS, READ, UNKNOWN, WRITE
-from llmcache.trace.records import ACCESS, BLOCK, DIRECT, EVICT, FILL, Residency, TimeOrder, no_records, unknown
+from llmcache.trace.records import (
+    ACCESS,
+    BLOCK,
+    COPIED,
+    DIRECT,
+    EVICT,
+    FILL,
+    RECORD,
+    Residency,
+    TimeOrder,
+    no_records,
+    unknown,
+)
 
 
 def rows(*events: tuple[int, int, int, int], op: int = READ) -> Records:
@@ -106,3 +119,28 @@ def test_late_records_get_the_time_of_the_horizon_and_fills_precede_accesses() -
     assert list(order.put(at(), 30)["t_ns"]) == [30]
     merged = TimeOrder().put(np.concatenate((at(5), at(5, kind=FILL))), None)
     assert list(merged["kind"]) == [FILL, ACCESS]
+
+
+runs = st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans(), st.booleans())
+"""Blocks in the copy of a run, further blocks when it is sent, whether it is copied, and whether it is sent at all."""
+
+
+@given(st.lists(runs, max_size=12), st.lists(st.integers(0, 30), max_size=4))
+def test_blocks_of_copied_runs_count_once(made: list[tuple[int, int, bool, bool]], cuts: list[int]) -> None:
+    sent, copied = [], []
+    for number, (count, more, is_copied, is_sent) in enumerate(made):
+        run = (number // 2, 100 * number, 5, 1, count + more, 7, 1 + more, READ, UNKNOWN, ACCESS)
+        if is_copied:
+            copied.append((*run[:4], count, 7, 1, *run[7:], COPIED))
+        if is_sent or not is_copied:
+            sent.append((*run, 0))
+    ring = np.array(copied + sent, RECORD)  # a copy precedes the run
+    settled, known = [], Copies()
+    for part in np.split(ring, sorted(min(cut, len(ring)) for cut in cuts)):
+        settled.append(known.settle(part.copy()))
+    found = np.concatenate(settled)
+    assert not (found["flags"] & COPIED).any()
+    blocks = sorted(block for row in found for block in range(int(row["first"]), int(row["first"] + row["count"])))
+    whole = [(100 * n, count + more if sent or not copied else count) for n, (count, more, copied, sent) in enumerate(made)]
+    assert blocks == [block for first, count in whole for block in range(first, first + count)]
+    assert found["aux"].sum() == sum(1 + more if sent or not copied else 1 for _, more, copied, sent in made)

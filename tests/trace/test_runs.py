@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from llmcache.errors import MissingRequirement
-from llmcache.trace import kernel
 from llmcache.trace.kernel import FilemapSource
 from llmcache.trace.record import HIT, MISS
 from llmcache.trace.records import EVICT, FILL, Scope
@@ -75,7 +72,9 @@ def test_a_block_shared_by_successive_requests_counts_once(record: Record, file:
     assert found.requests == 40
 
 
-@pytest.mark.parametrize(("way", "passes", "blocks"), [("unaligned passes", 50, 1023), ("scan", 3, BLOCKS)])
+@pytest.mark.parametrize(
+    ("way", "passes", "blocks"), [("unaligned passes", 50, 1023), ("scan", 3, BLOCKS), ("slowly", 1, 64)]
+)
 def test_continuous_draining_changes_nothing(way: str, passes: int, blocks: int, record: Record, file: Path) -> None:
     """The flush may run at any moment and is often interrupted by other load on the machine."""
     warm(file)
@@ -93,22 +92,6 @@ def test_a_block_read_from_storage_does_not_count_its_request_twice(missing: int
     assert found.blocks(FILL) == found.blocks(miss=MISS) == [missing], found
 
 
-@pytest.fixture(params=["as it is", pytest.param("unlucky", marks=pytest.mark.clang)])
-def programs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped programs, or programs whose slot is busy every fourth time, as if a hypervisor had paused the flush."""
-    if request.param == "as it is":
-        return
-    shutil.copytree(ROOT / "bpf", tmp_path / "bpf")
-    source = tmp_path / "bpf" / "accesses.h"
-    text, has_lock = source.read_text(), "if (lock(slot))"
-    assert text.count(has_lock) == 1
-    text = text.replace(has_lock, "if (bpf_get_prandom_u32() % 4 && lock(slot))")
-    source.write_text(re.sub(r"#define TRIES \d+", "#define TRIES 1", text))
-    subprocess.run([tmp_path / "bpf" / "build", tmp_path], check=True)
-    monkeypatch.setattr(kernel, "OBJECT", tmp_path / kernel.OBJECT.name)
-
-
-@pytest.mark.usefixtures("programs")
 def test_a_file_read_to_its_end_gives_exactly_its_blocks(file: Path) -> None:
     size = (64 << 20) + 1234
     content = os.urandom(size)

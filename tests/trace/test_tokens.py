@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from llmcache.bpf import perf
 from llmcache.model import read_layout
 from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
+from llmcache.tokens.passes import Event
 from tests.mount.live import llmcache, wait_for
 from tools.bench.sides import environment
 from tools.make_model import main as make_model
@@ -66,7 +68,7 @@ def watched(command: Sequence[str]) -> tuple[list[Token], TokenSummary]:
         try:
             watch.start()
             process.wait(120)
-            wait_for(lambda: not watch.has_processes or not watch.is_alive, "the end of the process is observed")
+            watch.wait(60)
         finally:
             process.kill()
             summary = watch.stop()
@@ -193,6 +195,19 @@ def test_an_observation_ends_with_its_process_and_with_ctrl_c(model: Path) -> No
         assert process.wait(60) == 0
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_an_observation_with_its_summary(model: Path, number: signal.Signals, code: int) -> None:
+    with subprocess.Popen(client(model, 600, "--pause", 0.1), env=environment(), stdout=subprocess.DEVNULL) as process:
+        command = [sys.executable, "-m", "llmcache", "tokens", "--json", str(process.pid)]
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None and watching.stdout.readline()
+            watching.send_signal(number)
+            out, _ = watching.communicate(timeout=60)
+        assert watching.returncode == code and json.loads(out.splitlines()[-1])["kind"] == "summary"
+        assert process.poll() is None
+        process.kill()
+
+
 def test_without_tracepoints_of_files_tokens_are_observed_but_layers_are_not(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +226,27 @@ def test_without_hardware_breakpoints_no_tokens_are_observed(model: Path, monkey
     found, summary = watched(client(model, 6, "--cold"))
     assert not found
     assert "hardware breakpoints" in str(summary.why_not)
+
+
+def test_waiting_for_a_processor_is_not_idle_time() -> None:
+    processor = min(os.sched_getaffinity(0))
+    spin = ["taskset", "-c", str(processor), sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spin) as one, subprocess.Popen(spin) as other:
+        watching = observer.Observer()
+        try:
+            watching.look(one.pid)
+            events: list[Event] = []
+            wait_for(lambda: bool(watching.look(one.pid) and _queued(events, watching.events())), "it waits")
+        finally:
+            watching.close()
+            one.kill()
+            other.kill()
+    assert events[-1].idle_ns < events[-1].queued_ns
+
+
+def _queued(events: list[Event], new: list[Event]) -> bool:
+    events += new
+    return bool(events) and events[-1].queued_ns > 200_000_000
 
 
 def test_two_observers_see_the_same_tokens(model: Path) -> None:

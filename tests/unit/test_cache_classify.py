@@ -239,7 +239,7 @@ def test_small_rows_are_summed_up_in_the_document() -> None:
 SLICE = 70 * BLOCK_BYTES + 1000
 
 
-def mixture(layers: int, experts: int) -> Experts:
+def moe_model(layers: int, experts: int) -> Experts:
     """Return layers of an up tensor, its bias and a down tensor, whose slices start and end inside blocks."""
     tensors, at = [], 100 * BLOCK_BYTES
     for layer in range(layers):
@@ -253,7 +253,7 @@ def mixture(layers: int, experts: int) -> Experts:
 @pytest.mark.parametrize(("layers", "batch_rows"), [(1, 1 << 16), (5, 7)])
 def test_pages_mapped_around_a_fault_are_not_uses_of_experts(layers: int, batch_rows: int) -> None:
     """A fault maps 16 blocks, which may include slices of unused neighboring experts and of the next layer."""
-    experts = mixture(layers, 6)
+    experts = moe_model(layers, 6)
     tokens = [[{(token + layer) % 6, (token * layer + 5) % 6} for layer in range(layers)] for token in range(40)]
     accesses: list[tuple[int, int]] = []
     for token in tokens:
@@ -265,7 +265,7 @@ def test_pages_mapped_around_a_fault_are_not_uses_of_experts(layers: int, batch_
                     begin, end = start // BLOCK_BYTES // 16, (start + size - 1) // BLOCK_BYTES // 16
                     accesses += [(16 * window, 16) for window in range(begin, end + 1)]
     batches = one_file(accesses, MAP).batches(batch_rows)
-    (found,) = classify(batches, KnownModels(mixture=experts)).mixtures
+    (found,) = classify(batches, KnownModels(moe=experts)).moe_models
     for number, layer in enumerate(found.layers):
         assert layer.visits == len(tokens)
         assert list(layer.popularity) == [sum(expert in token[number] for token in tokens) for expert in range(6)]
@@ -273,12 +273,12 @@ def test_pages_mapped_around_a_fault_are_not_uses_of_experts(layers: int, batch_
 
 
 def test_lost_events_make_expert_counts_incomplete() -> None:
-    experts = mixture(2, 6)
+    experts = moe_model(2, 6)
     start, size = experts.ranges(0)[0]
     read = one_file([(start // BLOCK_BYTES, size // BLOCK_BYTES)])
-    (found,) = classify([read], KnownModels(mixture=experts)).mixtures
+    (found,) = classify([read], KnownModels(moe=experts)).moe_models
     assert found.incomplete is not None and "lost_events is 3" in found.incomplete
     first, second = found.layers
     assert (first.popularity, first.again, first.top(4)) == ((1, 0, 0, 0, 0, 0), None, 1)
     assert (second.popularity, second.visits, second.top(4)) == ((0,) * 6, 0, None)
-    assert classify([one_file([(0, 50)])], KnownModels(mixture=experts)).mixtures == ()
+    assert classify([one_file([(0, 50)])], KnownModels(moe=experts)).moe_models == ()

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import pytest
 
 from llmcache.cache.detector import LOOP, LOOP_PASSES, SEQ, Detector, Place
 from llmcache.cache.streams import WINDOW
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
 
 STEP_NS = 1_000_000
 
@@ -41,7 +34,7 @@ def detect(accesses: Iterable[Access], file: int = 0, write: bool = False, detec
 
 
 def note(detector: Detector, t_ns: int, file: int, first: int, count: int, write: bool = False) -> None:
-    detector.note(t_ns, t_ns, file, first, count, count, write)
+    detector.record_run(t_ns, t_ns, file, first, count, count, write)
 
 
 def places(detector: Detector, file: int = 0, write: bool = False) -> list[Place]:
@@ -128,37 +121,3 @@ def test_two_readers_of_a_loop_do_not_halve_its_period() -> None:
         assert place.period is not None
         assert 1700 <= place.period.blocks <= 2100
     assert sum(place.blocks for place in loops(detector)) >= 990
-
-
-def work_per_note(detector: Detector, accesses: list[tuple[int, int]]) -> float:
-    """Return the Python lines executed per access: a measure of O(1) that does not depend on the machine."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> TraceFunction:
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    previous = sys.gettrace()
-    sys.settrace(count)
-    try:
-        for number, (first, blocks) in enumerate(accesses, detector.now.ns + 1):
-            note(detector, number, 0, first, blocks)
-    finally:
-        sys.settrace(previous)
-    return lines / len(accesses)
-
-
-@pytest.mark.parametrize("kind", ["loop", "jumps", "huge"])
-def test_work_per_access_does_not_grow_with_the_trace(kind: str) -> None:
-    source = random.Random(5)
-    made: dict[str, Callable[[int], list[tuple[int, int]]]] = {
-        "loop": lambda rows: [(row % 700, 1) for row in range(rows)],
-        "jumps": lambda rows: [(source.randrange(0, 10**6, 40), 40) for _ in range(rows)],
-        "huge": lambda rows: [(source.randrange(3) << 30, 1 << 28) for _ in range(rows)],
-    }
-    detector, accesses = Detector(), made[kind](4000)
-    few = work_per_note(detector, accesses[:1000])
-    for number, (first, blocks) in enumerate(accesses[1000:-500], 1000):
-        note(detector, number, 0, first, blocks)
-    assert work_per_note(detector, accesses[-500:]) < 1.5 * few + 50

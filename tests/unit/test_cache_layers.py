@@ -40,7 +40,7 @@ def trace(rows: Sequence[Row]) -> Trace:
 def found(rows: Sequence[Row], tensors: Sequence[Tensor], batch_rows: int = 1 << 16) -> dict[str, Layer]:
     layers = Layers(KnownModels(tensors))
     for batch in trace(rows).batches(batch_rows):
-        layers.note(batch)
+        layers.count(batch)
     return {layer.name: layer for layer in layers.found()}
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -12,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Int64s
-from llmcache.cache.policies import POLICIES, policy_class
-from llmcache.cache.policies.base import kernel, told_compiling
-from llmcache.cache.policies.belady import GAPS, why_not_exact
-from llmcache.cache.policies.lfu import LeCaR
+from llmcache.cache.plan import GAPS, why_not_exact
+from llmcache.cache.policies import POLICIES, base, lru, policy_class, structures
+from llmcache.cache.policies.base import kernel, report_compiling
 from llmcache.errors import MissingRequirement
 from llmcache.papers.algorithm1 import Algorithm1
 from llmcache.trace.record import Provenance
@@ -152,23 +155,6 @@ def test_hit_ratios_of_the_printed_algorithm(case: str) -> None:
     assert ratios == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(("passes", "expected"), [(20, 0.85035), (50, 0.8788), (100, 0.88834)])
-def test_lecar_has_the_hit_ratio_of_its_authors_program(passes: int, expected: float) -> None:
-    """N = 1000, S = 900: 0.879 after 50 passes, rising towards the 0.9 of a cache that keeps S fixed blocks."""
-    cache, ids = LeCaR(900, 1000), np.tile(np.arange(1000), passes)
-    assert cache.replay(ids, np.ones_like(ids)).mean() == pytest.approx(expected, abs=1e-9)
-    assert cache.weights.sum() == pytest.approx(1, abs=1e-6) and cache.weights[1] > 0.9, "the weight of LFU dominates"
-
-
-def test_lecar_favors_lru_for_a_moving_working_set() -> None:
-    """Old blocks with high frequencies are never used again, so LFU evicts blocks that are still in use."""
-    source = np.random.default_rng(1)
-    ids = np.concatenate([source.integers(start, start + 150, 3000) for start in range(0, 3000, 150)])
-    cache = LeCaR(100, 3150)
-    cache.replay(ids, np.ones_like(ids))
-    assert cache.weights[0] > cache.weights[1]
-
-
 def test_belady_is_not_exact_on_incomplete_traces() -> None:
     assert why_not_exact(Provenance("synthetic")) is None
     assert why_not_exact(Provenance("mount", lost_events=3)) == "lost_events is 3: accesses are missing from the trace"
@@ -187,11 +173,24 @@ def test_memory_of_a_policy_does_not_grow_with_the_capacity(name: str) -> None:
 # Compiled kernels
 
 
+def test_cached_kernels_are_named_after_the_sources_that_they_share(tmp_path: Path) -> None:
+    """numba compares only the file of the kernel itself: a change of `structures.py` must give another name."""
+    shared = {os.path.normpath(Path(base.__file__).parent / name) for name in base._SHARED}
+    for name in {"llmcache.cache.curves", *(place.partition(":")[0] for place in POLICIES.values())}:
+        functions = [value for value in vars(importlib.import_module(name)).values() if inspect.isfunction(value)]
+        imported = {inspect.getfile(one) for one in functions if one.__module__ != name}
+        assert {file for file in imported if "/cache/" in file} <= shared, name
+    assert lru._lru.py_func.__qualname__ == f"_lru-{base._VERSION}"  # type: ignore[attr-defined]
+    changed = tmp_path / "structures.py"
+    changed.write_bytes(Path(structures.__file__).read_bytes() + b"\n")
+    assert base._version_of([str(changed)]) != base._version_of([structures.__file__])
+
+
 def test_compilation_is_reported_at_start_and_end() -> None:
     part: Callable[[float], float] = numba.njit(lambda value: value + 1)
     whole: Callable[[int], int] = numba.njit(lambda value: 2 * part(value))
     reports: list[bool] = []
-    with told_compiling(reports.append):
+    with report_compiling(reports.append):
         assert whole(1) == whole(2) - 2 == 4
     part(1.0)
     assert reports == [True, False]

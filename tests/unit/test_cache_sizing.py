@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.question import ask
 from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
+    Need,
     SizingParameters,
     Storage,
+    ask,
     blocks_needed,
     largest_loop,
     need,
     passes,
 )
 from llmcache.model.moe import MoeBytes, expert_curve
-from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import Habits, misses, ranked
 
 MB = 10**6
@@ -36,7 +36,7 @@ def test_options_override_the_defaults_of_a_device_class() -> None:
     assert phone.storage is not None and phone.storage.bandwidth == 1000 * MB
     assert (watch.caches, watch.hot_bytes) == ((64 * MB,), 4 * MB)
     assert (phone.caches, phone.hot_bytes) == ((256 * MB, 512 * MB), 0)
-    assert (PAPER.period_ns, PAPER.hot_bytes, PAPER.block_bytes) == (10**8, 4 * MB, BLOCK_BYTES)
+    assert (PAPER.period_ns, PAPER.hot_bytes) == (10**8, 4 * MB)
     changed = ask(device="phone", bw=2000 * MB, cache=1000 * MB, hot=8 * MB)
     assert (changed.storage, changed.caches, changed.hot_bytes) == (Storage(2000 * MB, "given"), (1000 * MB,), 8 * MB)
     assert ask(device="watch", model="m.gguf").hot_bytes is None
@@ -63,19 +63,9 @@ mixtures = st.builds(
 
 
 def test_the_smartwatch_example_of_section_4_2() -> None:
-    found = need(70 * MB, WATCH_SETTING)
-    assert (found.loop_cache_bytes, found.cache_bytes) == (60 * MB, 64 * MB)
-    assert found.loop_cache_blocks == 14649  # ceil(17090 - 2441.4)
+    assert need(70 * MB, WATCH_SETTING) == Need(60 * MB, 14649, 64 * MB)  # ceil(17090 - 2441.4) blocks
     assert blocks_needed(10, 2.5) == 8  # the paper's floor gives 7, and then three blocks are due where 2.5 fit
     assert largest_loop(64 * MB, WATCH_SETTING) == 70 * MB
-
-
-def test_a_pass_takes_the_maximum_of_computing_and_fetching() -> None:
-    went = passes(100 * MB, 64 * MB, WATCH_SETTING)
-    assert (went.loop_cache_bytes, went.missing_bytes) == (60 * MB, 40 * MB)
-    assert (went.fetch_ns, went.pass_ns, went.stall_ns) == (4 * 10**8, 4 * 10**8, 3 * 10**8)
-    assert not went.stall_free
-    assert went.tokens_per_s == 2.5 and went.tokens_per_s_lost == 7.5
 
 
 @given(loops, settings)

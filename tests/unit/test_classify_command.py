@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 from collections.abc import Sequence
@@ -12,12 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from llmcache.cache.classify import Classification
 from llmcache.model.tensors import Experts
-from llmcache.report.classify import table
 from llmcache.trace.record import Provenance, Trace, TraceFile
 from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
@@ -86,41 +81,6 @@ def test_file_names_are_escaped_in_the_table(model: Path, tmp_path: Path) -> Non
     """Names that are not UTF-8 are escaped too."""
     done = classify(recorded(model, tmp_path, seen_as="/models/\x1b[31mred\n\udcff.gguf"))
     assert r"/models/\x1b[31mred\n\xff.gguf" in done.stdout and done.stdout.isascii() and "\x1b" not in done.stdout
-
-
-def classes() -> list[Classification]:
-    """Return a loop in a model with a long path and long layer names, and parts of a small file read downwards."""
-    path = "/home/somebody/.cache/huggingface/hub/models--org--model-8b/snapshots/0123456789abcdef/model.Q8_0.gguf"
-    tensors = (
-        "token_embd.weight",
-        *(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(32)),
-        "output.weight",
-    )
-    loop = Classification(
-        0, path, "read", "LOOP", ((0, 1953124),), 8 * 10**9, 2 * 10**6, 0.9, 12, 0, 9, 10**8, tensors=tensors
-    )
-    parts = Classification(
-        1, "/etc/small.conf", "write", "SEQ", ((8, 9), (2, 3)), 16384, 4, 0.1, 1, 0, 9, order="descending"
-    )
-    return [loop, parts]
-
-
-def drawn(made: Table, width: int) -> list[str]:
-    text = io.StringIO()
-    Console(file=text, width=width, highlight=False, markup=False).print(made)
-    return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("width", "columns"), [(60, "class size period share file"), (80, "class op size times period share file")]
-)
-def test_rows_are_shortened_on_a_narrow_terminal(width: int, columns: str) -> None:
-    head, loop, names, *parts = drawn(table(classes(), width), width)
-    assert " ".join(head.split()) == columns and max(map(len, (head, loop, names, *parts))) <= width
-    assert loop.startswith("LOOP") and "8.00 GB" in loop and "100 ms" in loop and "90.0%" in loop
-    assert "/home/" in loop and loop.endswith("model.Q8_0.gguf") and names.strip().startswith("model.layers.0-31 (32)")
-    assert parts[0].startswith("SEQ") and "small.conf" in parts[0] and "(2 ranges, descending)" in "".join(parts)
-    assert len(parts) <= 2
 
 
 def test_a_changed_file_gives_no_tensor_names(model: Path, tmp_path: Path) -> None:

@@ -63,12 +63,20 @@ def test_the_help_command_prints_the_same_as_the_option(words: str) -> None:
     assert result.output == CliRunner().invoke(cli.app, [*words.split(), "--help"], prog_name="llmcache").output
 
 
-def test_ctrl_c_ends_a_command_with_code_0() -> None:
-    command = program("(print('ready', flush=True), time.sleep(600))")
+@pytest.mark.parametrize(("options", "code"), [("", 0), ("interrupted=130", 130)])
+def test_ctrl_c_ends_a_command_with_its_exit_code(options: str, code: int) -> None:
+    """Version 1.0 promised 0; commands that are newer return 130."""
+    call = "(print('ready', flush=True), time.sleep(600))"
+    made = f"base.Command('x', callback=lambda: {call}, {options})"
+    command = [
+        sys.executable,
+        "-c",
+        f"import time\nfrom llmcache import cli\nfrom llmcache.cli import base\ncli.run({made}, 'x', [])",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(120) == code
 
 
 @pytest.mark.parametrize("say", ["click.echo", "rich.print"])
@@ -123,8 +131,8 @@ INTERRUPTED.__cause__.__cause__ = KeyboardInterrupt()
         (MissingRequirement("it broke", "mend it"), 3, "llmcache: error: it broke\nhint: mend it\n"),
         (MountProblem("it broke"), 4, "llmcache: error: it broke\n"),
         (DataError("it broke"), 5, "llmcache: error: it broke\n"),
-        (KeyboardInterrupt(), 0, ""),
-        (INTERRUPTED, 0, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (INTERRUPTED, 130, ""),
         (SystemExit(9), 9, ""),
         # Messages may quote daemons of other users, mount points and file names; control characters in them are escaped.
         (

@@ -13,20 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from llmcache.doctor import (
-    FAILED,
-    LIMITED,
-    OK,
-    SKIPPED,
-    Check,
-    Diagnosis,
-    examine,
-    machine,
-    memory,
-    mounting,
-    packages,
-    tracing,
-)
+from llmcache.doctor import Diagnosis, examine, machine, memory, mounting, packages, tracing
+from llmcache.doctor.check import FAILED, LIMITED, OK, SKIPPED, Check
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.mount.client import bandwidth
 from llmcache.trace.kernel import SOURCES

@@ -14,7 +14,7 @@ import pytest
 
 from llmcache.errors import MissingRequirement
 from llmcache.kv.prefix import identity
-from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.prefix.identity import FileIdentity
 from llmcache.storage import cached_blocks
 
 SIZE = 3 * identity.CHUNK_BYTES + 12345
@@ -242,8 +242,3 @@ def test_a_child_process_identifies_files_itself(model: Path) -> None:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert found.digest(60)
-
-
-def test_a_model_has_all_its_shards() -> None:
-    assert model_files("a/b.gguf") == ["a/b.gguf"]
-    assert model_files("a/b-00001-of-00002.gguf") == ["a/b-00001-of-00002.gguf", "a/b-00002-of-00002.gguf"]

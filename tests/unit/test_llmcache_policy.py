@@ -132,7 +132,7 @@ def mixture_hits(routing: Sequence[Sequence[tuple[int, ...]]], capacity_mib: flo
     layout = mixture()
     runs, of_experts = zip(*tokens(layout, routing), strict=True)
     trace = trace_of(list(runs), {"/mixture.gguf": layout.tensors[-1].end})
-    models = KnownModels(mixture=Experts(layout), layout=layout)
+    models = KnownModels(moe=Experts(layout), layout=layout)
     policy, space = policy_for(trace, int(capacity_mib * MIB) // BLOCK_BYTES, models)
     hits = policy.replay(space.place(trace), trace.count.astype(np.int64))
     sparse = np.array(of_experts)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from llmcache import procfs
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.mount.copies import ClientFacts, find_copy
 from llmcache.run import models, session
@@ -153,9 +156,31 @@ def test_a_program_without_its_interpreter_is_refused(tmp_path: Path) -> None:
     assert raised.value.exit_code == NOT_FOUND
 
 
+def test_ending_a_released_command_closes_no_descriptor_of_others() -> None:
+    child = Child(["sleep", "600"], resolve("sleep", os.environ["PATH"]), os.environ)
+    child.release()
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]
+    child.cancel()
+    assert child.exit_code == -signal.SIGTERM
+    for fd in opened:
+        os.close(fd)
+
+
+def test_the_end_of_a_process_wakes_a_waiting_thread() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process, procfs.RunningProcesses() as running:
+        running.add(process.pid)
+        assert running.wait(0) == set() and running.pids == {process.pid} and procfs.is_running(process.pid)
+        held = Child(["true"], "/bin/true", {})  # has copies of all descriptors until it executes the program
+        process.kill()
+        assert running.wait(60) == {process.pid} and running.pids == set(), "also while it is a zombie"
+        assert not procfs.is_running(process.pid)
+        assert running.wait(0) == set()
+        held.cancel()
+
+
 @pytest.mark.parametrize(("state", "text"), [("S (sleeping)", "is a kernel thread"), ("Z (zombie)", "has ended")])
 def test_processes_without_memory_are_refused(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
-    monkeypatch.setattr(models, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
+    monkeypatch.setattr(procfs, "status_of", lambda pid: {"Tgid": str(pid), "Name": "x", "State": state, "Uid": "0 0 0 0"})
     with pytest.raises(LlmcacheError, match=text):
         models.check_process("--pid", 5)
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.question import ask
-from llmcache.cache.sizing import SECOND_NS, SizingParameters, need, passes
+from llmcache.cache.sizing import SECOND_NS, SizingParameters, ask, need, passes
 from llmcache.memory import total_bytes
 from llmcache.model.moe import ModelBytes, MoeBytes
 from llmcache.mount.client import advice
 from llmcache.mount.client.advice import mount_cache_bytes, mount_keeps_bytes
 from llmcache.report.size import lines
 from tests.unit.command_parts import called
-from tests.unit.test_fs_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
+from tests.unit.test_modelfile import EMBEDDING, LAYER, OUTPUT, gguf
 from tools.make_model import Shape, make_model
 
 MB, GB = 10**6, 10**9
@@ -36,8 +35,6 @@ def answered(*args: str) -> dict[str, Any]:
 
 
 def test_the_cache_for_a_loop_is_computed() -> None:
-    text = size("--bw", "100", "--loop", "70M").stdout
-    assert "loop cache  60 MB" in text and "total       64 MB" in text and "100 MB/s (given)" in text and "+30%" in text
     found = answered("--bw", "100", "--loop", "70M")
     assert (found["loop_cache_bytes"], found["cache_bytes"], found["loop_bytes"]) == (60 * MB, 64 * MB, 70 * MB)
     assert (found["period_s"], found["hot_bytes"], found["bandwidth_bytes_per_s"]) == (0.1, 4 * MB, 100 * MB)
@@ -64,10 +61,7 @@ def test_the_largest_loop_for_a_cache_is_computed(args: tuple[str, ...], loop: s
 
 
 def test_stalls_of_a_given_cache_are_reported() -> None:
-    free = size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
-    assert "stall-free" in free
-    text = size("--bw", "100", "--loop", "100M", "--cache", "64M").stdout
-    assert "stalls 300 ms per token" in text and "2.5 tokens/s" in text and "7.5 lost" in text
+    assert "stall-free" in size("--bw", "100", "--loop", "70M", "--cache", "64M").stdout
     passes = answered("--bw", "100", "--loop", "100M", "--cache", "64M")["caches"][0]["passes"]
     assert (passes["stall_free"], passes["stall_s"], passes["missing_bytes"]) == (False, 0.3, 40 * MB)
     assert (passes["tokens_per_s"], passes["tokens_per_s_lost"]) == (2.5, 7.5)
@@ -86,9 +80,6 @@ def test_speed_with_a_given_memory_is_reported() -> None:
     assert ram["needed_bandwidth_bytes_per_s"] == pytest.approx(mount["missing_bytes"] / 0.1)
     enough = answered(*call[:-1], f"{ram['needed_ram_bytes']}B")["ram"]["llmcachefs"]
     assert enough["stall_free"] and enough["tokens_per_s"] == 10
-    text = size(*call).stdout
-    assert "10 tokens/s; assumed" in text and "llmcachefs  0.396 tokens/s" in text and "page cache  0.133 tokens/s" in text
-    assert "no stalls   with 23.6 GB of memory, or storage at 75.7 GB/s" in text
 
 
 def test_loop_and_hot_set_come_from_the_model(tmp_path: Path) -> None:
@@ -97,7 +88,6 @@ def test_loop_and_hot_set_come_from_the_model(tmp_path: Path) -> None:
     assert found["loop_bytes"] == 320 and found["model"]["row_bytes"] == 128
     assert found["hot_bytes"] == found["model"]["hot_bytes"] > 0
     assert answered("--bw", "100", "--model", str(path), "--hot", "4M")["hot_bytes"] == 4 * MB
-    assert "of embeddings, read by row" in size("--bw", "100", "--model", str(path)).stdout
 
 
 MIXTURE = Shape(256, 704, 2000, layers=2, tied=False, experts=16, used=2)
@@ -119,9 +109,7 @@ def test_an_moe_model_reads_only_the_experts_in_use(tmp_path: Path, model_format
     inplace, fuse = found["llmcachefs_modes"]
     assert max(inplace["cache_bytes"], fuse["cache_bytes"]) < found["loop_bytes"]
     assert ram["llmcachefs"]["expert_hit_ratio"] == ram["page_cache"]["expert_hit_ratio"] == 1
-    text = size("--bw", "1", "--model", str(path), "--cache", "16M").stdout
-    assert "read per token: 2 of 16 in each layer" in text and "popularity assumed" in text
-    assert "all dense tensors and " in text and "upper bound" not in text
+    assert "read per token: 2 of 16 in each layer" in size("--bw", "1", "--model", str(path), "--cache", "16M").stdout
 
 
 def test_memory_for_an_moe_model_without_stalls() -> None:

@@ -224,11 +224,11 @@ def test_locked_bytes_are_added_to_the_loop() -> None:
 
 def test_locked_bytes_are_the_smaller_of_two_replies() -> None:
     answers = {FILE.path: [500, 300], OTHER.path: [0]}
-    asked = LockedBytes(lambda file: answers[file.path].pop(0))
-    asked.begin([FILE, OTHER])
-    asked.begin([FILE])
-    asked.finish([FILE, OTHER])
-    assert asked.by_file == {0: 300} and "300 B" in asked.remarks[0]
+    locked = LockedBytes(lambda file: answers[file.path].pop(0))
+    locked.begin([FILE, OTHER])
+    locked.begin([FILE])
+    locked.finish([FILE, OTHER])
+    assert locked.by_file == {0: 300} and "300 B" in locked.remarks[0]
     silent = LockedBytes(Mock(side_effect=MountProblem("the daemon does not answer")))
     silent.begin([FILE])
     silent.finish([FILE])

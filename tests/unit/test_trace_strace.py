@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cache.policies.belady import why_not_exact
+from llmcache.cache.plan import why_not_exact
 from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
 from llmcache.trace.formats.strace import LONGEST_LINE

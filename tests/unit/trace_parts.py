@@ -80,7 +80,7 @@ class KnownModels(Models):
     """Models that give the same answer for every file, or for the files in `only`."""
 
     tensors: Sequence[Tensor] = ()
-    mixture: Experts | None = None
+    moe: Experts | None = None
     layout: ModelLayout | None = None
     only: frozenset[int] | None = None
 
@@ -91,4 +91,4 @@ class KnownModels(Models):
         return self.layout
 
     def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
-        return None if self.mixture is None else (file.path, self.mixture)
+        return None if self.moe is None else (file.path, self.moe)

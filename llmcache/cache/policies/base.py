@@ -1,15 +1,15 @@
 """Base class of all policies: state arrays over dense block ids, and a compiled loop that replays runs over them.
 
-All policies share these conventions, so that their hit ratios are comparable: a missed block is always inserted (no
-bypass), every block takes one place, reads and writes are both references. On a loop of N blocks this limits Belady to
-(S-1)/(N-1).
+All policies insert every missed block (no bypass), and count reads and writes alike, so that their hit ratios are
+comparable. On a loop of N blocks this limits Belady to (S-1)/(N-1).
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,22 +25,16 @@ from llmcache.trace.record import BlockSpace, Provenance, TraceFile
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _forget_stale(folder: Path) -> None:
-    """Remove cached compilations that are older than a source file in the same directory.
-
-    A compiled loop contains the functions that it calls, but numba only compares the date of the file that contains the
-    loop.
-    """
-    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
-    for index in folder.glob("__pycache__/*.nbi"):
-        # removed already, or owned by another user, so that this user cannot change the sources either
-        with suppress(OSError):
-            if index.stat().st_mtime < newest:
-                index.unlink()
+_SHARED = ("base.py", "structures.py", "../loops.py")
+"""Sources of functions and constants that numba compiles into the kernels of other files."""
 
 
-_forget_stale(Path(__file__).parent)
-_forget_stale(Path(__file__).parent.parent)
+def _version_of(names: Sequence[str]) -> str:
+    contents = (Path(__file__).parent.joinpath(name).read_bytes() for name in names)
+    return hashlib.blake2b(b"".join(contents), digest_size=6).hexdigest()
+
+
+_VERSION = _version_of(_SHARED)
 
 
 def kernel(function: F, **options: bool) -> F:
@@ -48,6 +42,8 @@ def kernel(function: F, **options: bool) -> F:
 
     The cache is next to the source, or in ~/.cache/numba if that is not writable; MissingRequirement if neither is.
     """
+    # numba reuses a cached result while the file of `function` is unchanged, and names it after `__qualname__`.
+    function.__qualname__ += f"-{_VERSION}"
     compiler: Any = numba.njit  # its type annotations lack some options that numba itself uses
     try:
         compiled: F = compiler(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
@@ -60,25 +56,24 @@ def kernel(function: F, **options: bool) -> F:
 def subroutine(function: F) -> F:
     """Mark `function` for inlining into kernels that call it; outside of them it is plain Python.
 
-    If the parts of a policy are kernels of their own, cached and callable, compilation takes twice as long. A
-    subroutine is compiled once per combination of argument types (int32 or int64, an integer or a bool), so callers
-    should use the same types.
+    If the parts of a policy were kernels of their own, compilation would take twice as long. A subroutine is compiled once
+    per combination of argument types, so callers should use the same types.
     """
     registered: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
     return registered
 
 
 def lean_kernel(function: F) -> F:
-    """Compile a `kernel` that allocates nothing, without reference counts of its arrays (2 to 8 times as fast).
+    """Compile a `kernel` that allocates nothing, without reference counts of its arrays: 2 to 8 times as fast.
 
-    Numba counts references to arrays atomically at every call and branch unless it can prove that this is unnecessary.
-    Without its runtime such a function cannot allocate, as intended for a replay: an allocation fails to compile.
+    Numba counts references to arrays atomically at every call and branch. Without its runtime, an allocation fails to
+    compile.
     """
     return kernel(function, _nrt=False)
 
 
 @contextmanager
-def told_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
+def report_compiling(tell: Callable[[bool], None]) -> Iterator[None]:
     """Call `tell(True)` when a compilation begins within the with block, and `tell(False)` when it ends."""
 
     class Depth(Listener):  # type: ignore[misc]  # numba is not typed

@@ -1,8 +1,7 @@
 """Belady's MIN: evict the block whose next use is furthest away. It needs the whole trace, without gaps.
 
-A cached block is represented by the time of its next use. The state is a set of times, and a reference is a hit if its
-own time is in the set. Next uses are stored as segments of consecutive blocks that are used again in the same order, so
-that memory depends on the number of runs, not of blocks.
+The state is the set of the times at which cached blocks are used next; a reference is a hit if its own time is in it.
+Next uses are stored as segments of consecutive blocks that are used again in the same order.
 """
 
 from __future__ import annotations
@@ -12,35 +11,8 @@ import numpy as np
 from llmcache.arrays import Flags, Int64s
 from llmcache.cache.policies.base import Policy, kernel, lean_kernel, subroutine
 from llmcache.cache.policies.structures import TimeSet, add, contains, discard, latest, new_timeset
-from llmcache.trace.record import Provenance
 
 NEVER = -1  # the next use of a block that is not used again
-
-UNSEEN = "unseen"
-"""Key of `Provenance.extra`: accesses that the source of the trace could not see, in words. Set by the writer of the
-trace.
-"""
-GAPS = {
-    "mapped_ranges": "files were mapped, and accesses to mapped pages are not recorded",
-    "accesses_of_unknown_files": "accesses to files that the log does not name are missing from the trace",
-    "guessed_offsets": "the offsets of some accesses are guesses",
-}
-"""Keys of `Provenance.extra` that count gaps found by an importer."""
-
-
-def why_not_exact(provenance: Provenance) -> str | None:
-    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
-
-    Any missing access may be the very use that Belady would have kept a block for.
-    """
-    if provenance.lost_events:
-        return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
-    if UNSEEN in provenance.extra:
-        return f"{UNSEEN}: {provenance.extra[UNSEEN]}"
-    for name, meaning in GAPS.items():
-        if name in provenance.extra:
-            return f"{name} is {provenance.extra[name]}: {meaning}"
-    return None
 
 
 class Belady(Policy):
@@ -50,12 +22,10 @@ class Belady(Policy):
                 if cache is full: evict the block with the latest next use, preferably one that is never used again
                 insert b; miss
 
-    1 bit per reference of the trace, 16 bytes per segment (at most one per reference, about two per run in loops), 8
-    per block of capacity, and 8 per id during the search for next uses. `resident` is only valid before and after the
-    replay, which is a single call.
+    1 bit per reference, 16 bytes per segment (about two per run in loops), 8 per block of capacity, and 8 per id during the
+    search for next uses. `resident` is only valid before and after the replay, which is a single call.
 
-    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2),
-    1966.
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
     """
 
     name = "belady"
@@ -68,7 +38,6 @@ class Belady(Policy):
         self._last = np.zeros(blocks, np.bool_)
 
     def _run(self, first: Int64s, count: Int64s, hits: Int64s) -> None:
-        """Replay the runs; ValueError for a second call, because the first could not see this future."""
         if self._replayed:
             raise ValueError("replay: Belady needs the whole trace in one call, but this is the second call")
         self._replayed = True

@@ -31,7 +31,7 @@ OUT_SHARE = 0.5
 
 
 class TwoQ(Policy):
-    """2Q, full version: A1in has 25 % of the capacity, A1out remembers ids for 50 % of the capacity.
+    """2Q, full version: A1in has 25 % of the capacity, A1out remembers ids for 50 % of it; 9 bytes per block.
 
         get(b): if b in Am: move b to the front of Am; hit
                 if b in A1in: hit                             (second touch of one burst: no information)
@@ -41,12 +41,8 @@ class TwoQ(Policy):
                          else: evict the back of Am, without remembering its id
                 insert b at the front of Am if known, else of A1in; miss
 
-    Kin and Kout are rounded down. 9 bytes per block.
-
-    Source: T. Johnson, D. Shasha, 2Q: a low overhead high performance buffer management replacement algorithm, VLDB
-    1994, the full version with its recommended shares. Differs from the paper: b is removed from A1out before room is
-    made for it, so that A1out never drops another id instead (the paper does not specify this). libCacheSim does the same
-    and gives the same hits.
+    Source: T. Johnson, D. Shasha, 2Q: a low overhead high performance buffer management replacement algorithm, VLDB 1994.
+    Differs from the paper: b is removed from A1out before room is made for it, as in libCacheSim, which has the same hits.
     """
 
     name = "2q"
@@ -196,12 +192,9 @@ class S3FIFO(Policy):
         evict_main():  from the back of main:  freq >= 1: to the front of main with freq - 1, continue
                                                else: evict; end
 
-    The small queue has at least one block, so that capacities below ten blocks work.
-
     Source: J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi, FIFO queues are all you need for cache eviction, SOSP 2023,
-    algorithm 1. Differs from the paper: until the first eviction, a block that finds the small queue full is inserted
-    into the main one, as in the authors' own simulator since 2024; otherwise the first blocks would be evicted sooner
-    than later ones.
+    algorithm 1. Differs from the paper: until the first eviction, a block that finds the small queue full is inserted into
+    the main one, as in the authors' simulator since 2024. The small queue has at least one block.
     """
 
     name = "s3fifo"
@@ -274,11 +267,10 @@ STACK_FACTOR = 2
 
 
 class LIRS(Policy):
-    """Low inter-reference recency set: 99 % of the capacity for LIR blocks, 1 % (at least one) for resident HIR blocks.
+    """Low inter-reference recency set: 99 % of the capacity for LIR blocks, at least one place for HIR blocks.
 
-    The cache keeps blocks whose last two references were close together, regardless of their recency. Stack S has the
-    LIR blocks and the HIR blocks that were referenced after the lowest of them, resident or evicted; queue Q has the
-    resident HIR blocks.
+    The cache keeps blocks whose last two references were close together. Stack S has the LIR blocks and the HIR blocks that
+    were referenced after the lowest of them, resident or evicted; queue Q has the resident HIR blocks.
 
         get(b): if b is LIR: move b to the top of S; hit
                 hit = b is resident
@@ -289,14 +281,9 @@ class LIRS(Policy):
                 prune: remove HIR blocks below the lowest LIR block from S
                 while |S| > 2 * capacity: remove from S the block that was evicted first
 
-    17 bytes per block.
-
-    Source: S. Jiang, X. Zhang, LIRS: an efficient low inter-reference recency set replacement policy, SIGMETRICS 2002,
-    with the share of HIR blocks of its experiments. Differs from the paper: S is limited to twice the capacity, so that
-    at most capacity + the HIR share of evicted blocks are remembered (the paper leaves S unbounded and notes that it
-    can be limited). libCacheSim has the same bound. Differs from libCacheSim: there a hit on a block that is no longer
-    in S also removes a block from the LIR set; hits differ by less than 1 % of the references, and not at all on a loop
-    larger than the cache.
+    Source: S. Jiang, X. Zhang, LIRS: an efficient low inter-reference recency set replacement policy, SIGMETRICS 2002.
+    Differs from the paper: S is limited to twice the capacity, as in libCacheSim. Differs from libCacheSim: there a hit on a
+    block that is no longer in S also removes a block from the LIR set (less than 1 % of the references differ).
     """
 
     name = "lirs"

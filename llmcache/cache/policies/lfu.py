@@ -173,11 +173,8 @@ class WTinyLFU(Policy):
     9 bytes per block; the sketch has 26 to 52 bytes per place.
 
     Source: G. Einziger, R. Friedman, B. Manes, TinyLFU: a highly efficient cache admission policy, ACM Transactions on
-    Storage 13(4), 2017, section 4. Differs from Caffeine: the window stays at 1 % (no hill climbing), the victim wins
-    every tie (Caffeine admits a few warm candidates at random against hash flooding), and the paper's doorkeeper is
-    included. Differs from libCacheSim: there every counter of a Bloom filter is incremented without limit, also when a
-    block is moved out of the window, but not when a block of the window is hit; there is no doorkeeper, aging comes
-    after 32 hits per place, and blocks enter protected directly while it has room.
+    Storage 13(4), 2017, section 4. Differs from Caffeine: the window stays at 1 %, the victim wins every tie, and the
+    paper's doorkeeper is included. Differs from libCacheSim, which has no doorkeeper and other counters.
     """
 
     name = "wtinylfu"
@@ -255,14 +252,11 @@ class LeCaR(Policy):
                     if it has `capacity` entries); the entry includes the frequency
                 insert b at the front of the LRU list; miss
 
-    LFU's ties are broken by block number, lowest first: on a loop LFU therefore evicts the lowest numbers, which
-    explains the authors' results on loops. The draws are those of the authors' program (MT19937, seed 123), so the hits
-    are the same, block by block, up to the last bit of numpy's single-precision exp. The frequency heap is only
+    The draws are those of the authors' program (MT19937, seed 123), and so are the hits. The frequency heap is only
     corrected when its top is needed: O(log n) per eviction, O(1) per hit. 33 bytes per block and 24 per place.
 
-    Source: G. Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018, algorithms 1 and 2, and
-    the authors' program, github.com/sylab/LeCaR. Their later program (github.com/sylab/cacheus) halves the histories.
-    Differs from libCacheSim, which breaks LFU's ties by age: it has no hit on a loop, and fewer on skewed references.
+    Source: G. Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018, and github.com/sylab/LeCaR.
+    Differs from libCacheSim, which breaks LFU's ties by age, not by block number: it has no hit on a loop.
     """
 
     name = "lecar"
@@ -288,11 +282,6 @@ class LeCaR(Policy):
 
     def _resident(self) -> Flags:
         return self._state.queues.where == CACHED
-
-    @property
-    def weights(self) -> Floats:
-        """Current weights of LRU and LFU (float32[2]); they sum to 1."""
-        return self._state.weights
 
 
 class Learner(NamedTuple):

@@ -68,8 +68,7 @@ def _lru(links: Links, numbers: Int64s, capacity: int, first: Int64s, count: Int
 def _insert_missed(links: Links, head: int, capacity: int, used: int, block: int, end: int) -> int:
     """Insert `block` and its successors until `end` or a hit, and return that position.
 
-    Both ends of the list stay in registers. On a long miss this is twice as fast as separate insertions, each of which
-    waits for the links of the previous one.
+    Both ends of the list stay in registers, which is twice as fast on a long miss as separate insertions.
     """
     newest = links[head, NEXT]
     oldest = links[head, PREV]

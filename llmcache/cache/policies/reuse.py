@@ -78,16 +78,12 @@ class Reuse(Policy):
                     most recently read one, of HOT the least recently read one
                 if that is b, stream it: it is evicted as soon as a 128th of the cache has been streamed
 
-    The usual interval is the latest one that agreed with it, else the mean of the last two. A pause, which is one
-    interval of more than UNUSED_GAPS usual ones, does not change it. A block is overdue if its interval can no longer
-    agree, unless blocks a little before it in a REGULAR loop were read, and after GIVEN_UP usual intervals in any case.
-    For an overdue block, the expected wait is its age.
+    The usual interval is the latest one that agreed with it, else the mean of the last two; a pause does not change it. A
+    block is overdue if its interval can no longer agree, unless blocks a little before it in a REGULAR loop were read.
 
-    This plan is simulated as a cache of its own, and so is LRU. The actual cache evicts blocks that the deciding one of
-    the two does not contain. A `Guard` compares their misses: LRU decides while the plan misses more. `Guard` and
-    UNUSED_GAPS are those of mounts.
-
-    49 bytes per block. Constant time per hit; a miss compares the nonempty groups, usually 10 to 30.
+    This plan is simulated as a cache of its own, and so is LRU. The actual cache evicts blocks that the deciding one of the
+    two does not contain: LRU decides while the plan misses more. `Guard` and UNUSED_GAPS are those of mounts. 49 bytes per
+    block; a miss compares the nonempty groups, usually 10 to 30.
 
     Source: io_caching section 4.1 (scans are evicted first, loops by period, hot set by LRU); two policies by their
     shadows: Subramanian, Smaragdakis, Loh, Adaptive Caches, MICRO 2006.
@@ -127,7 +123,6 @@ class Reuse(Policy):
                 self._window_ends += self._window
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity (at least 1) and evict blocks that no longer fit."""
         self.capacity = capacity
         _fit(self._state, capacity, self._guard.steering)
 

@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError, MissingRequirement
 from llmcache.kv.llama.attached import AttachedCache
-from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.prefix.identity import FileIdentity
 from llmcache.kv.prefix.metrics import openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
@@ -57,6 +57,7 @@ from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockSto
 from llmcache.kv.spill.layout import aligned
 from llmcache.kv.spill.raw import huge_memory
 from llmcache.memory import tightest
+from llmcache.model.tensors import shard_names
 from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
@@ -728,7 +729,7 @@ def _describe(llama: Llama) -> _Model:
 
     Files are identified by all of their bytes, not by name or time, so a copy on another machine has the same fingerprint.
     """
-    paths = [*model_files(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
+    paths = [*shard_names(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
     metadata, handle = llama.metadata, llama.model
     context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
     # Some models have two sets of rope factors: for contexts up to a length (default: that of training), and for longer.

@@ -56,7 +56,6 @@ NO_CHANGE_TIME = frozenset(
     ("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs", "vfat", "exfat", "ntfs", "ntfs3", "msdos")
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30}.get(platform.machine(), -1)
 _THIS_THREAD, _IDLE = (1, 0), 3 << 13  # IOPRIO_WHO_PROCESS, 0; IOPRIO_CLASS_IDLE
@@ -108,14 +107,6 @@ class FileIdentity:
     def hashed_bytes(self) -> int:
         """Number of bytes hashed so far."""
         return _hasher.job(self.path, self.stamp).hashed_bytes
-
-
-def model_files(path: str) -> list[str]:
-    """Return the files of the GGUF model at `path`: all shards if the name has the form of a shard."""
-    match = _SHARD.fullmatch(path)
-    if match is None:
-        return [path]
-    return [f"{match[1]}-{number:05d}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)]
 
 
 class _Job:

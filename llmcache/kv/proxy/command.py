@@ -18,7 +18,7 @@ from llmcache.kv.proxy.http import Address
 from llmcache.kv.proxy.prompts import Spool
 from llmcache.kv.proxy.proxy import Proxy, Served
 from llmcache.kv.proxy.server import DEFAULT_PORT, Options, process_at
-from llmcache.run.child import Child, ending_by_interrupt, resolve
+from llmcache.run.child import Child, resolve
 from llmcache.units import format_size
 
 LOOPBACK = "127.0.0.1"
@@ -57,7 +57,7 @@ def start(directory: str, limits: Limits, words: Sequence[str], listen: str | No
     # The path is absolute, because a wrapper may start the server in another directory.
     command = [words[0], *options.behind(behind, f"{spool.absolute()}/")]
     proxy = Proxy(behind, options.prefix, options.headers, store, spooled)
-    with contextlib.closing(spooled), ending_by_interrupt():
+    with contextlib.closing(spooled):
         # Otherwise the server moves idle slots to its own prompt cache and clears them. Old servers ignore the variable.
         environment = {_IDLE_SLOTS: "0", **os.environ}
         child = Child(command, program, environment, dies_with_parent=True)
@@ -120,7 +120,7 @@ async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Opt
             loop.add_signal_handler(each, signals.put_nowait, each)
     async with _serving(proxy, addresses, options):
         number = await signals.get()
-    return 0 if number == signal.SIGINT else 128 + number
+    return 128 + number
 
 
 @contextlib.asynccontextmanager

@@ -27,8 +27,9 @@ from typing import Any
 import psutil
 
 from llmcache.errors import MissingRequirement, UsageError
-from llmcache.kv.prefix.identity import FileIdentity, model_files
+from llmcache.kv.prefix.identity import FileIdentity
 from llmcache.kv.proxy.http import Address
+from llmcache.model.tensors import shard_names
 from llmcache.procfs import mappings
 
 FORMAT = 1
@@ -225,7 +226,7 @@ def identify(
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":
         raise MissingRequirement("the server has no model of its own: it loads several", "start the proxy for each model")
-    models = model_files(process.path(named))
+    models = shard_names(process.path(named))
 
     def with_digests(word: str) -> str:
         parts = _SEPARATORS.split(word)

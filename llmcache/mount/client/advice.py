@@ -21,12 +21,12 @@ from llmcache.cache.arbitration import (
     reserve_bytes,
     share_budget,
 )
-from llmcache.cache.question import Question
 from llmcache.cache.sizing import (
     PAPER,
     SECOND_NS,
     Answer,
     ModeNeed,
+    Question,
     Ram,
     SizingParameters,
     answer,

@@ -64,7 +64,6 @@ def _imported(path: Path) -> TraceReader:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix of `path` in lower case; UsageError if it is unknown."""
     found = path.suffix.lower()
     if found != PARQUET and found not in FORMATS:
         known = ", ".join([PARQUET, *FORMATS]).replace("general", "General")

@@ -63,7 +63,6 @@ class _CsvImporter:
         self._after_ns = 0
 
     def take(self, batch: Any) -> None:
-        """Append the rows of a pyarrow record batch."""
         for name in batch.schema.names:
             if batch.column(name).null_count:
                 row = self._rows + int(pc.index(pc.is_null(batch.column(name)), True).as_py())
@@ -89,7 +88,6 @@ class _CsvImporter:
         self._rows += len(offset)
 
     def finish(self) -> None:
-        """Add the files to the writer."""
         for path, number in self._ids.items():
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
@@ -145,7 +143,6 @@ class _CsvImporter:
 
 
 def _header(path: Path) -> tuple[list[str], bool]:
-    """Return the names of the columns, and whether the file has a header."""
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(iter(lambda: file.readline(_CHUNK_BYTES), ""))
         try:

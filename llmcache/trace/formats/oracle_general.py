@@ -74,12 +74,10 @@ def _merged(parts: list[tuple[Uint64s, Uint64s]]) -> tuple[Uint64s, Uint64s]:
 
 
 def _in_blocks(sizes: Uint32s) -> Uint64s:
-    """Return sizes in blocks, rounded up; size 0 becomes one block."""
     return np.maximum((sizes.astype(np.uint64) + BLOCK_BYTES - 1) // BLOCK_BYTES, 1)
 
 
 def _batches(path: Path) -> Iterator[tuple[int, Records]]:
-    """Yield (number of the first record, records)."""
     with readable(path):
         size_bytes = path.stat().st_size
         if size_bytes % RECORD.itemsize:

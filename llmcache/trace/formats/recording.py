@@ -90,7 +90,6 @@ class RecordingWriter:
         self.size_bytes = self._file.tell()
 
     def close(self) -> None:
-        """End the stream and keep the file."""
         if self._file.closed:
             return
         try:
@@ -105,7 +104,6 @@ class RecordingWriter:
         return Path(f"/proc/self/fd/{self._fd}")
 
     def discard(self) -> None:
-        """Remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
         if self._fd >= 0:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +102,6 @@ class SystemCall:
 
     @cached_property
     def words(self) -> list[str]:
-        """The arguments, each as written in the log."""
         return split(self.args)
 
 
@@ -196,12 +194,10 @@ class LoggedFile:
     is_size_known: bool = False
 
     def resize(self, size: int) -> None:
-        """Set the size from a call that reports or sets it."""
         self.size, self.is_size_known = size, True
         self.largest = max(self.largest, size)
 
     def reach(self, end: int) -> None:
-        """Extend the size to at least `end` bytes."""
         self.size = max(self.size, end)
         self.largest = max(self.largest, self.size)
 
@@ -215,7 +211,6 @@ class FileNames:
         self._generations: dict[str, int] = {}
 
     def named(self, path: str) -> LoggedFile | None:
-        """Return the file at `path`; None for paths below /dev, /proc and /sys."""
         if path.startswith(_NOT_FILES) and not path.startswith("/dev/shm/"):
             return None
         if path not in self._names:
@@ -226,11 +221,9 @@ class FileNames:
         return self._names[path]
 
     def remove(self, path: str) -> None:
-        """Remove the name `path`; the next file with this name is a different one."""
         self._names.pop(path, None)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename the file `old` to `new`."""
         file = self._names.pop(old, None)
         self.remove(new)
         if file is not None:
@@ -254,7 +247,6 @@ class Directory:
     path: str = ""
 
     def joined(self, path: str) -> str:
-        """Return `path` relative to this directory, without "." and ".."; symbolic links are not resolved."""
         return os.path.normpath(os.path.join(self.path, path))
 
 
@@ -267,7 +259,6 @@ class Task:
     directory: Directory = field(default_factory=Directory)
 
     def child(self, tid: int, flags: str) -> Task:
-        """Return the process or thread `tid`, created by clone with `flags` (empty for fork and vfork)."""
         return Task(
             self.pid if "CLONE_THREAD" in flags else tid,
             self.table if "CLONE_FILES" in flags else dict(self.table),
@@ -310,14 +301,12 @@ class Tasks:
         self._cloning[tid] = flags
 
     def cloned(self, tid: int, child: int, flags: str) -> None:
-        """Record that the clone of `tid` has returned `child`."""
         parent = self.get(tid)
         self._cloning.pop(tid, None)
         if self._early.pop(child, None) != tid:
             self._known[child] = parent.child(child, flags)
 
     def end(self, tid: int) -> None:
-        """Remove `tid`; the kernel may reuse its number."""
         if tid:
             self._known.pop(tid, None)
             self._cloning.pop(tid, None)
@@ -339,7 +328,6 @@ class StraceLog:
         self._command = ""
 
     def take(self, line: str, number: int) -> None:
-        """Parse one line; DataError if its time goes back."""
         prefix = _PREFIX.match(line)
         assert prefix is not None  # every part of the expression is optional
         tid, text = int(prefix[1] or prefix[2] or 0), line[prefix.end() :]
@@ -362,23 +350,20 @@ class StraceLog:
 
     def _call(self, call: SystemCall) -> None:
         self.counts["calls"] += 1
-        if call.result != -1 and call.name in _HANDLERS:
+        if call.result != -1:
             try:
-                _HANDLERS[call.name](self, call, self._tasks.get(call.tid))
+                self._apply(call, self._tasks.get(call.tid))
             except (IndexError, ValueError):
                 self.counts["calls_not_understood"] += 1  # an unknown form of arguments, or a truncated line
 
     def path(self, number: int) -> str:
-        """Return the first path of file `number`."""
         return self._files.all[number].path
 
     def accessed(self) -> list[TraceFile]:
-        """Return the files of all rows."""
         chosen = (file for file in self._files.all if file.number in self._accessed)
         return [TraceFile(file.number, file.path, 0, 0, file.generation, file.largest) for file in chosen]
 
     def provenance(self) -> Provenance:
-        """Return the provenance of a trace made from the log."""
         self.counts["threads_of_unknown_origin"] = self._tasks.adopted
         self.counts["clock_steps_back"] = self._clock.steps_back
         return Provenance(
@@ -390,7 +375,6 @@ class StraceLog:
         )
 
     def _note(self, call: SystemCall, task: Task, file: LoggedFile, offset: int, length: int, op: int) -> None:
-        """Add a row for an access to bytes offset .. offset + length - 1."""
         first = offset // BLOCK_BYTES
         self._accessed.add(file.number)
         count = (offset + length - 1) // BLOCK_BYTES - first + 1
@@ -440,7 +424,6 @@ class StraceLog:
         self._note(call, task, file, start, length, op)
 
     def _path(self, args: list[str], task: Task) -> str:
-        """Return the path for the arguments directory descriptor and path."""
         path = unquoted(args[1])
         found = re.match(r"\w+<((?:[^<>\\]|\\.)*)>", args[0])
         if found:
@@ -450,22 +433,91 @@ class StraceLog:
             path = base.file.name + "/" + path
         return task.directory.joined(path)
 
-    def _opened(self, call: SystemCall, task: Task, path: str, flags: str) -> None:
+    def _apply(self, call: SystemCall, task: Task) -> None:  # noqa: C901 - a table of calls
+        """Change the state as a call does; IndexError or ValueError for arguments of an unknown form."""
+        name, table = call.name, task.table
+        match name:
+            case "read" | "write" | "readv" | "writev":
+                # The descriptor is the first argument. Splitting the data after it would be slow.
+                self._access(call, task, call.args, _op(name), call.result)
+            case "pread64" | "pwrite64" | "preadv" | "pwritev" | "preadv2" | "pwritev2" | "pread" | "pwrite":
+                self._access_at(call, task)
+            case "lseek" | "_llseek":
+                self._seek(call, task)
+            case "close":
+                if found := _FD.match(call.args):
+                    table.pop(int(found[1]), None)
+            case "open" | "openat" | "openat2" | "creat":
+                args = call.words if name.startswith("openat") else ["AT_FDCWD", *call.words]
+                flags = "O_WRONLY|O_CREAT|O_TRUNC" if name == "creat" else args[2]
+                self._open(call, task, self._path(args, task), flags)
+            case "fstat" | "fstat64" | "newfstatat" | "fstatat64" | "statx":  # of a descriptor
+                size = _SIZE.search(call.args)
+                if size and (name.startswith("fstat") or call.words[1] == '""'):
+                    self._resize(call.words[0], task, int(size[1]))
+            case "mmap" | "mmap2":
+                self._mmap(call, task)
+            case "dup" | "dup2" | "dup3":
+                self._dup(call, task)
+            case "fcntl" | "fcntl64":
+                if call.words[1].startswith("F_DUPFD"):
+                    self._dup(call, task)
+                elif call.words[1] == "F_SETFL" and (described := self._description(call.words[0], task)):
+                    described.append = "O_APPEND" in call.words[2]
+            case "clone" | "clone3" | "fork" | "vfork":
+                self._tasks.cloned(call.tid, call.result, call.args)
+            case "execve" | "execveat":
+                task.table = dict(table)  # exec ends the sharing
+                if not self._command:
+                    path, arguments = call.words[:2]
+                    # strace prints the whole path, but may truncate arguments (-s).
+                    self._command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
+            case "sendfile" | "sendfile64":
+                target, source, at = call.words[:3]
+                self._access(call, task, source, READ, call.result, _offset_in(at))
+                self._access(call, task, target, WRITE, call.result)
+            case "copy_file_range" | "splice":
+                source, at, target, to = call.words[:4]
+                self._access(call, task, source, READ, call.result, _offset_in(at))
+                self._access(call, task, target, WRITE, call.result, _offset_in(to))
+            case "ftruncate" | "ftruncate64":
+                self._resize(call.words[0], task, int(call.words[1], 0))
+            case "truncate" | "truncate64":
+                if file := self._files.named(task.directory.joined(unquoted(call.words[0]))):
+                    file.resize(int(call.words[1], 0))
+            case "unlink" | "unlinkat":
+                self._files.remove(self._path(call.words if name == "unlinkat" else ["AT_FDCWD", *call.words], task))
+            case "rename" | "renameat" | "renameat2":
+                args = call.words
+                if name == "rename":
+                    args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
+                self._files.rename(self._path(args[:2], task), self._path(args[2:4], task))
+            case "chdir":
+                task.directory.path = task.directory.joined(unquoted(call.words[0]))
+            case "getcwd":
+                task.directory.path = unquoted(call.words[0])
+            case "fchdir":
+                described = self._description(call.args, task)
+                if described and described.file:
+                    task.directory.path = described.file.name
+            case "pipe" | "pipe2" | "socketpair":  # two descriptors in brackets
+                bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
+                for fd in split(bracket.strip("[]")):
+                    if found := _FD.match(fd):
+                        table[int(found[1])] = Description(None)
+            case _ if name in _NO_FILES:
+                table[call.result] = Description(None)
+
+    def _open(self, call: SystemCall, task: Task, path: str, flags: str) -> None:
         file = self._files.named(unquoted(call.result_path) if call.result_path else path)
         if file and "O_TRUNC" in flags:
             file.resize(0)
         task.table[call.result] = Description(file, append="O_APPEND" in flags)
 
-    # Handlers, one for each kind of call.
-
-    def _open(self, call: SystemCall, task: Task) -> None:
-        args = call.words if call.name.startswith("openat") else ["AT_FDCWD", *call.words]
-        flags = "O_WRONLY|O_CREAT|O_TRUNC" if call.name == "creat" else args[2]
-        self._opened(call, task, self._path(args, task), flags)
-
-    def _close(self, call: SystemCall, task: Task) -> None:
-        if found := _FD.match(call.args):
-            task.table.pop(int(found[1]), None)
+    def _resize(self, fd: str, task: Task, size: int) -> None:
+        described = self._description(fd, task)
+        if described and described.file:
+            described.file.resize(size)
 
     def _dup(self, call: SystemCall, task: Task) -> None:
         described = self._description(call.words[0], task)
@@ -473,29 +525,7 @@ class StraceLog:
         if described:
             task.table[call.result] = described
 
-    def _fcntl(self, call: SystemCall, task: Task) -> None:
-        args = call.words
-        if args[1].startswith("F_DUPFD"):
-            self._dup(call, task)
-        elif args[1] == "F_SETFL" and (described := self._description(args[0], task)):
-            described.append = "O_APPEND" in args[2]
-
-    def _no_file(self, call: SystemCall, task: Task) -> None:
-        task.table[call.result] = Description(None)
-
-    def _pair(self, call: SystemCall, task: Task) -> None:
-        """Handle a pipe or a pair of sockets: two descriptors in brackets."""
-        bracket = next((arg for arg in call.words if arg.startswith("[")), "[]")
-        for fd in split(bracket.strip("[]")):
-            if found := _FD.match(fd):
-                task.table[int(found[1])] = Description(None)
-
-    def _stream(self, call: SystemCall, task: Task) -> None:
-        """Handle a read or write at the offset of the description (read, write, readv, writev)."""
-        # The descriptor is the first argument. Splitting the data after it would be slow.
-        self._access(call, task, call.args, _op(call.name), call.result)
-
-    def _at(self, call: SystemCall, task: Task) -> None:
+    def _access_at(self, call: SystemCall, task: Task) -> None:
         """Handle a read or write at an offset; -1 is the offset of the description (preadv2, pwritev2)."""
         has_flags = call.name in ("preadv2", "pwritev2")
         last = call.args.rsplit(", ", 2 if has_flags else 1)[1:]
@@ -516,19 +546,8 @@ class StraceLog:
         if args[-1] == "SEEK_END" and described.file and call.name == "lseek":
             described.file.resize(described.offset - int(args[1], 0))
 
-    def _sendfile(self, call: SystemCall, task: Task) -> None:
-        target, source, at = call.words[:3]
-        self._access(call, task, source, READ, call.result, _offset_in(at))
-        self._access(call, task, target, WRITE, call.result)
-
-    def _copy(self, call: SystemCall, task: Task) -> None:
-        """Handle a copy between descriptors (copy_file_range, splice)."""
-        source, at, target, to = call.words[:4]
-        self._access(call, task, source, READ, call.result, _offset_in(at))
-        self._access(call, task, target, WRITE, call.result, _offset_in(to))
-
     def _mmap(self, call: SystemCall, task: Task) -> None:
-        """Handle a mapping of a file: a row for its range, up to the end of the file if the size is known."""
+        """Add a row for the mapped range of a file, up to the end of the file if the size is known."""
         args = call.words
         described = self._description(args[4], task)
         if "MAP_ANON" in args[3] or described is None or described.file is None:
@@ -540,56 +559,6 @@ class StraceLog:
             self.counts["mapped_ranges"] += 1
             self._note(call, task, file, offset, length, MAP)
 
-    def _stat(self, call: SystemCall, task: Task) -> None:
-        """Handle the size of an open file (fstat, newfstatat and statx of a descriptor)."""
-        size = _SIZE.search(call.args)
-        if not size or not (call.name.startswith("fstat") or call.words[1] == '""'):
-            return
-        described = self._description(call.words[0], task)
-        if described and described.file:
-            described.file.resize(int(size[1]))
-
-    def _truncate(self, call: SystemCall, task: Task) -> None:
-        args = call.words
-        if call.name.startswith("ftruncate"):
-            described = self._description(args[0], task)
-            file = described.file if described else None
-        else:
-            file = self._files.named(task.directory.joined(unquoted(args[0])))
-        if file:
-            file.resize(int(args[1], 0))
-
-    def _unlink(self, call: SystemCall, task: Task) -> None:
-        args = call.words if call.name == "unlinkat" else ["AT_FDCWD", *call.words]
-        self._files.remove(self._path(args, task))
-
-    def _rename(self, call: SystemCall, task: Task) -> None:
-        args = call.words
-        if call.name == "rename":
-            args = ["AT_FDCWD", args[0], "AT_FDCWD", args[1]]
-        self._files.rename(self._path(args[:2], task), self._path(args[2:4], task))
-
-    def _chdir(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = task.directory.joined(unquoted(call.words[0]))
-
-    def _getcwd(self, call: SystemCall, task: Task) -> None:
-        task.directory.path = unquoted(call.words[0])
-
-    def _fchdir(self, call: SystemCall, task: Task) -> None:
-        described = self._description(call.args, task)
-        if described and described.file:
-            task.directory.path = described.file.name
-
-    def _clone(self, call: SystemCall, task: Task) -> None:
-        self._tasks.cloned(call.tid, call.result, call.args)
-
-    def _exec(self, call: SystemCall, task: Task) -> None:
-        task.table = dict(task.table)  # exec ends the sharing
-        if not self._command:
-            path, arguments = call.words[:2]
-            # strace prints the whole path, but may truncate arguments (-s).
-            self._command = " ".join(unquoted(word) for word in [path, *split(arguments.strip("[]"))[1:]])
-
 
 def _op(name: str) -> int:
     return WRITE if "write" in name else READ
@@ -599,28 +568,3 @@ def _offset_in(text: str) -> int | None:
     """Return the (first) offset in "[4096]" or "[0] => [4096]", None for NULL."""
     found = re.match(r"\[(\d+)\]", text)
     return int(found[1]) if found else None
-
-
-_HANDLERS: dict[str, Callable[[StraceLog, SystemCall, Task], None]] = {
-    **dict.fromkeys(("open", "openat", "openat2", "creat"), StraceLog._open),
-    **dict.fromkeys(("read", "write", "readv", "writev"), StraceLog._stream),
-    **dict.fromkeys(("pread64", "pwrite64", "preadv", "pwritev", "preadv2", "pwritev2", "pread", "pwrite"), StraceLog._at),
-    **dict.fromkeys(("dup", "dup2", "dup3"), StraceLog._dup),
-    **dict.fromkeys(("fcntl", "fcntl64"), StraceLog._fcntl),
-    **dict.fromkeys(("lseek", "_llseek"), StraceLog._seek),
-    **dict.fromkeys(("sendfile", "sendfile64"), StraceLog._sendfile),
-    **dict.fromkeys(("copy_file_range", "splice"), StraceLog._copy),
-    **dict.fromkeys(("mmap", "mmap2"), StraceLog._mmap),
-    **dict.fromkeys(("fstat", "fstat64", "newfstatat", "fstatat64", "statx"), StraceLog._stat),
-    **dict.fromkeys(("truncate", "truncate64", "ftruncate", "ftruncate64"), StraceLog._truncate),
-    **dict.fromkeys(("unlink", "unlinkat"), StraceLog._unlink),
-    **dict.fromkeys(("rename", "renameat", "renameat2"), StraceLog._rename),
-    **dict.fromkeys(_CLONES, StraceLog._clone),
-    **dict.fromkeys(("execve", "execveat"), StraceLog._exec),
-    **dict.fromkeys(("pipe", "pipe2", "socketpair"), StraceLog._pair),
-    **dict.fromkeys(_NO_FILES, StraceLog._no_file),
-    "close": StraceLog._close,
-    "chdir": StraceLog._chdir,
-    "fchdir": StraceLog._fchdir,
-    "getcwd": StraceLog._getcwd,
-}

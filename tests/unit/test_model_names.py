@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.errors import DataError
 from llmcache.model import names as module
-from llmcache.model.names import INDEX_BYTES, ModelNames, manifest_layers, manifest_place
+from llmcache.model.names import INDEX_BYTES, ModelNames
 from tests.unit.names_parts import COMMIT, blob_of, hub_snapshot, ollama_model
 
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -253,14 +252,3 @@ def test_a_hanging_scan_does_not_block_lookups(names: ModelNames, tmp_path: Path
     go_on.set()
     names.refresh(60)
     assert names.shown(blob) == "llama3.2:3b"
-
-
-def test_manifests_are_parsed_and_located() -> None:
-    row = {"mediaType": "application/vnd.ollama.image.tensor; name=a; dtype=F16", "digest": "sha256:" + "a" * 64}
-    document = {"layers": [row, row | {"mediaType": "text/plain"}], "config": {"digest": "sha256:" + "b" * 64}}
-    found = manifest_layers(json.dumps(document).encode())
-    assert [(layer.kind, layer.blob[:8]) for layer in found] == [("tensor", "sha256-a"), ("config", "sha256-b")]
-    with pytest.raises(DataError, match="not an Ollama manifest"):
-        manifest_layers(b"{}")
-    assert manifest_place(f"/models/manifests/{LLAMA}/3b") == ("/models", "llama3.2:3b")
-    assert manifest_place(f"/models/manifests/{LLAMA}") is None

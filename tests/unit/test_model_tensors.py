@@ -20,7 +20,6 @@ from llmcache.model.tensors import (
     ModelLayout,
     Tensor,
     is_expert,
-    order_shards,
     shard_name,
 )
 from tests.unit.test_make_model import made
@@ -47,7 +46,7 @@ GGUF_ENDS = ("token_embd.weight", "output_norm.weight", "output.weight")
 HF_ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 MODELS = {
     "gguf": names(GGUF_LAYER, 12, "blk.{}.{}.weight", GGUF_ENDS),
-    "mixture": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
+    "moe": names(MOE_LAYER, 3, "blk.{}.{}.weight", GGUF_ENDS),
     "huggingface": names(HF_LAYER, 12, "model.layers.{}.{}.weight", HF_ENDS),
 }
 
@@ -82,7 +81,7 @@ def test_unknown_tensors_and_encoders_have_their_place_in_the_order() -> None:
 
 
 def test_experts_are_sparse_and_shared_experts_are_not() -> None:
-    sparse = {region.name for region in layout(MODELS["mixture"]).regions() if region.sparse}
+    sparse = {region.name for region in layout(MODELS["moe"]).regions() if region.sparse}
     assert sparse == {f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(3) for part in ("gate", "up", "down")}
     assert is_expert("model.layers.3.mlp.experts.17.up_proj.weight")
     assert is_expert("model.layers.3.block_sparse_moe.experts.1.w2.weight")
@@ -90,19 +89,9 @@ def test_experts_are_sparse_and_shared_experts_are_not() -> None:
     assert not is_expert("blk.3.ffn_up_shexp.weight")
 
 
-def test_shards_are_ordered_as_one_model() -> None:
-    whole = MODELS["gguf"]
-    parts = [whole[:40], whole[40:80], whole[80:]]
-    shards = [layout(part, shard=(number, 3)) for number, part in enumerate(parts)]
-    assert shards[0].regions()[1].role == "rows", "a single shard is not assumed to be tied"
-    assert shards[0].regions(tied=True)[-1].role == "loop"
-    found = order_shards(shards)
-    assert [(index, region.role) for index, region in found[:3]] == [(0, "hot"), (1, "hot"), (2, "hot")]
-    assert [region.name for _, region in found[3:]] == whole
-    assert found[3][1].role == "rows"
-    assert [index for index, _ in found[3:]] == [0] * 40 + [1] * 40 + [2] * (len(whole) - 80)
-    tied = order_shards([layout(whole[:40], (0, 2)), layout(whole[40:-1], (1, 2))])
-    assert (tied[-1][0], tied[-1][1].name, tied[-1][1].role) == (0, "token_embd.weight", "loop")
+def test_a_single_shard_is_not_assumed_to_be_tied() -> None:
+    shard = layout(MODELS["gguf"][:40], shard=(0, 3))
+    assert shard.regions()[1].role == "rows" and shard.regions(tied=True)[-1].role == "loop"
 
 
 def test_shard_names_are_parsed() -> None:

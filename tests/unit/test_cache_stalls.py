@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.latency import FetchModel, StallMeter
 from llmcache.cache.plan import Plan
 from llmcache.cache.simulate import simulate, simulate_all
-from llmcache.cache.sizing import PAPER
+from llmcache.cache.sizing import FetchModel
+from llmcache.cache.stalls import StallMeter
 from tests.unit.simulation_parts import trace_of
 
 MB = 10**6
@@ -25,7 +25,7 @@ def test_fetch_times_match_the_paper() -> None:
     for bandwidth, expected in ((100, 90.96e-6), (200, 70.48e-6), (500, 58.192e-6), (1000, 54.096e-6)):
         assert model.storage_s(1, bandwidth * MB) == pytest.approx(expected)
     assert model.latency_s(10, 3, 100 * MB) == pytest.approx(10 * model.gpu_s(1) + 3 * 90.96e-6)
-    times = [model.latency_s(1000, 1000, bandwidth) for bandwidth in PAPER.storage_bandwidths]
+    times = [model.latency_s(1000, 1000, bandwidth) for bandwidth in FetchModel.storage_bandwidths]
     gains = [1 - later / earlier for earlier, later in itertools.pairwise(times)]
     assert gains[0] > 0.2 and gains[2] < 0.07, "figure 5: gains beyond 500 MB/s are negligible"
 
@@ -38,7 +38,7 @@ def test_writes_cost_no_fetch_time() -> None:
     assert reads.latency_s == pytest.approx(model.latency_s(8, 8, 100 * MB))
     assert (writes.latency_s, writes.storage_read_bytes, writes.byte_hit_ratio) == (0, 0, None)
     assert both.latency_s == pytest.approx(model.gpu_s(8))
-    assert [latency.bw for latency in reads.latencies] == list(PAPER.storage_bandwidths)
+    assert [latency.bw for latency in reads.latencies] == list(FetchModel.storage_bandwidths)
     assert (reads.bw, reads.latency_s) == (reads.latencies[0].bw, reads.latencies[0].latency_s)
 
 
