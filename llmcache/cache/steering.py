@@ -240,15 +240,6 @@ class Steering(Spaces):
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
-    def holds(self, key: str, extent: int) -> bool:
-        space = self.spaces.get(key)
-        return space is not None and extent in space.held
-
-    def wants(self, key: str, extent: int) -> bool:
-        """Return True if the current plan pins `extent` of space `key`; the next reference may change the plan."""
-        space = self.spaces.get(key)
-        return space is not None and bool(space.wanted[extent])
-
     # More events
 
     @_event

@@ -114,9 +114,9 @@ def test_a_loop_hits_its_share_from_the_fourth_pass(extents: int, limit: int) ->
 def test_warmed_extents_hit_at_their_first_reference() -> None:
     core = new_core(20, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 40)])
-    assert not any(core.wants("0", extent) for extent in range(40)), "without a reference, only plan() makes a plan"
+    assert not any(core.spaces["0"].wanted[extent] for extent in range(40)), "without a reference, only plan() makes a plan"
     core.plan()
-    wanted = [extent for extent in range(40) if core.wants("0", extent)]
+    wanted = [extent for extent in range(40) if core.spaces["0"].wanted[extent]]
     assert 12 <= len(wanted) <= 20
     for extent in range(40):
         core.hold("0", extent)  # unwanted extents are not cached

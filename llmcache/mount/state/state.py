@@ -139,7 +139,7 @@ class References:
 
     def lost(self, space: LoopSpace, extent: int) -> None:
         """Report that an extent could not be read, if the core counts it as held."""
-        if self.core is not None and self.core.holds(space.key, extent):
+        if self.core is not None and extent in space.held:
             self.core.lost(space.key, extent)
 
     def claimed(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int) -> int:
