@@ -204,7 +204,6 @@ def _plan_of(space: Space, share: Share, spare: int) -> tuple[SpacePlan, int]:
 
 
 def _both(first: bytes | bytearray, second: bytes | bytearray) -> list[int]:
-    """Return the positions at which both have a mark."""
     if 1 not in second:
         return []
     both = int.from_bytes(first, "little") & int.from_bytes(second, "little")

@@ -60,7 +60,6 @@ class Intervals:
         return sum(octave.count for octave in self._octaves.values())
 
     def add(self, ns: int, blocks: int) -> None:
-        """Count one interval of `ns` nanoseconds in which `blocks` blocks (at least 1) were accessed."""
         blocks, ns = max(1, blocks), max(0, ns)
         octave = self._octaves.setdefault(min(OCTAVES - 1, blocks.bit_length()), _Octave())
         octave.count += 1
@@ -208,7 +207,6 @@ class LoopOrder:
         self.rank_of = self.extent_at[:]
 
     def extend(self, count: int) -> None:
-        """Add extents at the end, up to `count` in all."""
         more = array("I", range(len(self), count))
         self.extent_at.extend(more)
         self.rank_of.extend(more)
@@ -311,7 +309,6 @@ class RecentUse:
         self.returned, self._returned_now = self._returned_now, 0
 
     def untouched(self, extent: int) -> int:
-        """Return the number of whole passes since the last touch of `extent`."""
         return max(0, self.passes - self._last[extent] - 1)
 
     def excuse(self, extents: Iterable[int]) -> None:
@@ -336,7 +333,6 @@ class RecentUse:
         return found
 
     def is_late(self, extent: int) -> bool:
-        """Return True if a used extent was not touched for longer than usual."""
         return self.untouched(extent) >= self._usual[extent] and not self.unused[extent]
 
 
@@ -535,7 +531,6 @@ class CursorTable:
         return None
 
     def reset(self) -> None:
-        """Remove all cursors, because the ranks have a new meaning."""
         self.live.clear()
         self.suspects.clear()
         self.laggards = 0

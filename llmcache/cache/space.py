@@ -128,7 +128,6 @@ class Space:
         return max(0, -(-size // BLOCK_BYTES))
 
     def part_of(self, extent: int) -> Part:
-        """Return the file that contains `extent`; IndexError beyond the last."""
         if not 0 <= extent < self.count:
             raise IndexError(f"extent: must be from 0 to {self.count - 1}, not {extent}")
         return self.parts[bisect_right(self.parts, extent, key=attrgetter("base")) - 1]

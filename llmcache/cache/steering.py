@@ -108,7 +108,6 @@ class Spaces:
 
     @_event
     def close(self, key: str) -> None:
-        """Record that no client has a file of the space open: its extents make room for active loops."""
         self._set_open(self.spaces[key], False)
 
     @_event
@@ -123,7 +122,6 @@ class Spaces:
 
     @_event
     def end(self, key: str) -> None:
-        """Remove the space: its file was changed or removed, or has been closed for long."""
         self.with_single.discard(key)
         self._remove(self.spaces.pop(key))
 
@@ -329,7 +327,6 @@ class Steering(Spaces):
 
 
 def _period(space: Space) -> int:
-    """Return the period in references; before one is observed, that of a lone reader."""
     return space.learner.period or space.count
 
 

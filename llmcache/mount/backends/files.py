@@ -106,7 +106,6 @@ class Program:
         return False
 
     def look(self, *, again: bool = False) -> None:
-        """Read its mappings, unless they were just read."""
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns < _LOOK_NS and not again:
             return
@@ -225,7 +224,6 @@ class MappedFile:
 
     @classmethod
     def of(cls, backing: Backing, window: int = 0) -> MappedFile:
-        """Map a file. OSError."""
         length = backing.size
         address = syscalls.mmap(backing.fd, length)
         with contextlib.suppress(OSError):  # a kernel without huge pages uses readahead in small pages
@@ -325,11 +323,9 @@ class SlotAllocator:
         return sum(end - first for first, end in self._free)
 
     def taken_at(self, first: int) -> int:
-        """Return the length of the stretch that was taken at `first`."""
         return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
-        """Free the stretch that was taken at `first`, if there is one."""
         if (count := self._taken.pop(first, None)) is None:
             return
         end = first + count
@@ -370,7 +366,6 @@ class Files:
         return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:
-        """Return the file with this inode number."""
         return self.by_key.get((self._dev, node or 0))
 
     @contextlib.contextmanager
@@ -425,7 +420,6 @@ class Files:
             self._set_read_ahead()
 
     def end(self) -> None:
-        """Restore the readahead of the device."""
         with self.turn:
             if self.read_ahead is not None:
                 self.read_ahead.restore()
@@ -515,7 +509,6 @@ class Files:
         return found, targets, all(error.errno in NOT_THERE for error in errors)
 
     def _scan(self) -> None:
-        """Watch new files, and forget missing ones."""
         self.tree.names.scan()
         found, targets, is_complete = self._walk()
         if self.tree.names.is_outdated:
@@ -536,7 +529,6 @@ class Files:
                 self._watch_whole(File(next(self._numbers), path, status))
 
     def _take_changes(self, file: File, path: str, status: os.stat_result) -> None:
-        """Take over a new path or size of a known file."""
         if file.mapping is None and file.status.st_size != status.st_size:  # it has grown, or was truncated
             self.engine.removed(file.path)
             file.status = status
@@ -574,7 +566,6 @@ class Files:
         return file
 
     def _adopt(self, file: File, pid: int) -> None:
-        """Open the file, and report to the engine that a client reads it. OSError."""
         if file.number not in self.by_number:
             return
         if not pid and not self._unknown:
@@ -768,7 +759,6 @@ class Files:
         mapping.close()
 
     def _check_changes(self) -> None:
-        """Forget files that were rewritten, truncated or replaced."""
         for file in list(self.by_number.values()):
             if file.mapping is None:
                 if file.space is not None and not file.space.alive:

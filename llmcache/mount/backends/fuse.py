@@ -164,7 +164,6 @@ class FuseBackend:
         return {}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents without accounted bytes."""
         return [extent for extent in extents if not space.accounted_bytes[extent]]
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
@@ -437,7 +436,6 @@ class SliceReader:
             self.state.expert_cache.lost(moe, expert)
 
     def _begin(self, moe: MoeFile, expert: int, offset: int) -> None:
-        """Queue the load of an expert; the pieces from `offset` on come first. Lock held."""
         behind: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for start, length in moe.ranges(expert):

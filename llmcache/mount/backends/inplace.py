@@ -122,7 +122,6 @@ class BindMount:
             self._on_end()
 
     def _is_mounted(self) -> bool:
-        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
@@ -280,7 +279,6 @@ class InPlaceBackend:
         return self._claim(space, member, extent, ahead=True)
 
     def _demand(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
-        """Queue a fetch of a whole extent that a reader has begun to read. Lock held."""
         if member.reachable and extent not in space.loading:
             self.state.queue(self._claim(space, member, extent, ahead=False))
 

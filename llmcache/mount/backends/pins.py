@@ -83,7 +83,6 @@ class PinHelper:
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
     def call(self, operation: str, path: str, **more: int | str | list[int]) -> dict[str, Any]:
-        """Return the helper's reply to a request. HelperLost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -237,7 +236,6 @@ class PinService:
 
     @property
     def pid(self) -> int:
-        """PID of the first helper; 0 if there is none."""
         return next(iter(self.pids), 0)
 
     @property
@@ -292,7 +290,6 @@ class PinService:
         self._queue.put({"op": "rename", "path": old, "new": new})
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until all requests queued before are done, or for `timeout_s`."""
         done = threading.Event()
         self._queue.put(done)
         done.wait(timeout_s)
@@ -439,7 +436,6 @@ class PinService:
                     self._retry_at = time.monotonic() + RETRY_S
 
     def _spawn(self) -> PinHelper:
-        """Start another helper; return the last one if the system refuses a process."""
         try:
             helper = PinHelper(self._mountpoint, self._target_of)
         except OSError:
@@ -453,7 +449,6 @@ class PinService:
         return helper
 
     def _recovered(self, lost: HelperLost) -> bool:
-        """Replace a helper that has died; return False once that has failed too often."""
         while not self._stopping:
             now = time.monotonic()
             self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]

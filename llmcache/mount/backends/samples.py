@@ -102,7 +102,6 @@ class Samples:
         self._over.set()
 
     def run(self) -> None:
-        """Sample again and again which resident experts were used."""
         pause_s = 0.0
         while not self._over.wait(pause_s):
             pause_s = self._look()
@@ -141,7 +140,6 @@ class Samples:
         return touched
 
     def _look(self) -> float:
-        """Count uses of experts; return the seconds until the next sample."""
         began, began_s = time.thread_time(), time.monotonic()
         with self._state.lock:
             residents = [(moe, moe.kept) for moe in self._state.expert_cache.moe_files]

@@ -197,7 +197,6 @@ class Touches:
         return ClientReads(*(count * PAGE_BYTES for count in pages))
 
     def all_reads(self) -> ClientReads:
-        """Return the bytes that the kernel has read of all files that are or were watched."""
         now = [self.reads(file) for file in list(self._counted)]
         return ClientReads(*(sum(amounts) for amounts in zip(self._past, *now, strict=True)))
 
@@ -221,7 +220,6 @@ class Touches:
 
     @property
     def lost(self) -> int:
-        """Number of touches that were lost because the ring was full."""
         return int(struct.unpack("<IIQQ", self._object.read("own", bytes(4), 24))[2])
 
     def close(self) -> None:

@@ -265,7 +265,6 @@ class Engine:
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
-        """Forget the file at a path, which was deleted; open handles continue to read it."""
         with self.state.lock:
             for space, _ in list(self.state.places.get(path, ())):
                 self._dissolve(space)
@@ -282,7 +281,6 @@ class Engine:
         return {"extra": facts, "note": facts.get("unseen", "")}
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters and the state of every file, as `llmcache stats --json` prints them."""
         names = self.tree.names
         names.refresh(0)  # for the next call: this one does not wait for storage
         result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
@@ -398,7 +396,6 @@ class Engine:
         self._wake.set()
 
     def _dissolve(self, space: LoopSpace) -> None:
-        """End a space; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
         self._closed.pop(space.key, None)
         for extent in list(space.loading):
             space.cancel(extent)

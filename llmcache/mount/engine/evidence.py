@@ -209,7 +209,6 @@ class Judge:
                 self.state.consumed(self.used_bytes(space, extent), True)
 
     def _drop_out(self, space: LoopSpace, extents: Sequence[int]) -> None:
-        """Stop fetching unused extents ahead; the next plan does not pin them."""
         for extent in extents:
             if space.state(extent) == ABSENT:
                 space.set_state(extent, SPARSE)
@@ -245,7 +244,6 @@ class Judge:
             space.evidence.exposed.intersection_update(exposed)
 
     def _examine(self, space: LoopSpace) -> None:
-        """Evaluate an exposure: judge the extents that no client has touched since it began."""
         with self.state.lock:
             exposed = [extent for extent in space.evidence.exposed if space.state(extent) in (PINNED, TOUCHED)]
         touched = self.backend.conclude(space, exposed)
@@ -390,7 +388,6 @@ class Judge:
         self.turn(space, True)
 
     def _guard_of(self, space: LoopSpace) -> Guard:
-        """Return the guard of a space; make it at first use. Its bound follows the memory of the shadow."""
         evidence = space.evidence
         bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
         if evidence.guard is None:

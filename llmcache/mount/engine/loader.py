@@ -155,7 +155,6 @@ class Loader:
         return evicted
 
     def _drop(self, ranges: list[Invalidation]) -> None:
-        """Invalidate ranges of the page cache, and subtract them from the accounted bytes afterwards."""
         state = self.state
         for node, ranges_of_node in itertools.groupby(ranges, key=lambda each: each.node):
             self.backend.drop(node, [(each.offset, each.length) for each in ranges_of_node])

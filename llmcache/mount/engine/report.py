@@ -234,7 +234,6 @@ def _copy(state: CacheState, space: LoopSpace) -> _Copy:
 
 
 def _charge_experts(copy: _Copy, moe: MoeFile, kept: list[int]) -> None:
-    """Account resident experts as pages of their extents."""
     size, base = copy.extent_bytes, moe.member.base
     for offset, length in (part for expert in kept for part in moe.ranges(expert)):
         for extent in range(offset // size, -(-(offset + length) // size)):
@@ -306,7 +305,6 @@ def _kinds(copy: _Copy, extents: range) -> bytes:
 def _lengths(
     copy: _Copy, member: SpaceFile, extents: range, kinds: bytes, first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (extent, kind, its bytes between `first` and `end`); runs of whole extents of one kind as one item."""
     size = copy.extent_bytes
     at = 0
     while at < len(kinds):

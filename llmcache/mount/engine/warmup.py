@@ -43,11 +43,9 @@ _ROUNDS = 8  # plans at most: other clients may change the plan again and again
 class Opener(Protocol):
     """Opens files as a client of the mount does."""
 
-    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """Open a regular file; return (handle, …). OSError."""
+    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]: ...
 
-    def release(self, number: int) -> None:
-        """Close a handle."""
+    def release(self, number: int) -> None: ...
 
 
 class Warmup:
@@ -264,7 +262,6 @@ class WarmupWorker:
         self.stop = False
 
     def run(self, tell: Tell) -> None:
-        """Return once every extent was fetched, or does not fit."""
         threads = [threading.Thread(target=self._work, name=f"warm-{n}", daemon=True) for n in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -308,7 +305,6 @@ class WarmupWorker:
                 self.last_ns = time.monotonic_ns()
 
     def _fetch(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
-        """Fetch an extent as a loader does, once there is a buffer and room (steer, in place)."""
         memory = self.state.memory
         while not self.stop and self.state.running:
             with self.state.lock:

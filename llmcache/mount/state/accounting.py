@@ -74,17 +74,14 @@ class Accounting:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that may be used before extents are evicted."""
         return self.limit_bytes + self.opportunistic_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Upper bound of this mount's bytes in the page cache."""
         return self.extents_bytes + self.experts_bytes + self.pending_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Kernel and arena bytes that count against the budget."""
         return self.resident_bytes + self.held_bytes
 
     @property
@@ -93,7 +90,6 @@ class Accounting:
         return max(0, self.used_bytes - self.pinned_bytes)
 
     def set_limit(self, pin_limit_bytes: int, *, has_experts: bool) -> None:
-        """Set the limit of pins. Windows may add the allowance."""
         self.pin_limit_bytes = pin_limit_bytes
         self.limit_bytes = pin_limit_bytes + self.allowance_bytes + (self.experts_allowance_bytes if has_experts else 0)
 
@@ -115,7 +111,6 @@ class Accounting:
             self.on_full()
 
     def correct(self, space: LoopSpace, extent: int, size_bytes: int) -> None:
-        """Account exactly `size_bytes` of `extent`."""
         change = size_bytes - space.accounted_bytes[extent]
         space.accounted_bytes[extent] = size_bytes
         space.resident_bytes += change

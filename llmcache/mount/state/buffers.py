@@ -59,7 +59,6 @@ class BufferPool:
         self._left_bytes += buffer.size
 
     def bounce(self) -> MemoryRegion:
-        """Return this thread's buffer of BOUNCE_BYTES."""
         region: MemoryRegion | None = getattr(self._bounce, "region", None)
         if region is None:
             region = self._bounce.region = MemoryRegion(BOUNCE_BYTES)

@@ -44,7 +44,6 @@ class ExpertCache:
         self._faults: deque[tuple[int, MoeFile, int, int]] = deque(maxlen=FAULTS_MAX)
 
     def begin(self, space: LoopSpace, member: SpaceFile, layout: Experts) -> None:
-        """Begin to steer the experts of a file."""
         member.moe = MoeFile(space, member, layout, self._next)
         self.moe_files.append(member.moe)
         self._next += layout.count
@@ -71,7 +70,6 @@ class ExpertCache:
         return ranges
 
     def used(self, moe: MoeFile, expert: int) -> None:
-        """Count a use of a resident expert that a sample has shown."""
         self._count(moe, expert)
         self._shadow(moe, expert)
         self.counters.hit_bytes += moe.sizes[expert]
@@ -100,7 +98,6 @@ class ExpertCache:
         return experts
 
     def _shadow(self, moe: MoeFile, expert: int) -> None:
-        """Record a use in the shadow LRU cache."""
         size = moe.sizes[expert]
         if not self.shadow.touch(moe.first + expert, size):
             moe.space.evidence.lru_bytes += size
@@ -139,7 +136,6 @@ class ExpertCache:
             self.lost(moe, expert)
 
     def found(self, moe: MoeFile, experts: Iterable[int]) -> None:
-        """Take over experts that were found in the page cache."""
         for expert in experts:
             if moe.states[expert] == ABSENT:
                 self.arrived(moe, expert, done=True)
@@ -193,7 +189,6 @@ class ExpertCache:
         return moe.computes(expert)
 
     def of(self, key: int) -> tuple[MoeFile, int]:
-        """Return the MoE file and the number of the expert with `key`."""
         moe = self.moe_files[bisect_right(self.moe_files, key, key=lambda each: each.first) - 1]
         return moe, key - moe.first
 

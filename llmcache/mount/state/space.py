@@ -166,7 +166,6 @@ class SpaceQueue:
         self._open: dict[LoopSpace, None] = {}
 
     def use(self, space: LoopSpace) -> None:
-        """Make a space the most recently used one."""
         spaces = self._open if space.open else self._closed
         spaces.pop(space, None)
         spaces[space] = None
@@ -298,7 +297,6 @@ class LoopSpace(Space):
 
     @property
     def inode(self) -> int:
-        """Inode number, for log lines, of its first file that a client has opened; 0 if there is none."""
         return next((member.identity.ino for member in self.members if member.identity is not None), 0)
 
     @property
@@ -322,7 +320,6 @@ class LoopSpace(Space):
         return (extent - member.base) * self.extent_bytes
 
     def length_of(self, member: SpaceFile, extent: int) -> int:
-        """Return the bytes of `extent`: fewer at the end of a file, and 0 beyond it after a truncation."""
         return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
 
     def ranges(self, extents: Iterable[int]) -> list[tuple[SpaceFile, int, int]]:
@@ -338,7 +335,6 @@ class LoopSpace(Space):
         return merged
 
     def charged_extents(self) -> Iterator[int]:
-        """Yield the extents that may have pages in the page cache."""
         return (extent for extent, charged in enumerate(self.accounted_bytes) if charged)
 
     def in_state(self, state: int) -> list[int]:
@@ -347,7 +343,6 @@ class LoopSpace(Space):
     # Readers
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
-        """Mark the space as a loop that visits the extents in the order of `guess`, which a header suggests."""
         guess = list(guess)
         super().set_predicted_order(guess)
         if self.is_arena:
@@ -454,7 +449,6 @@ class LoopSpace(Space):
         self.set_state(fetch.extent, LOADING)
 
     def make_ready(self, extent: int, now_ns: int, trip: Tripwire | None = None) -> None:
-        """Set an extent that was stored ahead of its reader to READY."""
         self.loading.pop(extent, None)
         self.set_state(extent, READY)
         self.ready[extent] = now_ns
@@ -463,7 +457,6 @@ class LoopSpace(Space):
         self.index.ready.use(self)
 
     def touch(self, extent: int, now_ns: int) -> None:
-        """Set a resident extent to TOUCHED, as the most recent one."""
         self.loading.pop(extent, None)
         self.set_state(extent, TOUCHED)
         for table in (self.trips, self.ready, self.touched):
@@ -506,7 +499,6 @@ class LoopSpace(Space):
         self.thin = {extent for extent in self.thin if self.state(extent) != SINGLE}
 
     def cancel(self, extent: int) -> None:
-        """Make a fetch of `extent` under way stale, if there is one."""
         fetch = self.loading.pop(extent, None)
         if fetch is not None:
             fetch.stale = True
@@ -628,7 +620,6 @@ class MoeFile:
         return self.sweeping
 
     def reach(self, expert: int) -> None:
-        """Record that the layer of an expert is being computed."""
         _, first, count = self.layout.layer_of(expert)
         if self.layer != (first, first + count):
             self.rounds += first < self.layer[0]
@@ -665,7 +656,6 @@ class MoeFile:
         return parts
 
     def _is_absent(self, number: int, edge: int) -> bool:
-        """Return True if the slice begins or ends at the byte `edge`, and its expert is absent."""
         if not 0 <= number < len(self.layout.starts):
             return False
         start, size = self.layout.starts[number], self.layout.sizes[number]
@@ -743,7 +733,6 @@ class MoeFile:
         return sum(self.pages_of(number))
 
     def facts(self) -> dict[str, Any]:
-        """Return the state of the experts, as `llmcache stats --json` prints it."""
         kept = self.kept
         return {
             "count": self.layout.count,

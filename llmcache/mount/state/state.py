@@ -84,14 +84,12 @@ class Log(Protocol):
     rows: int
     lost: int
 
-    def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
-        """Append one reference with the current time."""
+    def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None: ...
 
     def event(self, event: Sequence[Any]) -> None:
         """Append an event in its JSON form, which happened before the next row."""
 
-    def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
-        """Append an entry of the file table."""
+    def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None: ...
 
 
 class References:
@@ -126,7 +124,6 @@ class References:
             self.log.event(event)
 
     def joined(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
-        """Log the identity of a member's file, which was opened."""
         if self.log is None:
             return
         identity = (backing.path, backing.dev, backing.ino, backing.generation)
@@ -241,7 +238,6 @@ class CacheState:
         self.steering.add(space)
 
     def remove(self, space: LoopSpace) -> None:
-        """Remove a space that ends; does nothing if it was removed before."""
         if self.spaces.pop(space.key, None) is not None:
             self.extents -= space.count
             for member in space.members:
@@ -253,7 +249,6 @@ class CacheState:
         self.room.notify()
 
     def queue(self, job: Job) -> None:
-        """Have a loader run `job`, without the lock."""
         self.jobs.append(job)
         self.work.notify()
 
@@ -271,7 +266,6 @@ class CacheState:
         self.ended.notify_all()
 
     def store_ended(self, space: LoopSpace, member: SpaceFile) -> None:
-        """Remove a STORE that has ended from `storing`."""
         self.storing.remove((space, member))
         self.ended.notify_all()
 
@@ -279,7 +273,6 @@ class CacheState:
         return sum(self._handles(space))
 
     def programs_of(self, space: LoopSpace) -> int:
-        """Return the largest number of client handles on one file of `space`."""
         return max(self._handles(space), default=0)
 
     def _handles(self, space: LoopSpace) -> list[int]:
