@@ -58,7 +58,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may use.
+    """The memory that a plan may use.
 
     `room_bytes` is for pins, windows and reserves; of it, at most `pins_bytes` may be pinned. `hot_bytes` of hot pages were
     read, and `has_rows` is true if any extents are read by pages: both have a reserve.
@@ -177,7 +177,7 @@ def plan(spaces: Iterable[Space], competing: Mapping[str, bool], limits: Limits)
 
 
 def _plan_of(space: Space, share: Share, spare: int) -> tuple[SpacePlan, int]:
-    """Return the plan of one space, and what it leaves of the `spare` bytes for unused extents."""
+    """Return the plan of one space, and the rest of the `spare` bytes for unused extents."""
     wanted, unused = space.wanted, space.learner.use.unused
     stale = _both(wanted, unused)
     unpin: list[int] = []

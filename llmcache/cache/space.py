@@ -53,9 +53,9 @@ class SpacePart:
 
 @dataclass(frozen=True)
 class SpacePlan:
-    """What a plan decides about one space.
+    """The part of a plan that concerns one space.
 
-    `pin` and `unpin` are the extents to add to those that are wanted, and to remove from them. `extents` take part in the
+    `pin` and `unpin` are the extents to add to the wanted ones, and to remove from them. `extents` take part in the
     loop, and `pinned` of them are wanted; the others are streamed through a window of `window_bytes`.
     """
 

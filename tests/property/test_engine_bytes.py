@@ -81,7 +81,7 @@ def test_an_unexpected_error_of_a_loader_does_not_disturb_readers(rig: Rig, monk
     assert services.facts()["ended"] == []
     rig.sweep(file, 3)
     failing = itertools.repeat(True)
-    file = rig.file("other", LOOP)
+    file = rig.file("other", LOOP, attached=False)  # steering may end before it is attached
     swept_until(lambda: not rig.engine.state.running, "steering has ended")
     assert services.facts()["ended"]
     rig.sweep(file)

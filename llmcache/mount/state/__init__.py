@@ -4,9 +4,9 @@ Terms, in the order in which to read the files:
 - loop space (`space.LoopSpace`): a file, or the shards of a model in order, cut into extents; `SpaceFile`: one of its
   files. Its facts and its plan are in the base class, `llmcache.cache.space.Space`.
 - rank: position of an extent in the order in which readers visit the space; a pass is one visit of the whole order.
-- accounted bytes: an upper bound of what the page cache has of an extent (`accounting.Accounting`).
+- accounted bytes: an upper bound of the bytes of an extent in the page cache (`accounting.Accounting`).
 - pending invalidations: ranges that wait to be dropped from the page cache.
-- tripwire: a page that is left out of the page cache on purpose, so that the next use of its extent or expert sends a
+- tripwire: a page left out of the page cache on purpose, so that the next use of its extent or expert sends a
   request.
 - partial extents: extents that are in the page cache only in part; for experts, pages that the kernel has read around
   faults.

@@ -1,6 +1,6 @@
-"""The memory of a mount: its limits, and what it has in the page cache and in memory of the daemon.
+"""The memory of a mount: its limits, and its bytes in the page cache and in the daemon.
 
-The sums are changed only by the methods of `Accounting`, together with what they are sums of:
+The sums are changed only by the methods of `Accounting`, together with their terms:
 - `resident_bytes`, an upper bound of the mount's bytes in the page cache: `LoopSpace.accounted_bytes` of all spaces, the
   resident experts, and the pending invalidations with those under way. Everything that was sent in a reply or stored, and
   not invalidated since, is accounted, whether or not the kernel has reclaimed it.
@@ -181,7 +181,7 @@ class Accounting:
         assert self.pending_bytes >= 0
 
     def verify(self, spaces: Iterable[LoopSpace]) -> None:
-        """Raise AssertionError if a sum differs from what it is the sum of; `spaces` are all spaces of the mount."""
+        """Raise AssertionError if a sum differs from its terms; `spaces` are all spaces of the mount."""
         spaces = list(spaces)
         for space in spaces:
             assert space.resident_bytes == sum(space.accounted_bytes)

@@ -167,7 +167,7 @@ class PinHelpers(Protocol):
 
 
 class TouchJudge(Protocol):
-    """What a back end reports about touches (`engine.evidence.Judge`). Lock held."""
+    """Receives the touches that a back end observes (`engine.evidence.Judge`). Lock held."""
 
     def touched(self, space: LoopSpace, extent: int) -> None: ...
 
@@ -177,7 +177,7 @@ class TouchJudge(Protocol):
 
 
 class EngineCalls(Protocol):
-    """What back ends report to the engine. Methods with a space expect the lock; those with a file take it."""
+    """The engine, as far as back ends report to it. Methods with a space expect the lock; those with a file take it."""
 
     state: CacheState
     tree: SourceTree

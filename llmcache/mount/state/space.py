@@ -157,7 +157,7 @@ class PassEvidence:
 class SpaceQueue:
     """Spaces with extents of one kind to evict: closed spaces first, and of each, the least recently used first.
 
-    `has_any(space)` is asked when the queue is read, so that nothing has to be removed when the last extent is evicted.
+    `has_any(space)` is called when the queue is read, so that no caller has to remove a space with its last extent.
     """
 
     def __init__(self, has_any: Callable[[LoopSpace], object]) -> None:
@@ -224,8 +224,8 @@ class SpaceIndex:
 class LoopSpace(Space):
     """A loop space with its files, and the state of its extents.
 
-    `touches` is what its readers teach: their order, and the extents that they use. In mode arena, `learner` learns from
-    the fetches instead, because they are what the access log contains; in the other modes, both are the same.
+    `touches` learns from the touches of readers: their order, and the extents that they use. In mode arena, `learner` learns
+    from the fetches instead, because the access log contains those; in the other modes, both are the same.
     """
 
     def __init__(
