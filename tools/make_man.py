@@ -98,11 +98,9 @@ class Page:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
         return f"{self.name}.{self.number}"
 
     def text(self) -> str:
-        """Return the page in man(7)."""
         made = [
             '.\\" made by tools/make_man.py from the help of the command and the text beside it: edit those',
             f'.TH {self.name.upper()} {self.number} {DATE} "llmcache {__version__}" "llmcache"',
@@ -262,7 +260,6 @@ def _block(lines: list[str], first: bool) -> list[str]:
 
 
 def _definitions(lines: list[str]) -> Iterator[str]:
-    """Yield terms with their meanings; lines of a meaning are filled."""
     meaning: list[str] = []
     for line in lines:
         if line.startswith(INDENT):

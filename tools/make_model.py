@@ -193,7 +193,6 @@ class Weight:
 
     @property
     def values(self) -> int:
-        """Number of values in the tensor."""
         return self.columns * (self.rows or 1) * (self.experts or 1)
 
 
@@ -253,7 +252,6 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """Numbers of attention heads."""
         count = self.width // HEAD_SIZE
         return self.attention or Heads(count, max(1, count // 8), HEAD_SIZE)
 
@@ -263,7 +261,6 @@ class Shape:
         return self.architecture != "llama"
 
     def weights(self) -> Iterator[Weight]:
-        """Yield all tensors in file order."""
         yield Weight("embedding", None, self.width, self.vocabulary)
         for layer in range(self.layers):
             yield from self.layer_weights(layer)
@@ -272,7 +269,6 @@ class Shape:
             yield Weight("output", None, self.width, self.vocabulary)
 
     def layer_weights(self, layer: int) -> Iterator[Weight]:
-        """Yield the tensors of one layer."""
         kind = ARCHITECTURES[self.architecture]
         for weight in self._layer_weights(layer, kind):
             yield weight
@@ -308,7 +304,7 @@ LIKE = {
 
 
 @dataclass(frozen=True)
-class MixtureShape:
+class MoeShape:
     """Parameters of an MoE model; `slice_bytes` is the approximate size of one expert in one tensor."""
 
     experts: int
@@ -321,7 +317,7 @@ def choose_shape(
     bytes_per_value: float,
     layers: int | None,
     tied: bool,
-    mixture: MixtureShape | None = None,
+    mixture: MoeShape | None = None,
     block_values: int = Q8_0.values,
 ) -> Shape:
     """Return the shape whose file is closest to `size_bytes`; `layers`, if given, takes precedence over the size.
@@ -430,7 +426,6 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor, without padding."""
         values = self.weight.values
         return 4 * values if self.block is None else values // self.block.values * self.block.block_bytes
 
@@ -702,7 +697,6 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
-    """Return the shape and the file type that the command line describes."""
     if arguments.like:
         shape, file_type = LIKE[arguments.like]
         return replace(shape, layers=arguments.layers or shape.layers), file_type
@@ -712,7 +706,7 @@ def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
     value_bytes = BYTES_PER_VALUE["safetensors"] if arguments.format != "gguf" else TYPES[file_type].mean_value_bytes
     if arguments.experts and not 1 <= arguments.used <= arguments.experts:
         raise UsageError(f"--used: must be from 1 to the number of experts, {arguments.experts}, not {arguments.used}")
-    mixture = MixtureShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
+    mixture = MoeShape(arguments.experts, arguments.used, parse_size(arguments.slice)) if arguments.experts else None
     size_bytes, block_values = parse_size(arguments.size), TYPES[file_type].block.values
     return choose_shape(size_bytes, value_bytes, arguments.layers, arguments.tied, mixture, block_values), file_type
 

@@ -120,7 +120,6 @@ def record(target: Path, base: Path, force: bool) -> Path:
 
 
 def _saved(trace: Trace, target: Path, force: bool, command: str, note: str, facts: dict[str, str]) -> Path:
-    """Write the trace with its provenance."""
     origin = trace.provenance
     provenance = dataclasses.replace(origin, command=command, note=note, extra={**origin.extra, **facts})
     Trace(trace.columns, trace.files, provenance).save(target, force=force)

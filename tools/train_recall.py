@@ -87,7 +87,6 @@ class Teacher:
         self.steps, self.accuracy = 0, 0.0
 
     def teach(self, texts: TrainingBatch, rate_share: float = 1.0) -> None:
-        """Take one step at `rate_share` of the learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * rate_share
         ids = torch.from_numpy(texts.ids)

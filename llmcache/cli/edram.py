@@ -90,9 +90,9 @@ def model_command(as_json: bool, **options: Any) -> None:
     base = "paper"            # profile to start from
     refresh_pass_j = 3.65e-6  # any constant; a wrong name lists all
     """
-    from llmcache.report import edram_model
+    from llmcache.papers.edram import tables
 
-    edram_model.show(edram_model.compare(**options), as_json)
+    tables.show(tables.compare(**options), as_json)
 
 
 @base.command("sweep")
@@ -143,9 +143,9 @@ def sweep_command(as_json: bool, **options: Any) -> None:
       llmcache edram sweep --budget 2048,3500,5250 --model llama3.2-3b
       llmcache edram sweep --interval-scale 0.5,1 --profile all --json > x.json
     """
-    from llmcache.report import edram_model
+    from llmcache.papers.edram import tables
 
-    edram_model.show_sweep(edram_model.swept(*edram_model.axes_of(**options)), as_json)
+    tables.show_sweep(tables.swept(*tables.axes_of(**options)), as_json)
 
 
 @base.command("report")
@@ -178,13 +178,13 @@ def report_command(run: str, intervals: str, as_json: bool, **options: Any) -> N
       llmcache edram report run.json --step 20ms
       llmcache edram report run.json --intervals 180us,3.6ms,720us,5.4ms
     """
-    from llmcache.report import edram_report
+    from llmcache.papers.edram import report
 
     try:
-        at = edram_report.parse_intervals(intervals)
+        at = report.parse_intervals(intervals)
     except UsageError as error:
         raise UsageError(f"--intervals: {error.message}", error.hint) from error
-    edram_report.show(edram_report.accounted(run, at, **options), as_json)
+    report.show(report.accounted(run, at, **options), as_json)
 
 
 _PICTURES = types.NameType("energy", "speedup", "refresh", "roofline", "sweep", several=False)
@@ -209,7 +209,7 @@ def plot_command(source: str, output: str, what: str | None, force: bool, as_jso
       llmcache edram plot run.json -o run.html
       llmcache edram plot run.json -o roofline.png --what roofline
     """
-    from llmcache.report.edram_plot import plot
+    from llmcache.papers.edram.plot import plot
 
     written = plot(source, output, what, force)
     if as_json:
@@ -266,7 +266,7 @@ def accuracy_command(as_json: bool, **options: Any) -> None:
       llmcache edram accuracy --flips uniform=1e-3 --flips 2drp
       llmcache edram accuracy --model DIR --record run.json --step 20ms
     """
-    from llmcache.report import edram_accuracy
-    from llmcache.report.output import tell
+    from llmcache.papers.edram import accuracy
+    from llmcache.report.output import progress_line
 
-    edram_accuracy.show(edram_accuracy.answer(edram_accuracy.AccuracyOptions(**options), tell), as_json)
+    accuracy.show(accuracy.answer(accuracy.AccuracyOptions(**options), progress_line), as_json)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmcache.cli import base, types
 from llmcache.errors import EXIT_INTERRUPTED
 from llmcache.units import parse_size
+
+if TYPE_CHECKING:
+    from llmcache.kv.bench.options import BenchOptions
 
 # name: (module:attribute, the line `llmcache kv --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -156,28 +159,44 @@ def bench_command(
       llmcache kv bench --task needle --model ~/Llama-3.1-8B --context 32k
       llmcache kv bench --task loss --model smollm2 --policy mass,oracle
     """
-    from llmcache.kv.bench.question import BenchOptions, task_of
-    from llmcache.report import kv_bench
-    from llmcache.report.output import check_target, tell
+    from llmcache.kv.bench import options as bench_options
+    from llmcache.report.output import check_target, progress_line
 
     if plot is not None and (flips or edram_run is not None):
         raise click.UsageError("--plot: --flips and --edram-run have no plot")
     if (bool(flips), edram_run is not None, task is not None).count(True) > 1:
         raise click.UsageError("--flips, --edram-run, --task: give only one of them")
     if flips:
-        from llmcache.report import edram_accuracy
+        from llmcache.papers.edram import accuracy
 
-        asked = edram_accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
-        edram_accuracy.show(edram_accuracy.answer(asked, tell), as_json)
+        variants = accuracy.AccuracyOptions(options["model"], flips=flips, seed=options["seed"])
+        accuracy.show(accuracy.answer(variants, progress_line), as_json)
     elif edram_run is not None:
         from llmcache.papers.edram.kelle import record_stream
 
         check_target("--edram-run", edram_run, force)
-        record_stream(BenchOptions(**options), tell).save(edram_run, force)
+        settings = bench_options.BenchOptions(**options)
+        record_stream(bench_options.setup_of(settings), settings.policy, progress_line).save(edram_run, force)
         click.echo(f"{edram_run} is written, for 'llmcache edram report'", err=True)
     else:
-        bench = BenchOptions(**options)
-        kv_bench.answer(bench if task is None else task_of(task, cases, bench), plot, force, as_json, tell)
+        _run_bench(bench_options.BenchOptions(**options), task, cases, plot, force, as_json)
+
+
+def _run_bench(settings: BenchOptions, task: str | None, cases: int, plot: str | None, force: bool, as_json: bool) -> None:
+    from llmcache.kv.bench import options as bench_options
+    from llmcache.kv.bench.task import run as run_task
+    from llmcache.report import kv_bench
+    from llmcache.report.output import form_of, progress_line, write_target
+
+    form = "" if plot is None else form_of("--plot", plot, force)
+    found = (
+        bench_options.run(settings, progress_line, drawn=plot is not None)
+        if task is None
+        else run_task(bench_options.task_of(task, cases, settings), progress_line)
+    )
+    kv_bench.show(found, as_json)
+    if plot is not None:
+        write_target("--plot", plot, kv_bench.drawn(found, plot, form), force)
 
 
 @base.command("plot")
@@ -223,9 +242,9 @@ def profile_command(directory: str, as_json: bool, force: bool) -> None:
     """
     from llmcache.kv.planning.profile import profile_of
     from llmcache.report import kv_plan
-    from llmcache.report.output import tell
+    from llmcache.report.output import progress_line
 
-    kv_plan.show_profile(profile_of(directory, force=force, progress=tell), as_json)
+    kv_plan.show_profile(profile_of(directory, force=force, progress=progress_line), as_json)
 
 
 @base.command("plan")
@@ -258,9 +277,9 @@ def plan_command(as_json: bool, **options: Any) -> None:
     """
     from llmcache.kv.planning.plan import plan
     from llmcache.report import kv_plan
-    from llmcache.report.output import tell
+    from llmcache.report.output import progress_line
 
-    kv_plan.show(plan(**options, progress=tell), as_json)
+    kv_plan.show(plan(**options, progress=progress_line), as_json)
 
 
 @base.command("list")

@@ -8,7 +8,7 @@ from llmcache.cli import base, types
 
 
 @base.command("reproduce")
-@click.argument("name", metavar="NAME", type=types.NameType("all", table="llmcache.report:REPRODUCTIONS", several=False))
+@click.argument("name", metavar="NAME", type=types.NameType("all", table="llmcache.papers:REPRODUCTIONS", several=False))
 @base.output_option(
     "Write NAME.html and NAME.json to DIR [default: the current directory; with --json, no files].", types.DIRECTORY
 )

@@ -65,7 +65,6 @@ class StreamSpec:
 
     @property
     def shape(self) -> KvShape:
-        """Identity of its spill files."""
         return KvShape(f"synthetic-{self.seed}", self.layers, self.kv_heads, self.head_dim, self.dtype)
 
 

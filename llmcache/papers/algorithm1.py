@@ -147,7 +147,6 @@ def _algorithm1(state: SequenceState, capacity: int, hot_limit: int, first: Int6
 
 @subroutine
 def _classify(state: SequenceState, block: int) -> None:
-    """Procedure Access of the paper."""
     cells, _, order, known, _, numbers = state
     if numbers[PREVIOUS] == block - 1:
         sequence = cells[block - 1, OF]
@@ -166,7 +165,6 @@ def _classify(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _evict(state: SequenceState, hot_limit: int) -> None:
-    """Procedure Evict of the paper."""
     cells, held, order, _, loops, numbers = state
     blocks = len(cells)
     sequence = front(order, blocks + SEQ)

@@ -27,7 +27,7 @@ from llmcache.kv.planning.latency import SYSTEMS, Latency, System, hillinfer, la
 from llmcache.kv.planning.placement import KEYS_AND_VALUES, MemoryUse, Workload, by_beta, by_ssd_share, memory_use
 from llmcache.model.shapes import MODELS, ModelShape
 from llmcache.papers.judge import Ours, Paper, Values, alone, judge, number, read_paper
-from llmcache.papers.reproduce import Blocks, Reproduction, Tell, machine_words, measurements, picture
+from llmcache.papers.reproduce import Blocks, Progress, Reproduction, machine_words, measurements, picture
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 from llmcache.report.theme import FAINT, INK, KV_LOOKS, MUTED, Curve, Look, curves_figure, grid_of, legend_below
 
@@ -340,7 +340,6 @@ class HillInferResults:
         )
 
     def ours(self) -> Ours:
-        """Return our values for every claim; missing measurements are left out."""
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
             return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
@@ -370,7 +369,6 @@ class HillInferResults:
         return found
 
     def document(self) -> dict[str, Any]:
-        """Return the contents of a JSON document besides the claims."""
         here = {key: self.measured[key] for key in ("systems", "beta", "accuracy", "missing", "machine", "date", "quick")}
         layers = {"modelled": MODELS[QWEN].layers, "measured": (self.measured["transfers"] or {}).get("layers", 0)}
         transfers = {kind: transfers_document(kind, layers[kind], of) for kind, of in self.transfers.items()}
@@ -425,9 +423,9 @@ class HillInferResults:
         }
 
 
-def reproduce(quick: bool, tell: Tell) -> Reproduction:
+def reproduce(quick: bool, progress: Progress) -> Reproduction:
     """Return the paper recomputed. `quick` has no effect: measurements are stored."""
-    tell("evaluating the models")
+    progress("evaluating the models")
     paper = read_paper("hillinfer")
     results = HillInferResults(paper, measurements("hillinfer"))
     return Reproduction("hillinfer", paper, judge(paper, results.ours()), results.document(), lambda: _blocks(results))
@@ -444,13 +442,13 @@ def _blocks(found: HillInferResults) -> Blocks:
     beta = "; ".join(f"{name}: {min(of) / 1e6:.0f} to {max(of) / 1e6:.0f} ms" for name, of in found.sweep.items())
     blocks: dict[str, list[HtmlBlock]] = {
         "Speed-ups: differences and reasons": list(_why(found)),
-        "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), told=memory)],
-        places["transfers"]: [picture(paper, "transfers", _transfer_figure(found.transfers), told=ends_text)],
+        "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), values=memory)],
+        places["transfers"]: [picture(paper, "transfers", _transfer_figure(found.transfers), values=ends_text)],
         places["systems"]: [
             picture(paper, "speed-ups", _speedup_figure(paper, found.cases)),
             picture(paper, "latencies", _latency_figure(paper, found.cases)),
         ],
-        places["beta"]: [picture(paper, "beta", _sweep_figure(found.sweep), told=beta)],
+        places["beta"]: [picture(paper, "beta", _sweep_figure(found.sweep), values=beta)],
         "Constants of the paper's machine": [_machine_table(PAPER_PC)],
         places["accuracy"]: [],
     }

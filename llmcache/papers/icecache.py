@@ -12,7 +12,7 @@ from typing import Any
 
 from llmcache.kv.bench.results import PARTS, QUERY, STOCK, TaskBench, TaskRow, read_task
 from llmcache.papers.judge import Ours, Paper, Values, judge, read_paper
-from llmcache.papers.reproduce import Blocks, Reproduction, Tell, machine_words, measurements, picture
+from llmcache.papers.reproduce import Blocks, Progress, Reproduction, machine_words, measurements, picture
 from llmcache.report import kv_task, theme
 from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Table, Text
 
@@ -133,7 +133,7 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
 # The reproduction
 
 
-def reproduce(quick: bool, tell: Tell) -> Reproduction:
+def reproduce(quick: bool, progress: Progress) -> Reproduction:
     """Return the paper recomputed. `quick` has no effect: measurements are stored."""
     paper, measured = read_paper("icecache"), measurements("icecache")
     contents = {
@@ -210,4 +210,4 @@ def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
         for row in rows
     ]  # fmt: skip
     columns = [*head, "KV in memory (%)", "with index (%)"]
-    return [picture(paper, "growth", figure, told=times), Table("By context (measured)", columns, cells, digits=2)]
+    return [picture(paper, "growth", figure, values=times), Table("By context (measured)", columns, cells, digits=2)]

@@ -39,7 +39,7 @@ from llmcache.cache.sizing import (
     need,
 )
 from llmcache.papers.judge import Ours, Paper, Values, alone, judge, read_paper
-from llmcache.papers.reproduce import Reproduction, Tell, machine_words, measurements, picture
+from llmcache.papers.reproduce import Progress, Reproduction, machine_words, measurements, picture
 from llmcache.papers.traces import GROUPS, SHAPES
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table
 from llmcache.report.lines import Panel, bandwidth_lines, latency_figure, policy_line, ratio_figure
@@ -138,7 +138,7 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
-        lru, own = progress(app.hit_ratio["lru"]), progress(app.hit_ratio[aware])
+        lru, own = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
         last = int(np.flatnonzero(np.maximum.accumulate(lru) <= 0.1)[-1])
         share = float(app.sizes_bytes[last]) / app.footprint_bytes
         near += share >= 0.5 and float(own[last]) >= 0.5
@@ -146,7 +146,7 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     return values | {"apps": near}
 
 
-def progress(ratios: Doubles) -> Doubles:
+def normalized(ratios: Doubles) -> Doubles:
     """Return each hit ratio on a scale from that of the smallest cache (0) to that of the largest (1).
 
     All zeros if the largest cache is no better.
@@ -418,18 +418,18 @@ def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
 # The reproduction
 
 
-def reproduce(quick: bool, tell: Tell) -> Reproduction:
+def reproduce(quick: bool, progress: Progress) -> Reproduction:
     """Return the paper recomputed. `quick`: at 10 cache sizes instead of 100."""
     paper, measured = read_paper("io-caching"), measurements("io-caching")
     traces: dict[str, Trace] = {}
     apps: dict[str, App] = {}
     steps = QUICK_STEPS if quick else STEPS
     for name, title in TITLES.items():
-        tell(f"replaying {title}: {len(POLICIES)} policies at {steps} cache sizes")
+        progress(f"replaying {title}: {len(POLICIES)} policies at {steps} cache sizes")
         traces[name] = SHAPES[name]()
         sizes = [FootprintShare(Decimal(100 * step) / steps) for step in range(1, steps + 1)]
         apps[name] = app_of(name, title, simulate(traces[name], POLICIES, sizes))
-    tell("detecting loops")
+    progress("detecting loops")
     classes = {name: classify([trace]) for name, trace in traces.items()}
     judged = judge(paper, ours(apps, classes, measured["overhead"]["ns_per_block"]))
     contents = {
@@ -551,7 +551,7 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
     many = len(apps[0].sizes_bytes)
     columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]} / Belady" for policy in AWARE)]
     head = f"Mean hit ratio over {many} sizes from {1 / many:.1%} to 100 % of the footprint (modelled)"
-    return [picture(paper, name, ratio_figure(panels, "hit ratio"), told=means_text), Table(head, columns, rows)]
+    return [picture(paper, name, ratio_figure(panels, "hit ratio"), values=means_text), Table(head, columns, rows)]
 
 
 def _latencies(paper: Paper, apps: Apps, policy: str) -> HtmlBlock:
@@ -562,7 +562,7 @@ def _latencies(paper: Paper, apps: Apps, policy: str) -> HtmlBlock:
     missed = f"{model.setup_ns / 1000:g} µs and {model.block_bytes} bytes"
     sent = f"{model.gpu_setup_ns / 1000:g} µs and {model.request_bytes} bytes at {model.gpu_bandwidth / 1e9:g} GB/s"
     title = policy_class(policy).title
-    return picture(paper, "latency", latency_figure(panels), told=ends_text, policy=title, missed=missed, sent=sent)
+    return picture(paper, "latency", latency_figure(panels), values=ends_text, policy=title, missed=missed, sent=sent)
 
 
 def _accesses(app: App, trace: Trace, found: TraceClasses) -> HtmlBlock:

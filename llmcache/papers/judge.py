@@ -59,7 +59,7 @@ class Verdict(Enum):
 class Claim:
     """A sentence of a paper with its rule in words, and the conditions for confirmed and partly confirmed.
 
-    `paper`: the printed number, in `unit`; None for a claim in words. `told`: template for our number next to it.
+    `paper`: the printed number, in `unit`; None for a claim in words. `template`: for our number next to it.
     """
 
     about: str
@@ -69,7 +69,7 @@ class Claim:
     rule: str
     confirmed: str
     partly: str = ""
-    told: str = "{ours}; the paper has {paper}"
+    template: str = "{ours}; the paper has {paper}"
     paper: float | None = None
     unit: str = ""
     why: str = ""
@@ -172,7 +172,7 @@ def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -
 def _findings(claim: Claim, ours: Mapping[str, Values] | Values | float) -> dict[str, Finding]:
     if claim.paper is None:
         values = cast("Mapping[str, Values]", ours)
-        return {variant: Finding(claim.verdict(own), told(own), own) for variant, own in values.items()}
+        return {variant: Finding(claim.verdict(own), values_text(own), own) for variant, own in values.items()}
     numbers = cast("Values", ours) if isinstance(ours, Mapping) else {OURS: ours}
     found = {variant: _number(claim, claim.paper, one) for variant, one in numbers.items()}
     if claim.why:  # only the last finding contains the reason
@@ -185,7 +185,7 @@ def _number(claim: Claim, paper: float, ours: float) -> Finding:
     # Printed numbers are rounded: a number on the edge is inside.
     values = {"paper": paper, "ours": ours, "away": abs(ours - paper) / abs(paper) - 1e-9}
     values["gained"] = (ours - 1) / (paper - 1) if paper != 1 else 0.0
-    words = claim.told.format(ours=f"{number(ours)}{claim.unit}", paper=f"{number(paper)}{claim.unit}")
+    words = claim.template.format(ours=f"{number(ours)}{claim.unit}", paper=f"{number(paper)}{claim.unit}")
     return Finding(claim.verdict(values), f"{words} ({ours / paper - 1:+.1%})", values)
 
 
@@ -194,7 +194,7 @@ def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Val
     return {name: {variant: values} for name, values in claims.items()}
 
 
-def told(values: Values) -> str:
+def values_text(values: Values) -> str:
     """Return `values` with their names as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
     return "; ".join(_value_text(name.replace("_", " "), value) for name, value in values.items())
 

@@ -42,6 +42,7 @@ from llmcache.papers.edram.constants import (
     RefreshIntervals,
 )
 from llmcache.papers.edram.latency import DECLARED_SHARE, PASSES_16_BY_8
+from llmcache.papers.edram.plot import energy_figure, refresh_figure, roofline_figure, saved
 from llmcache.papers.edram.retention import Points, paper_curve
 from llmcache.papers.edram.systems import (
     BASELINE,
@@ -57,10 +58,9 @@ from llmcache.papers.edram.systems import (
     Configuration,
     GenerationWorkload,
 )
+from llmcache.papers.edram.tables import compare, document, joules
 from llmcache.papers.judge import Claim, Judged, Paper, Values, judge, number, read_paper
-from llmcache.papers.reproduce import Blocks, Reproduction, Tell, picture
-from llmcache.report.edram_model import compare, document, joules
-from llmcache.report.edram_plot import energy_figure, refresh_figure, roofline_figure, saved
+from llmcache.papers.reproduce import Blocks, Progress, Reproduction, picture
 from llmcache.report.html import Cell, Facts, HtmlBlock, Table
 from llmcache.report.theme import INK, Curve, Look, curves_figure
 
@@ -505,7 +505,6 @@ def _long_inputs() -> dict[str, float | Values]:
 
 
 def _half_bandwidth() -> dict[str, float | Values]:
-    """Return values for 8.3.7: eDRAM of half the bandwidth."""
 
     def halved(system: AcceleratorSystem) -> AcceleratorSystem:
         return with_hardware(system, kv_bytes_per_s=128 * GB) if system.hardware.edram else system
@@ -543,9 +542,9 @@ def facts() -> dict[str, Any]:
 # The reproduction
 
 
-def reproduce(quick: bool, tell: Tell) -> Reproduction:
+def reproduce(quick: bool, progress: Progress) -> Reproduction:
     """Return the paper recomputed. `quick` has no effect: this takes a second."""
-    tell("modelling the accelerator")
+    progress("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)
     paper = replace(paper, claims=[*claims, *paper.claims])
@@ -571,7 +570,7 @@ def _blocks(judged: Mapping[str, Sequence[Judged]], paper: Paper) -> Blocks:
     ):
         named = {one.claim.name: one for one in judged[about]}
         printed = "; ".join(f"{name} printed {number(one.claim.paper or 0)}" for name, one in named.items())
-        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), told=printed)]
+        blocks[titles[about]] = [picture(paper, about, _curves(paper, about, along, named), values=printed)]
     example = "LLaMA2-7B on PG19, by component (as in figures 13, 15b and 16a)"
     columns = ["where", "what", "reason"]
     facts = paper.facts
@@ -616,15 +615,15 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
 
 def _example(paper: Paper) -> Iterator[HtmlBlock]:
     found = saved(json.loads(json.dumps(document(compare()))))
-    energies = "; ".join(f"{row['system']}, {row['profile']}: {joules(row['energy_j'])}" for row in found.rows)
-    shares = "; ".join(f"{row['system']}, {row['profile']}: {row['refresh_share']:.1%}" for row in found.rows)
-    rates = ((roof.system, name, rate) for roof in found.roofs for name, _, rate in roof.points)
-    points = "; ".join(f"{system}: {name} {rate / 1e9:.0f} G/s" for system, name, rate in rates)
-    yield picture(paper, "example", energy_figure(found.rows), told=energies)
-    yield picture(paper, "example", refresh_figure(found.rows), told=shares)
+    energies = "; ".join(f"{row.system}, {row.profile}: {joules(row.energy_j)}" for row in found.results)
+    shares = "; ".join(f"{row.system}, {row.profile}: {row.refresh_share:.1%}" for row in found.results)
+    rates = ((system, point) for system, roof in found.rooflines.items() for point in roof.points)
+    points = "; ".join(f"{system}: {point.name} {point.ops_per_s / 1e9:.0f} G/s" for system, point in rates)
+    yield picture(paper, "example", energy_figure(found.results), values=energies)
+    yield picture(paper, "example", refresh_figure(found.results), values=shares)
     rows: list[list[Cell]] = [[name, *map(joules, strategy_j(p).values())] for name, p in PROFILES.items()]
     yield Table("Energy by refresh strategy (section 8.3.3, modelled)", ["profile", *STRATEGIES], rows)
-    yield picture(paper, "roofline", roofline_figure(found.roofs), told=points)
+    yield picture(paper, "roofline", roofline_figure(found.rooflines), values=points)
 
 
 def _constants(caption: str, parts: Mapping[str, Any]) -> Table:

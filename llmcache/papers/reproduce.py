@@ -1,6 +1,6 @@
 """`llmcache reproduce`: papers recomputed, each as one page and one JSON document; for `all`, an index of their verdicts.
 
-Each paper is a module with `reproduce(quick, tell)`. It computes numbers from models, replays and measurements that
+Each paper is a module with `reproduce(quick, progress)`. It computes numbers from models, replays and measurements that
 `tools/bench papers --measure` has saved in `llmcache/papers/NAME.json`, and compares them with the paper's claims by
 means of `judge`. Nothing is measured here. Each module is imported on demand.
 """
@@ -26,10 +26,10 @@ from rich.text import Text as Words
 
 from llmcache import __version__
 from llmcache.errors import EXIT_BUG, EXIT_OK, DataError, LlmcacheError, UsageError, report
+from llmcache.papers import REPRODUCTIONS
 from llmcache.papers.judge import OURS, PAPERS, Judged, Paper, Verdict
-from llmcache.report import REPRODUCTIONS
 from llmcache.report.html import Badge, Cell, Fold, HtmlBlock, Link, Picture, Section, Table, Text, html_page
-from llmcache.report.output import check_target, plain_table, tell, write_target
+from llmcache.report.output import check_target, plain_table, progress_line, write_target
 from llmcache.report.theme import embedded, style
 
 ALL = "all"
@@ -41,7 +41,7 @@ LEAD = (
     "The claims of four papers, compared with modelled and measured results. Every verdict is computed from numbers by a "
     "rule; the page of the paper shows both."
 )
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 """Called with a description of the step that begins."""
 Blocks = Mapping[str, Sequence[HtmlBlock]]
 """Contents of a page besides the claims, by title of section."""
@@ -54,7 +54,7 @@ class Reproduction:
     name: str
     paper: Paper
     claims: Mapping[str, Sequence[Judged]]
-    told: Mapping[str, Any]
+    contents: Mapping[str, Any]
     blocks: Callable[[], Blocks] = field(repr=False)
 
     def document(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Reproduction:
             "schema": f"llmcache.reproduce.{self.name}/1",
             "llmcache_version": __version__,
             "paper": dict(self.paper.facts),
-            **self.told,
+            **self.contents,
             "claims": [one.as_json(kinds[about]) for about, judged in self.claims.items() for one in judged],
         }
 
@@ -98,7 +98,6 @@ class Reproduction:
         return Table("Number of findings by verdict", ["claims about", "variant", *WORDS], rows)
 
     def _claims(self, about: str, judged: Sequence[Judged]) -> Table:
-        """Return the quotes, with a row for each variant: verdict and number."""
         rows: list[list[Cell]] = []
         for one in judged:
             paper: list[Cell] = [f"“{one.claim.quote}”", one.claim.section]
@@ -110,7 +109,7 @@ class Reproduction:
         return Table(f"Claims about {about}", columns, rows)
 
 
-def reproduce(name: str, quick: bool, progress: Tell) -> Reproduction:
+def reproduce(name: str, quick: bool, progress: Progress) -> Reproduction:
     """Return the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
     module = importlib.import_module(f"llmcache.papers.{name.replace('-', '_')}")
     found: Reproduction = module.reproduce(quick, progress)
@@ -179,7 +178,7 @@ def run(name: str, directory: str | None, quick: bool, as_json: bool, force: boo
         papers = {entry.name: entry.as_json() for entry in entries}
         text = write(ALL, _index(entries), {"schema": ALL_SCHEMA, "quick": quick, "papers": papers})
     else:
-        done = reproduce(name, quick, tell)
+        done = reproduce(name, quick, progress_line)
         text = write(name, done.page(), done.document())
     if as_json:
         sys.stdout.write(text)
@@ -223,7 +222,6 @@ class IndexEntry:
 
     @property
     def counts(self) -> list[int]:
-        """Number of findings by verdict."""
         claims = [] if self.done is None else [one for judged in self.done.claims.values() for one in judged]
         found = Counter(finding.verdict for one in claims for finding in one.findings.values())
         return [found[verdict] for verdict in Verdict]
@@ -240,10 +238,10 @@ class IndexEntry:
 
 def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], str]) -> IndexEntry:
     """Recompute one paper, and write its page and document; a failure does not stop the others."""
-    tell(f"{name}: {REPRODUCTIONS[name]}")
+    progress_line(f"{name}: {REPRODUCTIONS[name]}")
     begin_s = time.monotonic()
     try:
-        done = reproduce(name, quick, tell)
+        done = reproduce(name, quick, progress_line)
         write(name, done.page(), done.document())
     except LlmcacheError as error:
         report(error)

@@ -1,12 +1,1 @@
-"""Plots and pages of traces, simulations and the papers' claims, from saved data only."""
-
-from __future__ import annotations
-
-# papers of `llmcache reproduce`, with the recomputed parts; module `llmcache.papers.NAME` recomputes each
-REPRODUCTIONS: dict[str, str] = {
-    "io-caching": "Rethinking I/O Caching for LLM Inference (2025): figures 1, 2, 4, 5 and section 4.2",
-    "hillinfer": "HillInfer, KV eviction with a SmartSSD (ACL submission): figures 2, 3, 8, 9, 10, 11",
-    "icecache": "IceCache, trees of keys for long contexts (ICLR 2026): figures 1, 6, 7, 8 and the tables' claims",
-    "kelle": "Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing (2025): "
-    "tables, text, figures",
-}
+"""Renders typed results: tables, JSON, plots and HTML pages."""

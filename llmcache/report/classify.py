@@ -16,7 +16,7 @@ from llmcache.errors import printable
 from llmcache.report import output
 from llmcache.report.html import Cell, HtmlBlock, Text
 from llmcache.report.html import Table as PageTable
-from llmcache.report.output import fit, fitted_table
+from llmcache.report.output import fit, fitted_table, plain_table
 from llmcache.units import BLOCK_BYTES, format_duration, format_size, shortened
 
 SHOWN_NAMES = 3  # groups of tensors in a row of the table
@@ -65,9 +65,7 @@ def table(rows: Sequence[Classification], width: int) -> Table:
     tensors = [names_line(row) for row in rows]
     files = [f"{printable(row.path)}{_notes(row)}" for row in rows]
     has_tensor_column = any(tensors) and max(map(len, files)) + 2 + max(map(len, tensors)) <= room
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        made.add_column(name, justify="left" if name in ("class", "op") else "right", no_wrap=True)
+    made = plain_table(*columns, left=("op",))
     made.add_column("file", overflow="fold")
     if has_tensor_column:
         columns |= {"file": files, "tensors": tensors}

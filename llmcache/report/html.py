@@ -14,14 +14,10 @@ from typing import Protocol
 from urllib.parse import quote
 
 from llmcache import __version__
+from llmcache.errors import printable
 
 LONG = 24  # letters from which a cell may be broken anywhere: paths and names, which have no spaces
 _MIME = {"svg": "image/svg+xml", "png": "image/png"}
-
-
-def printable(text: str) -> str:
-    """Return `text` with a ? for each character that neither pages nor figures can show: control codes, lone surrogates."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _text(text: str) -> str:
@@ -43,7 +39,6 @@ class Text:
     note: bool = False
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         return f'<p class="note">{_text(self.text)}</p>' if self.note else f"<p>{_text(self.text)}</p>"
 
 
@@ -54,7 +49,6 @@ class Facts:
     facts: Sequence[tuple[str, str]]
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in self.facts)
         return f"<dl>{rows}</dl>"
 
@@ -67,7 +61,6 @@ class Badge:
     kind: str
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         mark = {"good": "✓", "fair": "◐", "bad": "✗"}[self.kind]
         return f'<span class="badge {self.kind}"><span aria-hidden="true">{mark}</span> {_text(self.text)}</span>'
 
@@ -80,7 +73,6 @@ class Link:
     file: str
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         return f'<a href="{quote(self.file)}">{_text(self.text)}</a>'
 
 
@@ -97,7 +89,6 @@ class Table:
     digits: int = 3
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         head = "".join(f'<th scope="col">{_text(column)}</th>' for column in self.columns)
         body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
         caption = _text(self.caption)
@@ -131,7 +122,6 @@ class Picture:
     caption: str
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         source = f"data:{_MIME[self.form]};base64,{base64.b64encode(self.data).decode()}"
         image = f'<img class="{self.form}" src="{source}" alt="{_text(self.alt)}">'
         return f"<figure>{image}<figcaption>{_text(self.caption)}</figcaption></figure>"
@@ -145,7 +135,6 @@ class Fold:
     blocks: Sequence[HtmlBlock]
 
     def html(self) -> str:
-        """See `HtmlBlock.html`."""
         inner = "".join(block.html() for block in self.blocks)
         return f"<details><summary>{_text(self.summary)}</summary>{inner}</details>"
 
@@ -158,7 +147,6 @@ class Section:
     blocks: Sequence[HtmlBlock]
 
     def html(self, anchor: str) -> str:
-        """Return the section as HTML; links within the page reach it at `anchor`."""
         inner = "\n".join(block.html() for block in self.blocks)
         return f'<section id="{anchor}"><h2>{_text(self.title)}</h2>\n{inner}\n</section>'
 

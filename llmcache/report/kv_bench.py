@@ -7,21 +7,16 @@ rule and by memory (hillinfer.txt, section 4.4 and figure 11b). A task is drawn 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from llmcache.errors import DataError, UsageError
-from llmcache.kv.bench import task
-from llmcache.kv.bench.question import BenchOptions, run
-from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Row, read_bench, read_task
-from llmcache.kv.bench.synthetic import Progress
-from llmcache.kv.bench.task import TaskSetup
+from llmcache.documents import read_json
+from llmcache.errors import DataError
+from llmcache.kv.bench.results import MEASURED, TASK_SCHEMA, Bench, Row, TaskBench, read_bench, read_task
 from llmcache.kv.pipeline.timeline import COMPUTE, DEVICE, RESOURCES, STAGES, Timeline
 from llmcache.report import kv_task, output, theme
 from llmcache.report.html import Facts, Section, html_page
@@ -39,9 +34,12 @@ _KIND_TEXTS = {
 }
 
 
-def show(bench: Bench, as_json: bool) -> None:
+def show(bench: Bench | TaskBench, as_json: bool) -> None:
     """Print `bench` on stdout."""
-    output.show(as_json, bench.document, _parts(bench))
+    if isinstance(bench, TaskBench):
+        kv_task.show(bench, as_json)
+    else:
+        output.show(as_json, bench.document, _parts(bench))
 
 
 def _parts(bench: Bench) -> Iterator[str | Table]:
@@ -52,10 +50,7 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
         yield f"beta: {marks.rule:.3g} by the rule f_c / f_s{bound}, expected minimum at {marks.expected:.3g}"
     yield from bench.notes
     headings, *rows = latency_cells(bench)
-    made = plain_table(*headings)
-    for cells in rows:
-        made.add_row(*cells)
-    yield made
+    yield plain_table(*headings, rows=rows)
     yield from speedup_lines(bench)
     if bench.kind == MEASURED:
         yield traffic_table(bench)
@@ -99,22 +94,18 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 def traffic_table(bench: Bench) -> Table:
     """Return bytes of a step over the SSD link by reason, the share of selected tokens in memory, and pages moved."""
     links = [f"link: {name}" for name in _REASONS]
-    made = plain_table("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
+    rows = []
     for row in bench.rows:
         if (seen := row.observed) is not None:
             inside = {link: size for link, size in row.moved_bytes.items() if "device" in link}
             over = [(link.partition(", ")[2], size) for link, size in row.moved_bytes.items() if link not in inside]
-            made.add_row(
-                row.title,
-                f"{seen.attended_tokens}",
-                f"{seen.hit_ratio:.1%}",
-                *(format_size(sum(size for reason, size in over if reason in why)) for why in _REASONS.values()),
-                format_size(sum(inside.values())),
-                f"{seen.pages_up}",
-                f"{seen.pages_down}",
-                f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})",
-            )
-    return made
+            by_reason = [format_size(sum(size for reason, size in over if reason in why)) for why in _REASONS.values()]
+            pages = [str(count) for count in (seen.pages_up, seen.pages_down)]
+            again = f"{seen.ping_pong_pages} ({seen.ping_pong_share:.1%})"
+            shares = [str(seen.attended_tokens), f"{seen.hit_ratio:.1%}"]
+            rows.append([row.title, *shares, *by_reason, format_size(sum(inside.values())), *pages, again])
+    headings = ("policy", "attended", "in memory", *links, "inside device", "pages up", "pages down", "ping-pong")
+    return plain_table(*headings, rows=rows)
 
 
 def device_lines(bench: Bench) -> Iterator[str]:
@@ -198,7 +189,6 @@ def _draw(panel: Axes, row: Row, timeline: Timeline) -> None:
     panel.set_title(f"{row.title}: accelerator idle {row.idle_share:.0%} of the time")
 
 
-_LARGEST_BYTES = 1 << 28
 _LEAD = "KV cache policies choose the keys and values that a decode step attends to. All values are {kind}."
 
 
@@ -207,45 +197,18 @@ def plot(run: str, output: str, force: bool) -> Written:
 
     UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """
-    form, hint = form_of("-o", output, force), "create one with 'llmcache kv bench --json'"
-    try:
-        with Path(run).open("rb") as stream:
-            document = json.loads(stream.read(_LARGEST_BYTES))
-    except OSError as error:
-        raise UsageError(f"{run}: cannot be read: {error.strerror}", hint) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{run}: not JSON: {error}", hint) from error
-    if isinstance(document, dict) and document.get("schema") == TASK_SCHEMA:
-        return write_target("-o", output, kv_task.drawn(read_task(document, run), form), force)
-    return write_target("-o", output, drawn(read_bench(document, run), run, form), force)
+    form, document = form_of("-o", output, force), read_json(run, "create one with 'llmcache kv bench --json'")
+    is_task = isinstance(document, dict) and document.get("schema") == TASK_SCHEMA
+    bench = read_task(document, run) if is_task else read_bench(document, run)
+    return write_target("-o", output, drawn(bench, run, form), force)
 
 
-def drawn(bench: Bench, source: str, form: str) -> bytes:
+def drawn(bench: Bench | TaskBench, source: str, form: str) -> bytes:
     """Return the figure of `bench`, read from `source`, as a file of `form`; DataError if it has none."""
+    if isinstance(bench, TaskBench):
+        return kv_task.drawn(bench, form)
     figure = beta_figure(bench, source) if bench.marks is not None else timeline_figure(bench, source)
     return _page(bench, figure).encode() if form == "html" else theme.captioned(figure, _caption(bench), form)
-
-
-def answer(asked: BenchOptions | TaskSetup, output: str | None, force: bool, as_json: bool, tell: Progress) -> None:
-    """Run `asked`, print the result, and draw it as `output` if given.
-
-    UsageError names an invalid option, before anything runs.
-    """
-    form = ""
-    if output is not None:
-        form = form_of("--plot", output, force)
-    if isinstance(asked, TaskSetup):
-        answers = task.run(asked, tell)
-        kv_task.show(answers, as_json)
-        if output is not None:
-            write_target("--plot", output, kv_task.drawn(answers, form), force)
-        return
-    if output is not None and asked.profile == "paper" and not asked.sweep_beta:
-        raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
-    bench = run(asked, tell)
-    show(bench, as_json)
-    if output is not None:
-        write_target("--plot", output, drawn(bench, output, form), force)
 
 
 def _alt(bench: Bench) -> str:

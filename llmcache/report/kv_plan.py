@@ -13,7 +13,7 @@ from llmcache.kv.planning.plan import KvPlan
 from llmcache.kv.planning.profile import SCHEMA as PROFILE_SCHEMA
 from llmcache.kv.planning.profile import KnownProfile
 from llmcache.report import output
-from llmcache.report.output import plain_table, titled_table
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.kv-plan/1"
@@ -31,13 +31,13 @@ def _parts(plan: KvPlan) -> Iterator[str | Table]:
     if plan.latencies:
         yield from ("", _latencies(plan))
     tiers = ("GPU only", "GPU and RAM", "GPU, RAM and SSD")
-    limits = titled_table("Largest context that fits, in tokens (modelled)", "batch", *tiers)
-    for one in plan.limits:
-        tokens = (
-            "-" if count is None else f"{count:,}" if count else "none" for count in (one.gpu, one.gpu_and_ram, one.with_ssd)
-        )
-        limits.add_row(str(one.batch), *tokens)
-    yield from ("", limits)
+    rows = ((str(one.batch), *map(_tokens, (one.gpu, one.gpu_and_ram, one.with_ssd))) for one in plan.limits)
+    yield ""
+    yield plain_table("batch", *tiers, rows=rows, title="Largest context that fits, in tokens (modelled)")
+
+
+def _tokens(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}" if count else "none"
 
 
 def _inputs(plan: KvPlan) -> Iterator[str]:
@@ -70,15 +70,18 @@ def _inputs(plan: KvPlan) -> Iterator[str]:
 
 def _tiers(plan: KvPlan) -> Table:
     found, places, machine = plan.found, plan.places, plan.machine
-    made = titled_table("What fits where (modelled)", "", "GPU", "RAM", "SSD")
-    for name, *sizes in (
+    rows = (
         ("weights", found.weights_on_gpu, found.weights_on_host, 0),
         ("KV cache", places.gpu, places.host, places.ssd),
         ("system and runtime", machine.gpu_reserved_bytes * machine.has_gpu, machine.host_reserved_bytes, 0),
         ("capacity", machine.gpu_bytes, machine.host_bytes, plan.ssd_bytes),
-    ):
-        made.add_row(name, *("not given" if size is None else format_size(size) if size >= 1 else "-" for size in sizes))
-    return made
+    )
+    shown = ((name, *map(_size, sizes)) for name, *sizes in rows)
+    return plain_table("", "GPU", "RAM", "SSD", rows=shown, title="What fits where (modelled)")
+
+
+def _size(size_bytes: float | None) -> str:
+    return "not given" if size_bytes is None else format_size(size_bytes) if size_bytes >= 1 else "-"
 
 
 def _pools(plan: KvPlan) -> Iterator[str]:
@@ -98,13 +101,13 @@ def _pools(plan: KvPlan) -> Iterator[str]:
 
 def _latencies(plan: KvPlan) -> Table:
     title = f"Time per token, and HillInfer's speed-up (modelled, speeds of {plan.machine.title})"
-    made = titled_table(title, "system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up")
+    rows = []
     for one in plan.latencies:
         stages = [one.stages[name] for name in ("evaluate", "fetch", "compute")]
         hidden = max(0.0, sum(stages) - one.token_ns)
         faster = "" if one.system.name == "hillinfer" else f"{plan.speedup(one.system.name):.2f}x"
-        made.add_row(one.system.title, *map(format_duration, (*stages, hidden, one.token_ns)), faster)
-    return made
+        rows.append((one.system.title, *map(format_duration, (*stages, hidden, one.token_ns)), faster))
+    return plain_table("system", "evaluate", "fetch", "compute", "hidden", "token", "speed-up", rows=rows, title=title)
 
 
 def document(plan: KvPlan) -> dict[str, Any]:
@@ -173,12 +176,7 @@ def _speeds(found: KnownProfile) -> Table:
         ("memory", "reads by all processors", format_rate(host.memory_bytes_per_s), "measured"),
         ("compute", "float32 matrix products", f"{host.flops / 1e9:.0f} GFLOP/s", "measured"),
     )
-    made = plain_table("", "what", "speed", "kind")
-    for column in made.columns:
-        column.justify = "right" if column.header == "speed" else "left"
-    for row in rows:
-        made.add_row(*row)
-    return made
+    return plain_table("", "what", "speed", "kind", rows=rows, left=("what", "kind"))
 
 
 def profile_document(found: KnownProfile) -> dict[str, Any]:

@@ -39,11 +39,9 @@ def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table
         "tokens": [f"{model.restored_tokens:,}" for model in models],
     }
     room = max(LEAST_MODEL, output.fit(columns, output.output_width(), LEAST_MODEL, ()))
-    lines = plain_table("model", *columns)
-    for model, *cells in zip(models, *columns.values(), strict=True):
-        lines.add_row(shortened(printable(model.file) or "?", room), *cells)
+    names = [shortened(printable(model.file) or "?", room) for model in models]
     if models:
-        yield lines
+        yield plain_table("model", *columns, rows=zip(names, *columns.values(), strict=True))
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:

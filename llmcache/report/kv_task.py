@@ -205,10 +205,7 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
         yield f"\n{context:,} tokens"
         rows = [(row.name, cells_of(bench, row)) for row in bench.at(context)]
         for part in (0, 1):
-            made = plain_table("cache", *rows[0][1][part])
-            for name, cells in rows:
-                made.add_row(name, *cells[part].values())
-            yield made
+            yield plain_table("cache", *rows[0][1][part], rows=[[name, *cells[part].values()] for name, cells in rows])
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:

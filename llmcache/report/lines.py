@@ -36,7 +36,6 @@ class Line:
     marked: tuple[int, ...] | None = None
 
     def filled(self, sizes_bytes: NDArray[np.float64], values: NDArray[np.float64]) -> Line:
-        """Return the line with additional points between its ends, without markers."""
         between = (sizes_bytes > self.sizes_bytes[0]) & (sizes_bytes < self.sizes_bytes[-1])
         sizes = np.concatenate((self.sizes_bytes, sizes_bytes[between]))
         order = np.argsort(sizes, kind="stable")

@@ -144,7 +144,6 @@ class Written:
     size_bytes: int
 
     def show(self, schema: str) -> None:
-        """Print it on stdout as the JSON document called `schema`."""
         print(json.dumps({"schema": schema, "path": str(self.path), "size_bytes": self.size_bytes}))
 
 
@@ -185,7 +184,6 @@ class Progress:
         self._compiling: bars.TaskID | None = None
 
     def __call__(self, trace: str, done: int, in_all: int) -> None:
-        """Show that `done` of `in_all` rows of `trace` are replayed."""
         if trace not in self._traces:
             self._traces[trace] = self._shown.add_task(trace.replace("[", r"\["), total=in_all)
         self._shown.update(self._traces[trace], completed=done, total=in_all)
@@ -206,7 +204,7 @@ def progress() -> Iterator[Progress]:
         yield Progress(shown)
 
 
-def tell(text: str) -> None:
+def progress_line(text: str) -> None:
     """Print on stderr what begins, if it is a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
@@ -218,13 +216,21 @@ def trimmed(text: str) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
-def plain_table(first: str, *figures: str, gap: int = 2, keys: int = 1) -> KeyedTable:
-    """Return a table without lines, `gap` spaces between columns, whose cells are never broken."""
-    made = KeyedTable(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+def plain_table(
+    *headings: str, rows: Iterable[Iterable[str]] = (), title: str | None = None, left: Iterable[str] = (), gap: int = 2,
+    keys: int = 1,
+) -> KeyedTable:  # fmt: skip
+    """Return a table without lines, `gap` spaces between columns, whose cells are never broken.
+
+    The first column and those in `left` are aligned left, all others (numbers) right. `keys`: as in `KeyedTable`.
+    """
+    made = KeyedTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title)
     made.keys = keys
-    made.add_column(first, no_wrap=True)
-    for heading in figures:
-        made.add_column(heading, justify="right", no_wrap=True)
+    left = {headings[0], *left}
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    for cells in rows:
+        made.add_row(*cells)
     return made
 
 
@@ -248,14 +254,5 @@ def fitted_table(
 ) -> Table:
     """Return `names` and `columns` as a plain table of `width`; columns are dropped as in `fit`, names are shortened."""
     room = fit(columns, width, least, first_to_go)
-    made = plain_table(first, *columns)
-    for cells in zip((shortened(name, room) for name in names), *columns.values(), strict=True):
-        made.add_row(*cells)
-    return made
-
-
-def titled_table(title: str, first: str, *figures: str) -> KeyedTable:
-    """Return a plain table with a title."""
-    made = plain_table(first, *figures)
-    made.title = title
-    return made
+    rows = zip((shortened(name, room) for name in names), *columns.values(), strict=True)
+    return plain_table(first, *columns, rows=rows)

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from llmcache.cache.classify import Classification, classify
 from llmcache.cache.plan import Progress
 from llmcache.cache.routing import MoeUses
-from llmcache.errors import DataError, UsageError
+from llmcache.errors import DataError, UsageError, printable
 from llmcache.model.modelfile import Models
 from llmcache.report.classify import expert_blocks, names_line
-from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page, printable
+from llmcache.report.html import Cell, Facts, Fold, HtmlBlock, Section, Table, html_page
 from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import CLASS_COLOURS, FAINT, INK, OP_COLOURS, PAPER, captioned, embedded, style
 from llmcache.trace.formats import open_trace

@@ -53,13 +53,14 @@ def headline(summary: Summary) -> str:
 
 def table(rows: list[Result]) -> Table:
     """Return the rows of one trace as a table."""
-    made = plain_table(
-        "policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies), gap=1, keys=2
-    )
+    headings = ("policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
+    return plain_table(*headings, rows=([title, *_cells(row)] for title, row in _titled(rows)), gap=1, keys=2)
+
+
+def _titled(rows: list[Result]) -> Iterator[tuple[str, Result]]:
+    """Yield the title of its policy with each row, but only with the first row of a policy."""
     for number, row in enumerate(rows):
-        first = number == 0 or rows[number - 1].policy != row.policy
-        made.add_row(row.title if first else "", *_cells(row))
-    return made
+        yield row.title if number == 0 or rows[number - 1].policy != row.policy else "", row
 
 
 def _rate(bytes_per_s: int) -> str:
@@ -82,12 +83,10 @@ def _seconds(seconds: float) -> str:
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
     """Return, for the rows of one trace, in how many slices of T storage is too slow, and the total delay."""
-    made = plain_table("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls), gap=1, keys=2)
-    made.add_row("(any cache)", "", *_stall_cells(summary.cold_stalls))
-    for number, row in enumerate(rows):
-        first = number == 0 or rows[number - 1].policy != row.policy
-        made.add_row(row.title if first else "", format_size(row.cache_bytes), *_stall_cells(row.stalls))
-    return made
+    headings = ("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls))
+    cells = [["(any cache)", "", *_stall_cells(summary.cold_stalls)]]
+    cells += [[title, format_size(row.cache_bytes), *_stall_cells(row.stalls)] for title, row in _titled(rows)]
+    return plain_table(*headings, rows=cells, gap=1, keys=2)
 
 
 def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from llmcache.cache.sizing import SECOND_NS, Answer, Capacity, Passes, Ram, Sensitivity, size_of
 from llmcache.model.moe import STAY, ZIPF, MoeBytes
 from llmcache.report import output
-from llmcache.report.output import titled_table, trimmed
+from llmcache.report.output import plain_table, trimmed
 from llmcache.units import format_duration, format_rate, format_size
 
 SCHEMA = "llmcache.size/1"
@@ -175,10 +175,8 @@ def sensitivity_table(answer: Answer) -> Table:
         headings.append(f"largest loop in {size_text(largest)}")
     if largest is not None and answer.loop is not None:
         headings += ["stall per token", "tokens/s"]
-    table = titled_table("Sensitivity to T (modelled)", "change of T", *headings)
-    for row in answer.sensitivity:
-        table.add_row(*_cells(row))
-    return table
+    rows = map(_cells, answer.sensitivity)
+    return plain_table("change of T", *headings, rows=rows, title="Sensitivity to T (modelled)")
 
 
 def _cells(row: Sensitivity) -> Iterator[str]:

@@ -48,7 +48,6 @@ class Look:
     front: int = 2
 
     def line(self) -> dict[str, Any]:
-        """Return the keyword arguments for `Axes.plot`."""
         shape = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "linewidth": self.width}
         return shape | {"markersize": 4.5, "markeredgewidth": 0.8, "markeredgecolor": PAPER, "zorder": self.front}
 
@@ -164,7 +163,6 @@ class PlainLog(LogFormatter):
     """Plain numbers at the ticks of a logarithmic axis, because the style disables mathematical text."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of a tick; empty if it has none."""
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 

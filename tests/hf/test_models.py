@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gguf import GGUFReader, dequantize
 
 from llmcache import cli
-from llmcache.kv.bench.question import model_of
+from llmcache.kv.bench.options import model_of
 from llmcache.kv.bench.subject import Subject, load_model, logits, stock
 from llmcache.kv.tasks import english
 from llmcache.kv.transformers import SpillCache

@@ -27,7 +27,7 @@ from llmcache.units import BLOCK_BYTES
 from tests.mount.live import MIB, Live, is_busy, live, llmcache, random_file, wait_for
 from tools.bench import routing
 from tools.bench.sides import end_mount, environment
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape, make_model
 
 SIZES = {
     "loop.bin": 72 * MIB + 77, "short.bin": 33 * MIB, "other.bin": 60 * MIB, "small.json": 3 * MIB + 5, "tiny.txt": 99
@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("source")
     for name, size in SIZES.items():
         random_file(directory / name, size)
-    shape = choose_shape(60 * MIB, BYTES_PER_VALUE["gguf"], None, True, MixtureShape(16, 2, 200_000))
+    shape = choose_shape(60 * MIB, BYTES_PER_VALUE["gguf"], None, True, MoeShape(16, 2, 200_000))
     make_model(directory / "mixture.gguf", shape, "gguf", 1, 0)
     return directory
 

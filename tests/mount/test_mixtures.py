@@ -24,7 +24,7 @@ from tests.unit.gguf_bytes import Gguf
 from tools.bench import patterns, routing
 from tools.bench.runner import client, forget, run_client
 from tools.bench.sides import read_ahead
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape, make_model
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
@@ -52,7 +52,7 @@ class Model:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("mixture")
-    shape = choose_shape(256 * 10**6, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(EXPERTS, USED, 200_000))
+    shape = choose_shape(256 * 10**6, BYTES_PER_VALUE["gguf"], None, False, MoeShape(EXPERTS, USED, 200_000))
     (path,) = make_model(directory / "mixture.gguf", shape, "gguf", 1, 0)
     os.utime(path, (0, 0))
     layout = routing.layout_of(path)

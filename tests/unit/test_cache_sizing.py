@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.cache.policies import policy_class
 from llmcache.cache.sizing import (
     DEVICES,
     PAPER,
@@ -19,6 +21,7 @@ from llmcache.cache.sizing import (
     passes,
 )
 from llmcache.model.moe import MoeBytes, expert_curve
+from llmcache.units import BLOCK_BYTES
 from tools.bench.routing import Habits, misses, ranked
 
 MB = 10**6
@@ -112,3 +115,15 @@ def test_the_computed_cache_of_an_moe_model_is_the_smallest_without_stalls(
     assert passes(mixture, kept + setting.hot_bytes, setting).stall_free
     less = kept - 2 - kept // 10**9  # tolerance for floating point
     assert less < 0 or mixture.missing_bytes(less) > setting.staged_bytes
+
+
+@pytest.mark.parametrize(("loop", "bandwidth", "period_ms"), [(70 * MB, 100 * MB, 100), (300 * MB, 500 * MB, 125)])
+def test_the_simulator_stalls_below_the_size_of_the_formula(loop: int, bandwidth: int, period_ms: int) -> None:
+    setting = SizingParameters(bandwidth, period_ms * 10**6, 0)
+    blocks, size = -(-loop // BLOCK_BYTES), need(loop, setting).loop_cache_blocks
+
+    def missed_bytes(cache_blocks: int) -> float:
+        hits = policy_class("belady")(cache_blocks, blocks).replay(np.zeros(6, np.int64), np.full(6, blocks))
+        return (blocks - float(hits[1:].mean())) * BLOCK_BYTES
+
+    assert missed_bytes(size) <= setting.staged_bytes < missed_bytes(size - 2)

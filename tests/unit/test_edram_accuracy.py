@@ -14,6 +14,7 @@ import pytest
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError
 from llmcache.kv.tasks import RECALL_MODEL, recall
+from llmcache.papers.edram import accuracy as edram_accuracy
 from llmcache.papers.edram.accuracy import (
     EXPERIMENTS,
     Accuracies,
@@ -29,7 +30,6 @@ from llmcache.papers.edram.decoder import Config, Decoder, parse_tensors
 from llmcache.papers.edram.flips import CellSettings, FlipRates, iso_failure
 from llmcache.papers.edram.refresh import read_run
 from llmcache.papers.edram.retention import paper_curve
-from llmcache.report import edram_accuracy
 from tests.unit.command_parts import called
 
 EXACT = CellSettings("exact")

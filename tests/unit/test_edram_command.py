@@ -93,7 +93,7 @@ MANY = ",".join(map(str, range(1, 1002)))
         (("sweep", "--budget", "10"), "--budget: must be more than the 10 sinks, not 10"),
         (("sweep", "--dram-bw", "0"), "--dram-bw: '0' is not a bandwidth: it must be above 0"),
         (("sweep", "--batch", MANY, "--decode", MANY), "1,002,001 configurations are more than"),
-        (("report", "/nowhere.json"), "run: '/nowhere.json' cannot be read"),
+        (("report", "/nowhere.json"), "/nowhere.json: cannot be read"),
         (("report", "run.json", "--intervals", "1ms,2ms"), "--intervals: '1ms,2ms' is neither one interval nor four"),
         (("accuracy", *RECALL, "--flips", "1e-3"), "flips"),
         (("accuracy", *RECALL, "--record", "x.json", "--budget", "4"), "--budget"),

@@ -1,6 +1,6 @@
 """The accelerator model: grouped against single steps, recomputation against a search, a step computed by hand.
 
-`llmcache reproduce kelle` checks the numbers of the paper; golden_papers.json holds them."""
+`llmcache reproduce kelle` checks the numbers of the paper."""
 
 from __future__ import annotations
 

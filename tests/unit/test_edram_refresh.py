@@ -126,5 +126,5 @@ def test_files_that_are_not_runs_are_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(DataError):
         read_run(path)
-    with pytest.raises(UsageError, match=r"^run: .*cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_run(tmp_path / "none.json")

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
-from llmcache.kv.bench.question import BenchOptions, task_of
+from llmcache.kv.bench.options import BenchOptions, task_of
 from llmcache.kv.bench.results import STOCK, Answers, read_task
 from llmcache.kv.bench.task import Candidate, candidates
 from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall

@@ -13,7 +13,7 @@ COLUMNS = [f"column {number} of many" for number in range(12)]
 
 
 def wide_table(keys: int = 1) -> Table:
-    table = output.titled_table("A title", "name", *COLUMNS)
+    table = output.plain_table("name", *COLUMNS, title="A title")
     table.keys = keys
     for row in ("first", "second"):
         table.add_row(row, *(f"{row[0]}{number}" for number in range(12)))

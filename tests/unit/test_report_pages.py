@@ -25,7 +25,7 @@ from tests.unit.simulation_parts import loop, saved, trace_of
 pytestmark = pytest.mark.usefixtures("unlaid")
 
 EVIL = "<script>alert('1')</script> & \"two\"\n\x1b"
-SHOWN = "<script>alert('1')</script> & \"two\"??"
+SHOWN = "<script>alert('1')</script> & \"two\"\\n\\x1b"
 
 
 def page_of(blocks: Sequence[HtmlBlock], title: str = "Title") -> tuple[Page, str]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from rich.markdown import Markdown
 from llmcache.errors import LlmcacheError, UsageError
 from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, Text, html_page
 
-from . import results
+from . import harness, results
 from .demo import make_model
-from .harness import MODELS, ROOT, one_interrupt, report
-from .results import Document, Target, exit_code, markdown, of_json, targets_of
+from .harness import MODELS, ROOT, check_commit, one_interrupt, report
+from .results import Document, Target, exit_code, markdown
 
-SCHEMA = "llmcache-bench-all/2"
+SCHEMA = "llmcache-bench-all/3"
 MODEL_SIZE = "700M"
 FAILED = 3
 MODEL = "MODEL"
@@ -42,30 +43,28 @@ BUSY_SHARE = 0.1
 class SuiteEntry:
     """One benchmark, with its options for a full run and for a quick run.
 
-    `quick` None: there is no quick run. `on_request`: the benchmark takes so long that it is run only if it is named.
+    `on_request`: the benchmark takes so long that it is run only if it is named.
     """
 
     name: str
     about: str
     words: tuple[str, ...] = ()
-    quick: tuple[str, ...] | None = ("--quick",)
+    quick: tuple[str, ...] = ("--quick",)
     on_request: bool = False
 
     def command(self, quick: bool = False) -> str:
-        """Return the command line of a full or quick run, for display."""
-        return " ".join((f"tools/bench {self.name}", *((self.quick or ()) if quick else self.words)))
+        return " ".join((f"tools/bench {self.name}", *(self.quick if quick else self.words)))
 
 
+_MODES = ("--mode", "inplace", "--mode", "steer")
 BENCHMARKS = (
     SuiteEntry(
         "mount",
         "llmcachefs and the page cache: same memory, same storage",
-        ("--model", MODEL, "--repeat", "2", "--mode", "inplace", "--mode", "steer"),
-        ("--model", MODEL, "--quick", "--repeat", "1", "--mode", "inplace", "--mode", "steer"),
+        ("--model", MODEL, "--repeat", "2", *_MODES),
+        ("--model", MODEL, "--repeat", "1", *_MODES, "--quick"),
     ),
     SuiteEntry("zoo", "mounts and the page cache: bytes read, for many access patterns", on_request=True),
-    SuiteEntry("demotime", "run time of a second tools/demo", quick=None),
-    SuiteEntry("startup", "start-up time of every command"),
     SuiteEntry(
         "trace",
         "overhead of tracing, and lost events",
@@ -74,10 +73,8 @@ BENCHMARKS = (
     ),
     SuiteEntry("simulate", "speed and memory of the simulator", ("--repeat", "3")),
     SuiteEntry("policies", "hit ratios on generated traces (not timed)", quick=("--policy", "lru,belady,llmcache")),
-    SuiteEntry("kv", "kernels and spill file of the KV manager"),
-    SuiteEntry("kvstore", "a million tokens in the KV store"),
+    SuiteEntry("kv", "kernels, spill file and store of the KV manager"),
     SuiteEntry("kvpipeline", "lookahead, pools and near-data scoring"),
-    SuiteEntry("papers", "measurements for the papers, and claims with a target", ("--measure",), quick=()),
     SuiteEntry("kvindex", "trees of keys and a scan of all keys", ("--rounds", "2")),
     SuiteEntry("kvtransformers", "SpillCache and DynamicCache: memory and time"),
     SuiteEntry("prefix", "prompts of llama.cpp restored from disk"),
@@ -85,12 +82,11 @@ BENCHMARKS = (
     SuiteEntry("edram", "speed of the accelerator model", ("--repeat", "5"), quick=("--repeat", "1")),
     SuiteEntry(
         "size",
-        "formula (1), simulator and mount: the cache size at which stalls begin",
+        "formula (1) and mount: the cache size at which stalls begin",
         ("--repeat", "1"),
         quick=("--quick", "--repeat", "1", "--modes", "steer"),
     ),
     SuiteEntry("kvmodels", "SpillCache with real models: loss, answers, time, memory", on_request=True),
-    SuiteEntry("testtime", "ten runs of tools/test", quick=None, on_request=True),
 )
 NAMES = tuple(one.name for one in BENCHMARKS)
 
@@ -103,15 +99,14 @@ def now() -> str:
 
 
 def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None) -> Document:
-    """Run one benchmark and write its JSON into `directory`; return the JSON. LlmcacheError if there are no complete
-    results.
+    """Run one benchmark and write its JSON into `directory`; return the JSON. LlmcacheError: no complete results.
 
     `run` is added to the file: command, time and load. The output of the benchmark goes to stderr. After an interrupt, the
     benchmark unmounts before this function raises.
     """
-    words = [str(model) if word == MODEL else word for word in (benchmark.quick or () if quick else benchmark.words)]
+    words = [str(model) if word == MODEL else word for word in (benchmark.quick if quick else benchmark.words)]
     new = directory / f".{benchmark.name}.json.new"
-    command = [sys.executable, str(ROOT / "tools" / "bench"), benchmark.name, *words, "--json", str(new)]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), benchmark.name, *words, "--json", str(new), "--force"]
     about: dict[str, Any] = {"command": benchmark.command(quick), "quick": quick, "started": now()}
     about["busy_share"] = psutil.cpu_percent(3.0) / 100
     load, begin = os.getloadavg()[0], time.monotonic()
@@ -140,18 +135,23 @@ def run(benchmark: SuiteEntry, directory: Path, quick: bool, model: Path | None)
 # The combined results, and their page
 
 
+def targets_of(name: str, document: Document) -> list[Target]:
+    """Return the targets of the benchmark `name`, judged by its results."""
+    return harness.targets_of(import_module(f"tools.bench.{name}"), document)
+
+
 def read(directory: Path) -> dict[str, Document]:
     """Return the JSON of each benchmark that has results in `directory`, by name."""
     paths = {one.name: directory / f"{one.name}.json" for one in BENCHMARKS}
     return {name: results.read(path) for name, path in paths.items() if path.exists()}
 
 
-def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
-    """Return all.json: the machines (without commits; several if results are from several machines), runs, and all targets.
+def whole(directory: Path, errors: Mapping[str, str] | None = None) -> Document:
+    """Return all.json: the machines (several if results are from several), the runs with their commits, and all targets.
 
-    `errors`: the messages of benchmarks that failed. `started`: when the whole run began (UTC).
+    `errors`: the messages of benchmarks that failed.
     """
-    documents = read(directory)
+    documents, errors = read(directory), errors or {}
     machines: list[Document] = []
     runs: list[Document] = []
     for one in BENCHMARKS:
@@ -164,9 +164,17 @@ def whole(directory: Path, errors: Mapping[str, str], started: str) -> Document:
         else:
             runs.append({**row, "recorded": False})
     targets = [
-        {"benchmark": name, **target.to_json()} for name, document in documents.items() for target in targets_of(document)
+        {"benchmark": name, **target.to_json()}
+        for name, document in documents.items()
+        for target in targets_of(name, document)
     ]
-    return {"schema": SCHEMA, "started": started, "machines": machines, "runs": runs, "bars": targets}
+    return {"schema": SCHEMA, "machines": machines, "runs": runs, "targets": targets}
+
+
+def of_json(data: Document) -> Target:
+    """Return the target in the data of `Target.to_json`; other keys are ignored."""
+    values = {key: data[key] for key in Target.__dataclass_fields__ if key in data}
+    return Target(**{**values, "value": float("nan") if data["value"] is None else data["value"]})
 
 
 def write(document: Document, directory: Path) -> None:
@@ -174,49 +182,35 @@ def write(document: Document, directory: Path) -> None:
     results.write_text(directory / "all.html", page(document))
 
 
-def reached(document: Document) -> tuple[int, int]:
-    """Return the number of targets that are met, and the number of all targets."""
-    targets = targets_of(document)
-    return sum(target.passed for target in targets), len(targets)
+def reached(document: Document) -> str:
+    """Return how many of the targets are met, in words."""
+    met = [target["passed"] for target in document["targets"]]
+    return f"{sum(met)} of {len(met)} targets are met."
 
 
 def table(document: Document) -> str:
     """Return the number of targets that are met, and a table of those that are missed."""
-    rows = [[target.what, target.kind, target.shown, target.wanted] for target in targets_of(document) if not target.passed]
-    about = "{} of {} targets are met.".format(*reached(document))
-    return about + ("\n\n" + markdown(["missed", "kind", "value", "target"], rows, texts=(0, 1)) if rows else "\n")
+    missed = [of_json(one) for one in document["targets"] if not one["passed"]]
+    rows = [[target.what, target.kind, target.shown, target.wanted] for target in missed]
+    return reached(document) + ("\n\n" + markdown(["missed", "kind", "value", "target"], rows, (0, 1)) if rows else "\n")
 
 
 def page(document: Document) -> str:
-    good, count = reached(document)
-    lead = (
-        "A target is a limit that the project sets for a figure. "
-        f"{good} of {count} targets are met, {count - good} are missed."
-    )
+    lead = f"A target is a limit that the project sets for a figure. {reached(document)}"
     if missing := [run["benchmark"] for run in document["runs"] if not run["recorded"]]:
         lead += f" Without results: {', '.join(missing)}."
-    return html_page("llmcache: benchmark results and targets", lead, [*_targets(document), _conditions(document)])
+    return html_page("llmcache: benchmark results and targets", lead, [_targets(document), _conditions(document)])
 
 
-def _targets(document: Document) -> list[Section]:
-    every = [(one["benchmark"], of_json(one)) for one in document["bars"]]
-    rows: list[list[Cell]] = []
-    each: list[HtmlBlock] = []
-    for one in BENCHMARKS:
-        targets = [(name, target) for name, target in every if name == one.name]
-        missed = sum(not target.passed for _, target in targets)
-        verdict = Badge("all met", "good") if targets and not missed else Badge(f"{missed} missed", "fair")
-        rows.append([one.about, len(targets) - missed, missed, verdict if targets else Badge("no results", "bad")])
-        if targets:
-            each.append(_targets_table(f"{one.about} (tools/bench {one.name})", targets))
+def _targets(document: Document) -> Section:
+    every = [(one["benchmark"], of_json(one)) for one in document["targets"]]
     missing = [(name, target) for name, target in every if not target.passed]
-    summary: list[HtmlBlock] = [
-        Table("Targets by benchmark", ["benchmark", "met", "missed", ""], rows),
-        *([_targets_table("Missed targets", missing)] if missing else []),
-        Text("Measured: on the machine below. Emulated: measured there with an emulated accelerator or SSD.", True),
-        Text("Modelled: computed. A figure 'time / modelled bound' divides a measured time by a modelled one.", True),
-    ]
-    return [Section("Summary", summary), Section("Targets", each)]
+    blocks: list[HtmlBlock] = [_targets_table("Missed targets", missing)] if missing else []
+    for one in BENCHMARKS:
+        if targets := [(name, target) for name, target in every if name == one.name]:
+            blocks.append(_targets_table(f"{one.about} (tools/bench {one.name})", targets))
+    blocks.append(Text("Measured: on the machine below. Emulated: there, with an emulated accelerator or SSD.", True))
+    return Section("Targets", [*blocks, Text("Modelled: computed.", True)])
 
 
 def _targets_table(caption: str, targets: Iterable[tuple[str, Target]]) -> Table:
@@ -286,22 +280,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     every = f"benchmarks to run: {', '.join(NAMES)} [all except {named}]"
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,…", help=every)
     parser.add_argument("--quick", action="store_true", help="smaller and shorter runs, not comparable with the targets")
-    parser.add_argument(
-        "-o", dest="out", type=Path, help="directory for the JSON and the page [build/bench; with --from, its DIR]"
-    )
-    parser.add_argument("--force", action="store_true", help="replace existing results")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run and keep its results")
+    parser.add_argument("-o", dest="out", type=Path, help="directory for the JSON and the page [build/bench]")
+    force = "replace existing results; record results of a tree that differs from its commit"
+    parser.add_argument("--force", action="store_true", help=force)
     again = "run nothing; make the page from the JSON in DIR"
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help=again)
     args = parser.parse_args(argv)
-    args.out = args.out or args.source or ROOT / "build" / "bench"
+    args.out = args.out or ROOT / "build" / "bench"
     for name in args.only:
         if name not in NAMES:
             raise UsageError(f"--only: unknown benchmark {name!r}", f"the benchmarks are {', '.join(NAMES)}")
-    if args.source and (args.only or args.resume or args.quick):
-        raise UsageError("--from cannot be combined with --only, --quick or --resume", "--from runs no benchmark")
-    if args.resume and args.quick:
-        raise UsageError("--quick and --resume exclude each other", "repeat the quick run")
+    if args.source and (args.only or args.quick):
+        raise UsageError("--from cannot be combined with --only or --quick", "--from runs no benchmark")
     if args.quick and args.out.resolve() == results.DIRECTORY:
         raise UsageError("-o: results of --quick are not recorded", "leave --quick out, or choose another directory")
     return args
@@ -309,29 +299,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
     """Run the selected benchmarks, writing all.json and all.html after each; return all results, and whether any failed."""
-    out, started, done = args.out, now(), set()
-    if args.resume:
-        if not (out / "all.json").exists():
-            raise UsageError(f"--resume: {out} has no interrupted run", "leave --resume out")
-        started = str(results.read(out / "all.json")["started"])
-        runs = {name: document.get("run", {}) for name, document in read(out).items()}
-        done = {name for name, run in runs.items() if run.get("started", "") >= started and not run.get("quick")}
-    wanted = [
-        one for one in BENCHMARKS if (one.name in args.only if args.only else not one.on_request) and one.name not in done
-    ]
-    benchmarks = [one for one in wanted if one.quick is not None or not args.quick]
+    out = args.out
+    benchmarks = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.on_request)]
     existing = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
-    if existing and not (args.force or args.resume):
-        raise UsageError(
-            f"{out} already has results of {', '.join(existing)}", "--force replaces them, -o DIR writes elsewhere"
-        )
+    if existing and not args.force:
+        hint = "--force replaces them, -o DIR writes elsewhere, --only NAME,… runs others"
+        raise UsageError(f"{out} already has results of {', '.join(existing)}", hint)
+    check_commit(out, args.force)
     out.mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
     model = None
     if any(MODEL in one.words for one in benchmarks):  # the demo's model, generated once
         say.print(f"model: {MODELS}", soft_wrap=True)
         model = make_model(MODELS, MODEL_SIZE)
-    write(whole(out, errors, started), out)
     for number, one in enumerate(benchmarks, 1):
         say.rule(f"{number} of {len(benchmarks)}: {one.name}", align="left")
         try:
@@ -343,14 +323,13 @@ def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
             busy = ", on a BUSY machine" if about["busy_share"] > BUSY_SHARE else ""
             before, after = about["load"]
             say.print(f"{one.name}: {about['seconds']:.0f} s, load {before:.1f} to {after:.1f}{busy}", soft_wrap=True)
-        write(whole(out, errors, started), out)
-    return whole(out, errors, started), bool(errors)
+        write(whole(out, errors), out)
+    return whole(out, errors), bool(errors)
 
 
 def recorded(source: Path) -> tuple[Document, bool]:
     """Return the results in `source`, and whether a benchmark that is not `on_request` has none."""
-    before = source / "all.json"
-    document = whole(source, {}, results.read(before)["started"] if before.exists() else "")
+    document = whole(source)
     found = {run["benchmark"] for run in document["runs"] if run["recorded"]}
     if not found:
         raise UsageError(f"--from: {source} has no results", f"result files are named {NAMES[0]}.json and so on")
@@ -368,10 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report("tools/bench all", error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("tools/bench all: interrupted; --resume continues", file=sys.stderr)
+        print("tools/bench all: interrupted; --only NAME,… runs the others", file=sys.stderr)
         return FAILED
     args.out.mkdir(parents=True, exist_ok=True)
     write(document, args.out)
     say.print(Markdown(table(document)))
-    say.print("{} of {} targets met: {}".format(*reached(document), args.out / "all.html"), soft_wrap=True)
-    return FAILED if failed else exit_code(targets_of(document))
+    say.print(f"{args.out / 'all.html'}", soft_wrap=True)
+    return FAILED if failed else exit_code(map(of_json, document["targets"]))

@@ -28,7 +28,7 @@ from llmcache.errors import LlmcacheError
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from llmcache.units import format_rate, format_size, parse_rate, parse_size
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape
+from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape
 from tools.make_model import make_model as generate
 
 from . import machine, mount, routing
@@ -68,7 +68,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_model(directory: Path, size: str, experts: int = 0, used: int = 0) -> Path:
     """Return the path of the generated model; a model of an earlier run is reused."""
-    moe = MixtureShape(experts, used, 500_000) if experts else None
+    moe = MoeShape(experts, used, 500_000) if experts else None
     shape = choose_shape(parse_size(size), BYTES_PER_VALUE["gguf"], None, False, moe)
     (model,) = generate(directory / f"demo-{size}{f'-{experts}x{used}' if experts else ''}.gguf", shape, "gguf", 1, 0)
     return model

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from llmcache.papers.edram.accelerator import Axes, evaluate
 from llmcache.papers.edram.systems import MODELS, SYSTEMS, WORKLOADS
+from llmcache.papers.edram.tables import swept
 from llmcache.papers.reproduce import reproduce
-from llmcache.report.edram_model import swept
 
 from .harness import ROOT, in_turns
 from .results import Document, Target, markdown

@@ -12,7 +12,7 @@ from typing import Any
 from llmcache.cgroup import Cgroup, Usage
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 
-from .runner import MIB, ClientRun, forget, run_clients
+from .runner import MIB, ClientRun, forget, problems_of, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
 Command = Callable[[str, Path], list[str]]
@@ -21,11 +21,10 @@ Command = Callable[[str, Path], list[str]]
 
 @dataclass(frozen=True)
 class Routed:
-    """Bytes that a token of an MoE model reads on average, and bytes that it misses with three policies on whole experts.
+    """Mean bytes that a token of an MoE model reads with nothing cached, and that it misses in replays in the same memory.
 
-    `token_bytes`: with nothing cached. The others are misses of a replay in the same memory: exact LRU, eviction of the
-    expert with the lowest known popularity, and Belady; None if the routing is not known in advance. Means over the measured
-    tokens.
+    The replays keep whole experts: exact LRU, eviction of the expert with the lowest known popularity, and Belady; None if
+    the routing is not known in advance.
     """
 
     token_bytes: float
@@ -35,29 +34,13 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Window:
-    """A range of measured steps of an MoE model, `first` to `end`, that has its own targets; all figures are per token.
-
-    `lru_bytes`, `belady_bytes`: misses of both policies, with whole experts in the same memory. `storage_s`: the time that
-    storage takes for the latter.
-    """
-
-    first: int
-    end: int
-    lru_bytes: float
-    belady_bytes: float
-    storage_s: float
-
-
-@dataclass(frozen=True)
 class Experiment:
     """The client, file and limits of one comparison.
 
     `times`: factor on the number of repeats; short runs vary more. `direct`: run a side with O_DIRECT too. `routed`: set for
     MoE models, whose steps differ; times are then means, and warm-up steps are recorded. `own_read_ahead`: run the page
     cache also with the machine's own `read_ahead_kb`. `read_ahead_kb`: the value for a mount in place, as the documentation
-    advises. `mean_reads`: report the mean of the bytes per step; if most steps read nothing, the median is 0. `windows` have
-    separate targets. `opponents_kb`: further values of `read_ahead_kb` for the page cache.
+    advises. `mean_reads`: report the mean of the bytes per step; if most steps read nothing, the median is 0.
     """
 
     case: str
@@ -77,22 +60,16 @@ class Experiment:
     own_read_ahead: bool = True
     read_ahead_kb: int = SMALL_READ_AHEAD_KB
     mean_reads: bool = False
-    windows: tuple[Window, ...] = ()
-    opponents_kb: tuple[int, ...] = ()
 
     def timeout_s(self) -> float:
-        """Return the seconds after which a client counts as hung: four times the duration of reading everything in every
-        step.
-        """
+        """Return the seconds after which a client counts as hung: four times those of reading everything in every step."""
         slowest = self.loop_bytes / (self.read_bps or 500e6)
         return 60 + 4 * self.steps * self.clients * (slowest + 0.5)
 
 
 @dataclass
 class SideRun:
-    """One run of one side. `stats`: statistics of the mount after the warm-up and at the end, with the cgroup's
-    `storage_bytes`.
-    """
+    """One run of one side. `stats`: of the mount after the warm-up and at the end, with the cgroup's `storage_bytes`."""
 
     side: str
     repeat: int
@@ -101,18 +78,11 @@ class SideRun:
     stats: list[dict[str, Any]] = field(default_factory=list)
 
     def storage_bytes_per_step(self, experiment: Experiment) -> float:
-        """Return the bytes read from storage per measured step; per step of any kind if several clients run at the same
-        time.
-        """
+        """Return the bytes read from storage per measured step; per step of any kind for several clients."""
         if len(self.clients) == 1:
             read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
             return statistics.fmean(read) if experiment.mean_reads else statistics.median(read)
         return self.usage.read_bytes / max(1, sum(len(run.steps) for run in self.clients))
-
-    def _window_bytes(self, experiment: Experiment) -> list[float | None]:
-        """Return the mean bytes from storage per step of each window; None for a window that was not reached."""
-        read = [step.storage_bytes for step in self.clients[0].measured(experiment.warmup)]
-        return [statistics.fmean(part) if (part := read[one.first : one.end]) else None for one in experiment.windows]
 
     def mount(self) -> dict[str, Any] | None:
         """Return the mode, the largest memory and the daemon's CPU seconds per GB read from storage; None without a mount.
@@ -141,12 +111,8 @@ class SideRun:
             "seconds": [[step.seconds for step in client.measured(warmup)] for client in self.clients],
             **warming,
             "storage_bytes_per_step": self.storage_bytes_per_step(experiment) if measured else None,
-            **({"window_bytes": self._window_bytes(experiment)} if experiment.windows else {}),
             "mount": self.mount(),
         }
-
-
-_NOT_RECORDED = ("command", "direct", "own_read_ahead", "opponents_kb")
 
 
 @dataclass
@@ -165,33 +131,23 @@ class Comparison:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The names of the sides, in their order."""
         return tuple(dict.fromkeys(run.side for run in self.runs))
 
     def bound_s(self) -> float:
-        """Return the modelled lower bound max(compute, (N-S)/BW) of a step. Clients that run together read the same bytes
-        once.
-        """
+        """Return the modelled bound max(compute, (N-S)/BW) of a step; clients that run together read the same bytes once."""
         each = self.experiment
         missing = max(0, each.loop_bytes - each.cache_bytes)
         return max(self.compute_s, missing / each.read_bps if each.read_bps else 0.0)
 
     def problems(self, side: str) -> list[str]:
         """Return the problems of one side's runs: hangs, wrong bytes, failures, OOM kills."""
-        found = []
-        for run in (run for run in self.runs if run.side == side):
-            for one in run.clients:
-                found += ["hung"] if one.hung else []
-                found += [f"{one.wrong} MiB wrong"] if one.wrong else []
-                if one.exit_code and not one.hung:
-                    found.append(f"exit {one.exit_code}: {one.error.strip()[-200:]}")
-            found += [f"{run.usage.oom_kills} OOM kills"] if run.usage.oom_kills else []
-        return found
+        runs = (run for run in self.runs if run.side == side)
+        return [problem for run in runs for problem in problems_of(run.clients, run.usage.oom_kills)]
 
     def to_json(self) -> dict[str, Any]:
         """Return all measured steps as plain data, times in seconds."""
         each = self.experiment
-        shape = {key: value for key, value in asdict(each).items() if key not in _NOT_RECORDED}
+        shape = {key: value for key, value in asdict(each).items() if key not in ("command", "direct", "own_read_ahead")}
         return {
             **shape,
             "file": each.file.name,

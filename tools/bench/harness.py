@@ -8,6 +8,7 @@ A benchmark `tools/bench NAME` writes the results file NAME.json. Its module has
     targets(document)         returns the targets; or `TARGETS` has sense and limit for each of the "parts"
     table(document)           returns the results in Markdown, for the terminal and docs; by default a table of the targets,
                               headed `HEAD`
+    figures(document)         returns further figures for the docs, by name: numbers or text (optional)
 
 After an interrupt the benchmark cleans up, and keeps the results that it has written.
 """
@@ -30,10 +31,10 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from llmcache.errors import LlmcacheError
+from llmcache.errors import LlmcacheError, UsageError
 
 from . import machine
-from .results import Document, Target, exit_code, rounded, targets_table, write
+from .results import DIRECTORY, Document, Target, exit_code, part_targets, rounded, targets_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = user_cache_path("llmcache") / "models"
@@ -42,20 +43,15 @@ MODELS = user_cache_path("llmcache") / "models"
 
 def targets_of(bench: ModuleType, document: Document) -> list[Target]:
     """Return the targets of a benchmark, judged by its results."""
-    if hasattr(bench, "targets"):
-        return list(bench.targets(document))
-    parts = document["parts"]
-    return [
-        Target(name, parts[name]["what"], parts[name]["figure"], *target)
-        for name, target in bench.TARGETS.items()
-        if name in parts
-    ]
+    return list(bench.targets(document)) if hasattr(bench, "targets") else part_targets(document, bench.TARGETS)
 
 
 def shown(bench: ModuleType, document: Document) -> str:
-    return (
-        str(bench.table(document)) if hasattr(bench, "table") else targets_table(document, getattr(bench, "HEAD", "figure"))
-    )
+    return str(bench.table(document)) if hasattr(bench, "table") else _table(bench, document)
+
+
+def _table(bench: ModuleType, document: Document) -> str:
+    return targets_table(targets_of(bench, document), getattr(bench, "HEAD", "figure"))
 
 
 def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
@@ -64,13 +60,17 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=name, description=bench.__doc__)
     bench.options(parser)
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--force", action="store_true", help="record results of a tree that differs from its commit")
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     written: Document | None = None
     try:
+        check_commit(args.json.parent if args.json else None, args.force)
         with one_interrupt():
             for measured in bench.measure(args, console):
-                written = document(bench, getattr(args, "dir", ROOT), measured)
+                written = rounded(
+                    {"schema": bench.SCHEMA, "machine": machine.describe(getattr(args, "dir", ROOT)), **measured}
+                )
                 if args.json:
                     write(args.json, written)
     except LlmcacheError as error:
@@ -81,15 +81,18 @@ def run(bench: ModuleType, argv: Sequence[str] | None = None) -> int:
         if written is None:
             return 1
     assert written is not None
-    for text in dict.fromkeys((shown(bench, written), targets_table(written, getattr(bench, "HEAD", "figure")))):
+    for text in dict.fromkeys((shown(bench, written), _table(bench, written))):
         console.print(Markdown(text))
     return exit_code(targets_of(bench, written)) if written.get("complete", True) else 1
 
 
-def document(bench: ModuleType, directory: Path, measured: Document) -> Document:
-    """Return the results file: measurements, the machine, and the targets."""
-    written = rounded({"schema": bench.SCHEMA, "machine": machine.describe(directory), **measured})
-    return {**written, "bars": [target.to_json() for target in targets_of(bench, written)]}
+def check_commit(directory: Path | None, force: bool) -> None:
+    """Raise a UsageError if results in `directory` would be recorded from a tree that differs from its commit."""
+    if directory is None or directory.resolve() != DIRECTORY or force:
+        return
+    if (commit := machine.commit()) is None or commit.endswith("-dirty"):
+        hint = "commit first; --force records them, and their commit ends in -dirty"
+        raise UsageError(f"{DIRECTORY}: results are recorded from a commit, and this tree has changes", hint)
 
 
 def report(name: str, error: LlmcacheError) -> None:

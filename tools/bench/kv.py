@@ -1,7 +1,7 @@
-"""Measure the kernels and the spill file of the KV manager.
+"""Measure the kernels, the spill file and the store of the KV manager.
 
-Kernels run on one core, interleaved with plain reads of the same memory. The spill file, and an emulated device that scores
-it, are measured in a separate process, whose memory is measured too.
+Kernels run on one core, interleaved with plain reads of the same memory. The spill file with an emulated device that scores
+it, and a store with a million tokens of one layer, are each measured in a separate process, whose memory is measured too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from llmcache.arrays import Int64s
+from llmcache.errors import DataError
 from llmcache.kv.kernels import score, top
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import aligned
+from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.csd import PROFILES, EmulatedCsd
 
 from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
 from .results import Document, Target
 
-SCHEMA = "llmcache-bench-kv/2"
+SCHEMA = "llmcache-bench-kv/3"
 TOKENS, DIM, HEADS = 65536, 128, 8
 SPILLED = 1 << 20  # tokens of one layer in the spill file
 ALPHA = 0.2  # hillinfer.txt, section 4.2: the share of tokens in its experiments
@@ -47,6 +49,7 @@ SHAPE = KvShape("bench", layers=1, kv_heads=8, head_dim=128)
 CHUNK = 4096
 FETCH_PAGES = 1024
 THREADS = 8
+POOL_PAGES = 64
 
 Keys = NDArray[Any]
 
@@ -69,45 +72,23 @@ class Kernel(NamedTuple):
     target: float | None = None
 
     def seconds(self) -> float:
-        """Return the duration of one run."""
         start = time.perf_counter()
         self.run()
         return time.perf_counter() - start
 
 
-def heads(dtype: str, tokens: int) -> list[Keys]:
-    """Return the keys of `HEADS` heads, each [1, 1, tokens, DIM]: together far larger than the caches of a core."""
-    random = np.random.default_rng(0)
-    found = []
-    for _ in range(HEADS):
-        keys = random.standard_normal((1, 1, tokens, DIM), dtype=np.float32)
-        if dtype == "bfloat16":
-            found.append((keys.view(np.uint32) >> 16).astype(np.uint16))
-        elif dtype == "int8":
-            found.append(np.clip(keys * 40, -127, 127).astype(np.int8))
-        else:
-            found.append(keys.astype(dtype))
-    return found
-
-
 def kernels(tokens: int) -> Iterator[Kernel]:
-    random = np.random.default_rng(1)
-    query_of = {queries: random.standard_normal((1, queries, DIM), dtype=np.float32) for queries in (1, 4)}
-    for dtype in ("float16", "bfloat16", "int8", "float32"):
-        keys = heads(dtype, tokens)
-        words = [head.view(np.uint64).reshape(-1) for head in keys]
-        scales = np.ones(keys[0].shape[:3], np.float32) if dtype == "int8" else None
-        size = sum(head.nbytes for head in keys)
-        yield Kernel(f"read {dtype}", partial(_each, _sum, words), size)
-        for queries, query in query_of.items():
-            target = SCORING_TARGET if dtype == "float16" and queries == 1 else None
-            scoring = partial(score, query, scales=scales, threads=1)
-            per_head = "1 query" if queries == 1 else f"{queries} queries"
-            yield Kernel(f"score {dtype}, {per_head} per head", partial(_each, scoring, keys), size, target)
-        if dtype == "float16":
-            scores = [score(query_of[1], head, threads=1) for head in keys]
-            for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
-                yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
+    """Yield scoring and choosing over the keys [1, 1, tokens, DIM] of `HEADS` heads, which exceed the caches of a core."""
+    random = np.random.default_rng(0)
+    keys = [random.standard_normal((1, 1, tokens, DIM), dtype=np.float32).astype(np.float16) for _ in range(HEADS)]
+    query = np.random.default_rng(1).standard_normal((1, 1, DIM), dtype=np.float32)
+    words, size = [head.view(np.uint64).reshape(-1) for head in keys], sum(head.nbytes for head in keys)
+    yield Kernel("read float16", partial(_each, _sum, words), size)
+    scoring = partial(score, query, threads=1)
+    yield Kernel("score float16, 1 query per head", partial(_each, scoring, keys), size, SCORING_TARGET)
+    scores = [score(query, head, threads=1) for head in keys]
+    for name, count in (("256", 256), (f"{ALPHA:.0%}", int(ALPHA * tokens))):
+        yield Kernel(f"top {name}", partial(_each, partial(top, k=count, threads=1), scores), size, TOP_TARGET)
 
 
 def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
@@ -116,18 +97,17 @@ def _each(run: Callable[[Keys], object], heads: list[Keys]) -> None:
 
 
 def document(found: list[Kernel], seconds: dict[str, list[float]], tokens: int) -> Document:
-    """Return the results, ready for JSON: each case relative to reading the same bytes; `top` relative to scoring."""
+    """Return the results, ready for JSON: scoring relative to reading the same bytes, and choosing relative to scoring."""
     times = {name: statistics.median(runs) for name, runs in seconds.items()}
+    read_s, score_s = times["read float16"], times["score float16, 1 query per head"]
     rows = []
     for case in found:
         took, choosing = times[case.name], case.name.startswith("top")
-        dtype = "float16" if choosing else case.name.split()[1].rstrip(",")
-        against = times[f"score {dtype}, 1 query per head"] if choosing else times[f"read {dtype}"]
         row: dict[str, Any] = {"case": case.name, "key_bytes": case.key_bytes, "seconds": seconds[case.name]}
         row["bytes_per_s"] = None if choosing else case.key_bytes / took
-        row["figure"] = took / against if choosing else against / took
+        row["figure"] = took / score_s if choosing else read_s / took
         row["means"] = "time / time of scoring" if choosing else "bandwidth / bandwidth of reading"
-        rows.append(row | ({} if case.target is None else {"bar": case.target}))
+        rows.append(row | ({} if case.target is None else {"target": case.target}))
     return {"tokens": tokens, "dim": DIM, "heads": HEADS, "threads": 1, "cases": rows}
 
 
@@ -230,6 +210,50 @@ def spill(directory: Path, tokens: int, rounds: int) -> Document:
     return {**measured, "device": execute(path, min(rounds, 3))}
 
 
+# The store
+
+
+def stored(directory: Path, tokens: int, rounds: int) -> Document:
+    """Return the results of a store with `tokens` in `directory`: prefill, restore, and gathering pages not in memory."""
+    document: Document = {"tokens": tokens, "pool_pages": POOL_PAGES}
+    path = directory / "store.kv"
+    config = StoreConfig(SHAPE, cpu_pages=POOL_PAGES, path=path)
+    with KvStore(config) as store:
+        document["prefill"] = {"seconds": prefill(store, tokens), "kv_bytes": tokens * SHAPE.token_bytes}
+    start = time.perf_counter()
+    with KvStore.restore(path, config) as store:
+        document["restore"] = {"seconds": time.perf_counter() - start}
+        if store.length != tokens:
+            raise DataError(f"{tokens} tokens were saved, {store.length} restored")
+        document["fetch"] = gather(store, path, rounds)
+        document["memory"] = {"peak_bytes": peak_bytes()}
+        store.discard()
+    return document
+
+
+def prefill(store: KvStore, tokens: int) -> float:
+    noise = np.random.default_rng(0).standard_normal((1, 8, CHUNK, 128), dtype=np.float32).astype(np.float16)
+    start = time.perf_counter()
+    for first in range(0, tokens, CHUNK):
+        ids = np.arange(first, first + CHUNK)[None]
+        store.append(0, noise, noise)
+        store.commit(ids, ids)
+    store.save()
+    return time.perf_counter() - start
+
+
+def gather(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
+    def gathered_s(pages: Int64s) -> float:
+        selection = Selection.of_pages(np.tile(pages, (1, SHAPE.kv_heads, 1)), SHAPE.page_tokens)
+        start = time.perf_counter()
+        store.gather(0, selection).release()
+        return time.perf_counter() - start
+
+    middle = store.middle
+    cold = np.flatnonzero(~store.in_cpu(0, 0)[middle.start : middle.stop]) + middle.start
+    return against_plain(path, True, cold, rounds, gathered_s)
+
+
 # The benchmark
 
 
@@ -246,26 +270,36 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     found = list(kernels(tokens))
     seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)
     with workplace(args.dir) as scratch:
-        yield {**document(found, seconds, tokens), "spill": measured_apart("kv", scratch, spilled, args.repeat)}
+        apart = {step: measured_apart("kv", step, scratch, spilled, args.repeat) for step in STEPS}
+    yield {**document(found, seconds, tokens), **apart}
 
 
 def targets(document: Document) -> list[Target]:
     found = []
     for one in document["cases"]:
-        if "bar" in one:
+        if "target" in one:
             what, sense = f"{one['case']}: {one['means']}", "<=" if one["bytes_per_s"] is None else ">="
-            found.append(Target(one["case"], what, one["figure"], sense, one["bar"]))
+            found.append(Target(one["case"], what, one["figure"], sense, one["target"]))
     fetch, memory, device = (document["spill"][key] for key in ("fetch", "memory", "device"))
     fetched = f"fetch of scattered {fetch['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
+    store = document["store"]
+    gathered = f"KvStore.gather of scattered {store['fetch']['request_bytes'] >> 10} KiB pages: bandwidth / disk bandwidth"
     tokens, peak = f"peak memory with {document['spill']['tokens']:,} tokens in a spill file", memory["peak_bytes"] / MIB
     link = "bytes over the link / bytes that scoring on the host moves"
     return [
         *found,
         Target("fetch", fetched, fetch["figure"], ">=", FETCH_TARGET),
         Target("memory", tokens, peak, "<=", MEMORY_TARGET / MIB, unit="MiB"),
+        Target("gather", gathered, store["fetch"]["figure"], ">=", FETCH_TARGET),
+        Target(
+            "store memory", f"peak memory with {store['tokens']:,} tokens in a KV store on disk",
+            store["memory"]["peak_bytes"] / MIB, "<=", MEMORY_TARGET / MIB, unit="MiB",
+        ),
         Target("link", link, device["figure"], "<=", LINK_TARGET, "emulated"),
-    ]
+    ]  # fmt: skip
 
+
+STEPS: dict[str, Callable[[Path, int, int], Document]] = {"spill": spill, "store": stored}
 
 if __name__ == "__main__":  # as harness.measured_apart runs it
-    print(json.dumps(spill(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(STEPS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))

@@ -1,16 +1,14 @@
 """Measure the answers of the recall model at several KV budgets: passkey and recall tasks.
 
-Nothing is timed, so the contexts run at the same time, each in its own process.
+Nothing is timed, so both tasks run at the same time, each in its own process.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +29,14 @@ RIVALS = ("quest", "h2o", "window")
 TARGETS = {"passkey": (">=", 1.0), "recall": (">=", 0.99), "rivals": (">", 0.0)}
 
 
-@dataclass(frozen=True)
-class Exam:
-    """A task, the policies that take it, and the number of cases at each context."""
-
-    task: str
-    policies: tuple[str, ...]
-    contexts: tuple[int, ...]
-    cases: int
-
-    def setups(self, directory: Path) -> list[TaskSetup]:
-        """Return a set-up for each context. They use one thread, because the model is too small to gain from more."""
-        whole = TaskSetup(
-            self.task, RECALL_MODEL, self.contexts, self.policies, BUDGETS, directory, cases=self.cases, steps=4, threads=1
-        )
-        return [replace(whole, contexts=(context,)) for context in self.contexts]
-
-
-def exams(quick: bool) -> list[Exam]:
-    """Return the tasks of a full or quick run."""
+def setups(quick: bool, directory: Path) -> list[TaskSetup]:
+    """Return the tasks of a full or quick run. They use one thread, because the model is too small to gain from more."""
     contexts = CONTEXTS[:1] if quick else CONTEXTS
+    tasks = (("passkey", ("icecache",), 1 if quick else 5), ("recall", ("icecache", *RIVALS), 2 if quick else 16))
     return [
-        Exam("passkey", ("icecache",), contexts, 1 if quick else 5),
-        Exam("recall", ("icecache", *RIVALS), contexts, 2 if quick else 16),
+        TaskSetup(name, RECALL_MODEL, contexts, policies, BUDGETS, directory, cases=cases, steps=4, threads=1)
+        for name, policies, cases in tasks
     ]
-
-
-def answers_of(tasks: Sequence[Exam], directory: Path, workers: int) -> dict[str, TaskBench]:
-    """Return the answers by task; the longest contexts start first."""
-    # spawn, because torch's threads do not survive a fork
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        setups = [setup for one in reversed(tasks) for setup in reversed(one.setups(directory))]
-        waiting = [(setup.task, pool.submit(run, setup)) for setup in setups]
-        try:
-            return {one.task: _together(one, [future for task, future in waiting if task == one.task]) for one in tasks}
-        except BaseException:
-            for child in multiprocessing.active_children():  # otherwise the end of the with block waits for their answers
-                child.terminate()
-            raise
-
-
-def _together(one: Exam, parts: Sequence[Future[TaskBench]]) -> TaskBench:
-    benches = [part.result() for part in reversed(parts)]
-    conditions = {**benches[0].conditions, "contexts": list(one.contexts)}
-    return TaskBench(one.task, conditions, tuple(row for bench in benches for row in bench.rows))
 
 
 def document(bench: TaskBench) -> dict[str, Any]:
@@ -115,14 +77,12 @@ def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files [%(default)s]")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="contexts that run at the same time [%(default)s]"
-    )
     parser.add_argument("--quick", action="store_true", help="one context, few questions; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    with workplace(args.dir) as scratch:
-        found = answers_of(exams(args.quick), scratch, args.workers)
-    parts = {"passkey": passkey(found["passkey"]), "recall": recall(found["recall"])}
+    # spawn, because torch's threads do not survive a fork
+    with workplace(args.dir) as scratch, ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        passkeys, recalls = pool.map(run, setups(args.quick, scratch))
+    parts = {"passkey": passkey(passkeys), "recall": recall(recalls)}
     yield {"quick": args.quick, "parts": {**parts, "rivals": rivals(parts["recall"]["run"]["rows"])}}

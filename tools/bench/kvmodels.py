@@ -25,13 +25,13 @@ from rich.console import Console
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import DataError, MissingRequirement, UsageError
-from llmcache.kv.bench.question import TASK_MODELS, model_of
+from llmcache.kv.bench.options import TASK_MODELS, model_of
 from llmcache.kv.bench.results import MOST, STOCK, mean_of
-from llmcache.kv.bench.task import Candidate, TaskSetup, Told, answered, probes, take_turns
+from llmcache.kv.bench.task import Candidate, CollectedAnswers, TaskSetup, answered, probes, take_turns
 from llmcache.kv.tasks.english import Document, documents
 
 from .harness import measured_apart, workplace
-from .results import markdown, targets_table
+from .results import markdown, part_targets, targets_table
 
 SCHEMA = "llmcache-bench-kvmodels/1"
 OWN, ORACLE, RIVALS = "mass", "oracle-layer", ("icecache", "hillinfer", "quest", "window")
@@ -85,11 +85,9 @@ class BenchScope:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models."""
         return list(TASK_MODELS)[:1] if self.quick else list(TASK_MODELS)
 
     def lengths(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return `contexts`; in a quick run a short one instead."""
         return (512,) if self.quick else contexts
 
     def chosen(self, contexts: Sequence[int]) -> Sequence[int]:
@@ -102,7 +100,6 @@ class BenchScope:
         return self.lengths(found)
 
     def setup(self, task: str, model: str, context: int, cases: int) -> TaskSetup:
-        """Return the set-up of a task."""
         cases = 1 if self.quick else cases
         return TaskSetup(task, model_of(model), (context,), (), BUDGETS, self.directory, cases=cases, threads=self.threads)
 
@@ -110,14 +107,14 @@ class BenchScope:
 # Loss and answers
 
 
-def above(outcomes: Mapping[Candidate, Told], one: Candidate) -> list[float]:
+def above(outcomes: Mapping[Candidate, CollectedAnswers], one: Candidate) -> list[float]:
     """Return the loss of each text above that of the full cache with the same version of transformers."""
     full = Candidate(PRESS_FULL if one.policy.startswith("kvpress-") else STOCK, None)
     return [loss - least for loss, least in zip(outcomes[one].losses, outcomes[full].losses, strict=True)]
 
 
 def excess(
-    outcomes: Mapping[Candidate, Told], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST
+    outcomes: Mapping[Candidate, CollectedAnswers], budget: int, others: Sequence[str] = (ORACLE,), share: float = WORST
 ) -> float:
     """Return how far the loss above the full cache exceeds `share` of that of the best of `others`, minus its standard
     error.
@@ -131,7 +128,7 @@ def excess(
     return mean - (error if len(best) > 1 else 0.0)
 
 
-def kept(outcomes: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
+def kept(outcomes: Sequence[Mapping[Candidate, CollectedAnswers]], budget: int) -> float:
     """Return the share of the full cache's correct answers that remain, over all tasks that the full cache mostly solves."""
     pairs = [(one.get(Candidate(OWN, budget)), one[Candidate(STOCK, None)].answers()) for one in outcomes]
     answered_most = [(own, full) for own, full in pairs if own is not None and full.share >= MOST]
@@ -140,7 +137,7 @@ def kept(outcomes: Sequence[Mapping[Candidate, Told]], budget: int) -> float:
     return sum(sum(own.kept) for own, _ in answered_most) / sum(sum(full.right) for _, full in answered_most)
 
 
-def _row(one: Candidate, outcomes: Mapping[Candidate, Told]) -> dict[str, Any]:
+def _row(one: Candidate, outcomes: Mapping[Candidate, CollectedAnswers]) -> dict[str, Any]:
     answers, losses, divergences = outcomes[one].answers(), outcomes[one].losses, outcomes[one].divergences
     row: dict[str, Any] = {"policy": one.policy, "budget": one.budget, "right": answers.right, "asked": answers.asked}
     row["kept"] = answers.kept
@@ -161,7 +158,9 @@ def _everyone(*policies: str) -> list[Candidate]:
     return [Candidate(STOCK, None), *(Candidate(policy, budget) for policy in policies for budget in BUDGETS)]
 
 
-def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, run: dict[str, Any]) -> dict[Candidate, Told]:
+def _pressed(
+    scope: BenchScope, setup: TaskSetup, subject: Any, context: int, run: dict[str, Any]
+) -> dict[Candidate, CollectedAnswers]:
     """Return the outcomes of kvpress' methods on the same texts. Adds their versions to `run`."""
     path = scope.directory / "texts.npz"
     texts = [text for text in probes(setup, subject, context) if isinstance(text, Document)]
@@ -170,14 +169,14 @@ def _pressed(scope: BenchScope, setup: TaskSetup, subject: Any, context: int, ru
     words = (setup.model, path, scope.threads, *PRESS_BUDGETS)
     found = measured_apart("clients.kvpress_losses", *words, packages=KVPRESS)
     run["kvpress"] = found["versions"]
-    return {Candidate(one.pop("policy"), one.pop("budget")): Told(**one) for one in found["told"]}
+    return {Candidate(one.pop("policy"), one.pop("budget")): CollectedAnswers(**one) for one in found["answers"]}
 
 
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
+def _losses(scope: BenchScope) -> Iterator[tuple[dict[Candidate, CollectedAnswers], dict[str, Any]]]:
     """Yield the outcomes of each model and length, by candidate and as plain data."""
     rivals = [Candidate(policy, RIVALS_BUDGET) for policy in RIVALS]
     for model, subject in _subjects(scope):
@@ -209,7 +208,7 @@ def loss(scope: BenchScope) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, Told], dict[str, Any]]]:
+def _answers(scope: BenchScope) -> Iterator[tuple[dict[Candidate, CollectedAnswers], dict[str, Any]]]:
     """Yield the outcomes of each task, like `_losses`. If the full cache does not mostly solve a task, only its answers are
     included.
 
@@ -547,7 +546,10 @@ def table(document: dict[str, Any]) -> str:
         "policy",
         *map(str, BUDGETS),
     ]
-    tables = [targets_table(document, "measured, real models"), *([markdown(head, rows, texts=(0, 1))] if rows else [])]
+    tables = [
+        targets_table(part_targets(document, TARGETS), "measured, real models"),
+        *([markdown(head, rows, texts=(0, 1))] if rows else []),
+    ]
     if "gpu" in parts:
         found = parts["gpu"]
         head = [found["device"]["gpu"], "cache", "prompt s", "token ms", "GPU memory of the cache GB"]

@@ -187,4 +187,6 @@ def table(document: Document) -> str:
     def without(target: Target) -> str:
         return figure(parts[target.name]["without"]) if "without" in parts[target.name] else ""
 
-    return targets_table(document, "measured; stream synthetic, accelerator and computational SSD emulated", without)
+    return targets_table(
+        targets(document), "measured; stream synthetic, accelerator and computational SSD emulated", without
+    )

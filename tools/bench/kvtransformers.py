@@ -71,11 +71,9 @@ class LengthRow:
         }  # fmt: skip
 
     def times(self, stock: LengthRow) -> float:
-        """Return the time of a token relative to `stock`."""
         return self.speed.tpot_ns / stock.speed.tpot_ns
 
     def kv_share(self, stock: LengthRow) -> float:
-        """Return the memory of keys and values relative to `stock`."""
         return self.memory.kv_bytes / stock.memory.kv_bytes
 
     def share_with_index(self, stock: LengthRow) -> float:

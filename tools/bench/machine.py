@@ -24,9 +24,6 @@ def describe(directory: Path) -> dict[str, Any]:
     """Return a description of the machine, the disk of `directory`, and versions."""
     disk = disk_of(directory)
     scheduler = SYSFS / "block" / disk.name / "queue" / "scheduler"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "cpu": _first("cpuinfo", "model name"),
         "cpus": os.cpu_count(),
@@ -40,8 +37,23 @@ def describe(directory: Path) -> dict[str, Any]:
         },
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip() or None,
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Return the commit of this tree, with "-dirty" if files differ from it; None without git.
+
+    Results, and the texts that show them, may differ, so that several benchmarks can be recorded one after another.
+    """
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!tools/bench/results", ":!docs", ":!README.md")
+    found = git("rev-parse", "--short=8", "HEAD")
+    return f"{found}-dirty" if found and changed else found or None
 
 
 def peak_bytes(pid: int | str = "self") -> int:

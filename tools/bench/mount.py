@@ -25,14 +25,14 @@ from llmcache.cgroup import Cgroup
 from llmcache.model.tensors import Experts
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 from llmcache.storage import disk_of
-from tools.make_model import BYTES_PER_VALUE, TYPES, MixtureShape, Shape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, TYPES, MoeShape, Shape, choose_shape, make_model
 
 from . import routing
 from .clients.server_tokens import SITE
-from .experiment import Command, Experiment, Rig, Routed, Window
+from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
-from .results import Document, Target, markdown
+from .results import Document, Target, markdown, worst
 from .runner import MIB, client, crc_file, loop_bytes, loop_file, run_client
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
@@ -47,16 +47,16 @@ final form.
 SIZES = (0.6, 0.9, 1.1, 1.5, 3.0)
 FRACTIONS = (0.4, 0.6, 0.75, 0.9)
 MORE = 1.5  # at least this multiple of the page cache's extra memory does not fit
-MIXTURES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
+MOE_SHAPES = ((64, 4, 500_000), (64, 4, 1_500_000), (128, 8, 500_000), (128, 8, 1_500_000))
 """Experts of a layer, how many of them a token uses, and bytes of an expert slice."""
-MIXTURE_BYTES = 2_000_000_000  # for a smaller model, the 64 MiB more that the page cache has would matter
-MIXTURE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
+MOE_BYTES = 2_000_000_000  # for a smaller model, the 64 MiB more that the page cache has would matter
+MOE_COUNTS = {0.12: (80, 30), 0.2: (80, 30), 0.3: (80, 30), 0.5: (240, 160), 0.8: (400, 320)}
 """Tokens and warm-up tokens among them, by the share of the model that fits.
 
 Where most of the model fits, most misses are first uses of an expert, on all sides, until nearly all experts have been used.
 """
 # A model with random weights uses the same quarter of its experts again and again, which fit.
-LLAMA_COUNTS = MIXTURE_COUNTS[0.5]
+LLAMA_COUNTS = MOE_COUNTS[0.5]
 # With read_ahead_kb 8192, a token takes twenty times as long. Measured only for the smallest and the largest share.
 READ_AHEAD_SHARES = (0.2, 0.8)
 
@@ -65,28 +65,14 @@ SERVER_TURNS, SERVER_PROMPT = 2, 60  # turns, tokens of each prompt
 SERVER_ANSWER, SERVER_WARMUP = 80, 10  # tokens of each answer, warm-up tokens
 SERVER_SHARES = {"half of the rest": 0.5, "the rest just fits": 1.0}
 """Memory for the loop of the server, relative to the loop; see `stock_server`."""
-MORE_READ = 0.01  # share of the loop that a mount may read per token in addition to the page cache's bytes
-
-COLD_LIMIT_BPS = 2e9
-"""Targets of case (c) do not require a higher bandwidth than this."""
-NEVER_SLOWER = 1.05
-"""Two medians of equal runs differ by up to this factor."""
-MISSES = 0.1
-"""If the page cache reads less than this share of a token's bytes from storage, there is little to gain."""
-CPU_S_PER_GB = {"inplace": 0.25, "steer": 0.8}
-"""Limits of the daemon's CPU time, by mode."""
-
 MOE_SHARE = 0.6  # share of an MoE model of real size that fits in memory
 MOE_TOKENS, MOE_WARMUP = 400, 1
-MOE_OPPONENTS_KB = (32,)  # besides 128
-MOE_TARGETS = {None: (0.75, 0.60), RATES[0]: (0.75, 0.57)}
-"""Time of a token / page cache's time, in the first and second half of the tokens, by the limit of storage."""
-MOE_P99 = 2.5
-MOE_CPU_S_PER_GB = 0.45
+MISSES = 0.1
+"""If the page cache reads less than this share of a token's bytes from storage, there is little to gain."""
+COLD_LIMIT_BPS = 2e9
+"""Targets of case (c) do not require a higher bandwidth than this."""
 
 Result = dict[str, Any]
-Judged = tuple[str, str, float, str, float]
-"""Key, description, value, sense and limit of a target."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +109,7 @@ def sides(args: argparse.Namespace, source: Path, experiment: Experiment) -> tup
     ahead = ("--read-ahead", f"{experiment.read_ahead_kb}Ki")
     words = {mode: ("--mode", mode, *(ahead if mode == "inplace" else ())) for mode in args.mode}
     modes = [Mounted(options=each, name=mode) for mode, each in words.items()]
-    more_kb = dict.fromkeys((*args.read_ahead, *experiment.opponents_kb))
-    return (*kernels(source, tuple(more_kb)), *(modes or [Mounted()]))
+    return (*kernels(source, tuple(args.read_ahead)), *(modes or [Mounted()]))
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -174,7 +159,6 @@ class CasePlan:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the number of steps and of warm-up steps among them."""
         return (6, 2) if self.quick else (9, TOKEN_WARMUP)
 
     def llama(self, case: str, label: str, share: float, steps: int, warmup: int, **limits: Any) -> Iterator[Experiment]:
@@ -282,25 +266,25 @@ def unlimited(plan: CasePlan) -> Iterator[Experiment]:
             yield Experiment("f", name, file, size, int(share * size), command, steps, warmup)
 
 
-def mixture_shape(experts: int, used: int, slice_bytes: int) -> Shape:
-    """Return the shape of the model for one entry of `MIXTURES`."""
-    return choose_shape(MIXTURE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MixtureShape(experts, used, slice_bytes))
+def moe_shape(experts: int, used: int, slice_bytes: int) -> Shape:
+    """Return the shape of the model for one entry of `MOE_SHAPES`."""
+    return choose_shape(MOE_BYTES, BYTES_PER_VALUE["gguf"], None, False, MoeShape(experts, used, slice_bytes))
 
 
-def mixtures(plan: CasePlan) -> Iterator[Experiment]:
+def moe(plan: CasePlan) -> Iterator[Experiment]:
     """Yield case (g): MoE models read by generated routings, and one by llama.cpp, whose random weights determine the
     routing.
     """
-    for number, (experts, used, slice_bytes) in enumerate(MIXTURES[:1] if plan.quick else MIXTURES):
-        shape = mixture_shape(experts, used, slice_bytes)
+    for number, (experts, used, slice_bytes) in enumerate(MOE_SHAPES[:1] if plan.quick else MOE_SHAPES):
+        shape = moe_shape(experts, used, slice_bytes)
         name = f"{experts} experts {slice_bytes / 1e6} MB"
         (file,) = make_model(plan.source / f"{name.replace(' ', '-')}.gguf", shape, "gguf", 1, 0)
         size, layout = file.stat().st_size, routing.layout_of(file)
         dense, slices, ahead_kb = routing.dense_bytes(layout), Experts(layout), routing.read_ahead_kb(layout)
-        shares = list(MIXTURE_COUNTS)[1:4:2] if plan.quick else list(MIXTURE_COUNTS)
-        routings, ranks_of = routing.ranked(max(MIXTURE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
+        shares = list(MOE_COUNTS)[1:4:2] if plan.quick else list(MOE_COUNTS)
+        routings, ranks_of = routing.ranked(max(MOE_COUNTS[share][0] for share in shares), shape.layers, experts, used)
         for share in shares:
-            counts = tokens_read, warmup = MIXTURE_COUNTS[share]
+            counts = tokens_read, warmup = MOE_COUNTS[share]
             chosen, ranks = routings[:tokens_read], ranks_of[:tokens_read]
             stage = plan.scratch / f"{file.stem}-{tokens_read}.json"
             if not stage.exists():
@@ -314,7 +298,7 @@ def mixtures(plan: CasePlan) -> Iterator[Experiment]:
             replayed = (missed[policy] * each for policy in ("lru", "known", "belady"))
             routed = Routed(dense + shape.layers * used * each, *replayed)
             for rate in (RATES[0], None):
-                label = f"{name} {share:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}"
+                label = f"{name} {share:.0%} {storage(rate)}"
                 own = number == 0 and share in READ_AHEAD_SHARES
                 limits: dict[str, Any] = {"read_bps": rate, "read_ahead_kb": ahead_kb, "mean_reads": True}
                 yield Experiment("g", label, file, size, cache, reader, *counts, routed=routed, own_read_ahead=own, **limits)
@@ -359,8 +343,8 @@ def stock_server(plan: CasePlan) -> Iterator[Experiment]:
 def real_size(plan: CasePlan) -> Iterator[Experiment]:
     """Yield case (i): an MoE model of real size with llama.cpp and a generated text, with and without a storage limit.
 
-    The model is alone in its directory. Two runs without a memory limit come first: one reads the file with O_DIRECT to
-    measure the storage, and the other records the experts that llama.cpp chooses, from which the bounds are computed.
+    The model is alone in its directory. A run without a memory limit comes first, which records the experts that llama.cpp
+    chooses; the misses of the policies are computed from these. Their caches begin with the experts that are used first.
     """
     if plan.moe_model is None:
         return
@@ -371,39 +355,24 @@ def real_size(plan: CasePlan) -> Iterator[Experiment]:
     steps, warmup = (9 if plan.quick else MOE_TOKENS + MOE_WARMUP), MOE_WARMUP
     recorded = plan.scratch / "routing.npy"
     words = ("--threads", plan.threads, "--topics", 1)
-    with Cgroup("storage", directory=file) as group:
-        storage_bps = (
-            file.stat().st_size / run_client(group, client("loop_reader", file, "--how", "direct"), 600).steps[0].seconds
-        )
+    with Cgroup("routing", directory=file) as group:
         run_client(group, client("llama_tokens", file, steps, *words, "--routing", recorded), 3600)
     chosen = np.load(recorded)
     size, layout = file.stat().st_size, routing.layout_of(file)
-    dense, slices, cache = routing.dense_bytes(layout), Experts(layout), int(MOE_SHARE * size)
-    missed = routing.replay(chosen, (cache - dense) // slices.bytes_of(0), is_loaded=True)
-    token_bytes = dense + slices.bytes_of(0) * chosen.shape[1] * chosen.shape[2]
-    half = (steps - warmup) // 2
+    dense, each, cache = routing.dense_bytes(layout), Experts(layout).bytes_of(0), int(MOE_SHARE * size)
+    missed = routing.replay(chosen, (cache - dense) // each, is_loaded=True)
+    lru, belady = (each * float(missed[policy][warmup:].mean()) for policy in ("lru", "belady"))
+    routed = Routed(dense + each * chosen.shape[1] * chosen.shape[2], lru, None, belady)
+    command: Command = lambda _side, path: client("llama_tokens", path, steps, *words)  # noqa: E731
+    limits: dict[str, Any] = {"read_ahead_kb": routing.read_ahead_kb(layout), "own_read_ahead": False, "mean_reads": True}
     for rate in (None, RATES[0]):
-        windows = []
-        for first, end in ((0, half), (half, 2 * half)):
-            lru, belady = (slices.bytes_of(0) * float(missed[one][warmup:][first:end].mean()) for one in ("lru", "belady"))
-            windows.append(Window(first, end, lru, belady, belady / min(storage_bps, rate or math.inf)))
-        yield Experiment(
-            "i",
-            f"{file.stem} {MOE_SHARE:.0%} {'no limit' if rate is None else f'{rate // 10**6} MB/s'}",
-            file,
-            loop_bytes(file),
-            cache,
-            lambda _side, path: client("llama_tokens", path, steps, *words),
-            steps,
-            warmup,
-            rate,
-            routed=Routed(token_bytes),
-            own_read_ahead=False,
-            read_ahead_kb=routing.read_ahead_kb(layout),
-            mean_reads=True,
-            windows=tuple(windows),
-            opponents_kb=MOE_OPPONENTS_KB,
-        )
+        name = f"{file.stem} {MOE_SHARE:.0%} {storage(rate)}"
+        yield Experiment("i", name, file, loop_bytes(file), cache, command, steps, warmup, rate, routed=routed, **limits)
+
+
+def storage(rate: int | None) -> str:
+    """Return the words for a storage limit (bytes/s) in the name of a case."""
+    return "no limit" if rate is None else f"{rate // 10**6} MB/s"
 
 
 CASES = {
@@ -413,7 +382,7 @@ CASES = {
     "d": readers,
     "e": sizes,
     "f": unlimited,
-    "g": mixtures,
+    "g": moe,
     "h": stock_server,
     "i": real_size,
 }
@@ -485,153 +454,108 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median([one for one in values if one is not None] or [math.nan])
 
 
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def figures_of(result: Result, side: str) -> dict[str, float]:
+    """Return the figures of one mount, by key: times and bytes relative to the page cache, and the costs of the mount."""
+    time_of = mean if result["case"] in "gi" else seconds
+    best, own_s = kernel(result, time_of), time_of(result, side)
+    kernel_s, read, kernel_read = time_of(result, best), storage_bytes(result, side), storage_bytes(result, best)
+    found = {"kernel": own_s / kernel_s}
+    if result["case"] == "b":
+        found = {"plain": kernel_s / own_s}
+    elif result["case"] == "c":
+        direct_s = seconds(result, "direct")
+        found = {"best": seconds(result, fastest(result, ("direct", best))) / own_s}
+        # not min(), which would replace nan by the limit
+        direct_bps = COLD_LIMIT_BPS if (bps := result["loop_bytes"] / direct_s) > COLD_LIMIT_BPS else bps
+        found["direct"] = result["loop_bytes"] / own_s / direct_bps
+    elif result["case"] == "h":
+        found["bytes"] = read / (1.05 * kernel_read + 0.01 * result["loop_bytes"])
+    elif result["case"] in "gi":
+        found["bytes"] = read / kernel_read if kernel_read else math.nan
+        if times := sorted(steps(result, side)):
+            found["p99"] = times[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
+    if costs(result, side):
+        found["memory"] = memory(result, side) / (result["cache_bytes"] + MOUNT_OVERHEAD_BYTES)
+        found["cpu"] = cpu_s_per_gb(result, side)
+    return found
+
+
+def figures(document: Document) -> dict[str, float]:
+    """Return the figures of all results: `NAME.SIDE.KEY`."""
+    return {
+        f"{slug(result['name'])}.{side}.{key}": value
+        for result in document["results"]
+        for side in mounts(result)
+        for key, value in figures_of(result, side).items()
+    }
+
+
+def misses_much(result: Result) -> bool:
+    """Return whether the page cache reads a substantial part of a token's bytes from storage (MoE models)."""
+    return storage_bytes(result, kernel(result, mean)) > MISSES * float(result["routed"]["token_bytes"])
+
+
+def _misses_much(limited: bool) -> Callable[[Result], bool]:
+    return lambda result: misses_much(result) and (result["read_bps"] is not None) == limited
+
+
+def _every(_result: Result) -> bool:
+    return True
+
+
+def _readers(result: Result) -> bool:
+    return not result["name"].startswith("llama")
+
+
+TIME, IN_PLACE, FUSE = "time / page cache's time", "in place", "FUSE"
+TARGETS: tuple[tuple[str, str, str, Callable[[Result], bool], str, str, float, str], ...] = (
+    # name, modes, cases, which of them, figure, sense, limit, words
+    ("larger.inplace", IN_PLACE, "a", _every, "kernel", "<=", 0.4, f"larger than memory, in place: {TIME}"),
+    ("larger.fuse", FUSE, "a", _every, "kernel", "<=", 0.5, f"larger than memory, FUSE: {TIME}"),
+    ("fits.inplace", IN_PLACE, "b", _every, "plain", ">=", 0.98, "everything fits, in place: speed / plain file's speed"),
+    ("fits.fuse", FUSE, "b", _every, "plain", ">=", 0.9, "everything fits, FUSE: speed / plain file's speed"),
+    ("cold.inplace", IN_PLACE, "c", _every, "best", ">=", 0.95, "cold, in place: bandwidth / best of O_DIRECT, page cache"),
+    ("cold.fuse", FUSE, "c", _every, "direct", ">=", 0.8, "cold, FUSE: bandwidth / bandwidth of O_DIRECT"),
+    ("readers.inplace", IN_PLACE, "d", _every, "kernel", "<=", 1.05, f"several readers, in place: {TIME}"),
+    ("readers.fuse", FUSE, "d", _every, "kernel", "<=", 1.05, f"several readers, FUSE: {TIME}"),
+    ("sizes.inplace", IN_PLACE, "e", _every, "kernel", "<=", 1.05, f"0.6 to 3 times the budget, in place: {TIME}"),
+    ("unlimited.inplace", IN_PLACE, "f", _every, "kernel", "<=", 1.05, f"unlimited storage, in place: {TIME}"),
+    ("moe.inplace", IN_PLACE, "g", _misses_much(True), "kernel", "<=", 0.65, f"MoE, 500 MB/s, in place: {TIME}"),
+    ("moe.fuse", FUSE, "g", _misses_much(True), "kernel", "<=", 0.8, f"MoE, 500 MB/s, FUSE: {TIME}"),
+    ("moe.unlimited", IN_PLACE, "g", _misses_much(False), "kernel", "<=", 0.5, f"MoE, unlimited, in place: {TIME}"),
+    ("moe.bytes", IN_PLACE, "g", misses_much, "bytes", "<=", 0.65, "MoE, in place: bytes read / page cache's bytes"),
+    ("moe.p99", "", "g", _every, "p99", "<=", 3.0, "MoE: 99th percentile of token times / median"),
+    ("server.inplace", IN_PLACE, "h", _every, "kernel", "<=", 1.05, f"default flags, in place: {TIME}"),
+    ("server.bytes", IN_PLACE, "h", _every, "bytes", "<=", 1.0, "default flags: bytes / (1.05 x page cache's + 1 %)"),
+    ("real.inplace", IN_PLACE, "i", _every, "kernel", "<=", 0.75, f"MoE of real size, in place: {TIME}"),
+    ("real.p99", IN_PLACE, "i", _every, "p99", "<=", 2.5, "MoE of real size: 99th percentile of token times / median"),
+    ("memory", "", "abcdefghi", _every, "memory", "<=", 1.0, "memory of mount and daemon / (budget + 64 MiB)"),
+    ("cpu.inplace", IN_PLACE, "af", _readers, "cpu", "<=", 0.25, "in place: CPU seconds of the daemon per GB read"),
+    ("cpu.fuse", FUSE, "af", _readers, "cpu", "<=", 0.8, "FUSE: CPU seconds of the daemon per GB read"),
+)
+
+
 def targets(document: Document) -> list[Target]:
-    """Return the targets of all results; the first is that no client failed on a mount."""
+    """Return the targets: no client failed on a mount, then each of `TARGETS` by its worst case."""
     results: list[Result] = document["results"]
     wrong = sum(len(result["problems"][side]) for result in results for side in mounts(result))
     what = f"hangs, wrong bytes and failures with a mount, in {len(results)} cases"
-    nothing = Target("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")
-    judged = (target for result in results for side in mounts(result) for target in judge(result, side))
-    return [nothing, *judged, *_limit_costs(results)]
-
-
-def judge(result: Result, side: str) -> Iterator[Target]:
-    slug = re.sub(r"[^a-z0-9.]+", "-", result["name"].lower()).strip("-")
-    name = result["name"]
-    model = "--moe-model" if result["case"] == "i" else "--model"
-    command = f"tools/bench mount {model} MODEL --only {result['case']} --match '{name}'"
-    if side != "mount":
-        slug, name, command = f"{slug}.{side}", f"{name}, {side}", f"{command} --mode {side}"
-    for key, what, value, sense, limit in (*_judged(result, side), *_costs(result, side)):
-        yield Target(f"{slug}.{key}", f"{name}: {what}", value, sense, limit, command=command)
-
-
-def _judged(result: Result, side: str) -> Iterator[Judged]:
-    own_s, kernel_s, in_place = seconds(result, side), seconds(result, kernel(result)), mode_of(result, side) == "inplace"
-    size, over_kernel = result["loop_bytes"], own_s / kernel_s
-    case = result["case"]
-    if case == "a":
-        yield "bound", "time / modelled bound", own_s / result["bound_s"], "<=", 1.05 if in_place else 1.15
-        yield "kernel", "time / page cache's time", over_kernel, "<=", 0.4 if in_place else 0.5
-    elif case == "b":
-        limit = 0.95 if result["name"].startswith("llama") else 0.9
-        yield "plain", "speed / speed of the plain file", kernel_s / own_s, ">=", 0.98 if in_place else limit
-    elif case == "c" and in_place:
-        best_s = seconds(result, fastest(result, ("direct", kernel(result))))
-        yield "best", "bandwidth / best of O_DIRECT and page cache", best_s / own_s, ">=", 0.95
-    elif case == "c":
-        measured = size / seconds(result, "direct")
-        direct = COLD_LIMIT_BPS if measured > COLD_LIMIT_BPS else measured  # min() would replace nan by the limit
-        yield "direct", "bandwidth / bandwidth of O_DIRECT", size / own_s / direct, ">=", 0.8
-    elif case == "d":
-        # readers at different places of the loop share the pinned bytes, but not the streamed ones
-        bound_s = max(result["compute_s"], result["bound_s"] * result["clients"])
-        yield "bound", "time / modelled bound for separate readers", own_s / bound_s, "<=", 1.15
-        yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
-    elif case == "e":
-        # no cliff: near the bound, with a tenth of a full read more, for loops that nearly fit
-        allowed_s = result["bound_s"] + 0.1 * size / (result["read_bps"] or 1e9)
-        yield "bound", "time / (modelled bound + 10 % of a full read)", own_s / allowed_s, "<=", 1.15
-        if in_place:
-            yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
-    elif case == "f" and in_place:  # FUSE mounts have no target for storage as fast as memory
-        limit = 0.67 if round(result["cache_bytes"] / size, 2) == 0.75 else NEVER_SLOWER
-        yield "kernel", "time / page cache's time", over_kernel, "<=", limit
-    elif case == "g":
-        yield from _mixture(result, side, in_place)
-    elif case == "i":
-        yield from _real_size(result, side)
-    elif case == "h":
-        allowed = NEVER_SLOWER * storage_bytes(result, kernel(result)) + MORE_READ * size
-        yield "kernel", "time / page cache's time", over_kernel, "<=", NEVER_SLOWER
-        what = f"bytes read / ({NEVER_SLOWER} x page cache's bytes + {MORE_READ:.0%} of the loop)"
-        yield "bytes", what, storage_bytes(result, side) / allowed, "<=", 1
-
-
-def _mixture(result: Result, side: str, in_place: bool) -> Iterator[Judged]:
-    best, limited = kernel(result, mean), result["read_bps"] is not None
-    times, ratio = steps(result, side), mean(result, side) / mean(result, best)
-    read, token_bytes = storage_bytes(result, best), result["routed"]["token_bytes"]
-    misses = read > MISSES * token_bytes
-    if in_place:
-        limit = (0.65 if limited else 0.5) if misses else NEVER_SLOWER
-        yield "kernel", "mean time / page cache's time", ratio, "<=", limit
-    elif limited:
-        yield "kernel", "mean time / page cache's time", ratio, "<=", 0.8 if misses else NEVER_SLOWER
-    if misses:
-        yield "bytes", "bytes read / page cache's bytes", storage_bytes(result, side) / read, "<=", 0.65
-    if result["routed"]["lru_bytes"]:
-        share = storage_bytes(result, side) / result["routed"]["lru_bytes"]
-        yield "lru", "bytes read / bytes of exact LRU of whole experts", share, "<=", 1
-    if times:
-        late = sorted(times)[math.ceil(0.99 * len(times)) - 1] / statistics.median(times)
-        yield "p99", "99th percentile of token times / median", late, "<=", 3
-
-
-def window_s(result: Result, side: str, number: int) -> float:
-    """Return the mean duration (s) of the steps of one side in one window; nan if there are none."""
-    window, runs = result["windows"][number], (run for run in result["runs"] if run["side"] == side)
-    times = [step for run in runs for client in run["seconds"] for step in client[window["first"] : window["end"]]]
-    return statistics.fmean(times or [math.nan])
-
-
-def _window_kernel(result: Result, number: int) -> str:
-    """Return the side of the page cache that is the fastest in one window."""
-    return kernel(result, lambda one, side: window_s(one, side, number))
-
-
-def window_bound_s(result: Result, number: int) -> float:
-    """Return the bound (s) of one window: max(compute, misses of Belady's policy / bandwidth)."""
-    bound: float = max(result["compute_s"], result["windows"][number]["storage_s"])
-    return bound
-
-
-def _real_size(result: Result, side: str) -> Iterator[Judged]:
-    windows = result["windows"]
-    for number, (window, limit) in enumerate(zip(windows, MOE_TARGETS[result["read_bps"]], strict=True)):
-        own_s, tokens_of = window_s(result, side, number), f"tokens {window['first'] + 1} to {window['end']}"
-        yield (
-            f"kernel.{number + 1}",
-            f"{tokens_of}, mean time / page cache's time",
-            own_s / window_s(result, _window_kernel(result, number), number),
-            "<=",
-            limit,
+    found = [Target("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")]
+    for name, modes, cases, applies, key, sense, limit, words in TARGETS:
+        judged = (
+            Target(name, f"{result['name']}, {side}", values[key], sense, limit)
+            for result in results
+            if result["case"] in cases and applies(result)
+            for side in mounts(result)
+            if not modes or (mode_of(result, side) == "inplace") == (modes == IN_PLACE)
+            if key in (values := figures_of(result, side))
         )
-    late = windows[-1]
-    runs = (run for run in result["runs"] if run["side"] == side)
-    times = sorted(step for run in runs for client in run["seconds"] for step in client[late["first"] : late["end"]])
-    p99 = times[math.ceil(0.99 * len(times)) - 1] / statistics.median(times) if times else math.nan
-    yield "p99", "99th percentile of token times / median, last half", p99, "<=", MOE_P99
-    cpu = cpu_s_per_gb(result, side)
-    yield "cpu", "CPU seconds of the daemon per GB read from storage", cpu, "<=", MOE_CPU_S_PER_GB
-
-
-def _limit_costs(results: list[Result]) -> Iterator[Target]:
-    """Yield the targets of case (i) for unlimited storage: a mount is not slower than with limited storage."""
-    real = [result for result in results if result["case"] == "i"]
-    for free in (result for result in real if result["read_bps"] is None):
-        model = free["name"].removesuffix(" no limit")
-        for limited in (one for one in real if one["read_bps"] and one["name"].startswith(model)):
-            for side in (side for side in mounts(free) if side in limited["sides"]):
-                ratio = mean(free, side) / mean(limited, side)
-                what = f"{free['name']}, {side}: mean time / time with {limited['read_bps'] // 10**6} MB/s"
-                command = "tools/bench mount --only i --moe-model MODEL"
-                yield Target(f"{model}.{side}.no-limit", what, ratio, "<=", NEVER_SLOWER, command=command)
-
-
-def _costs(result: Result, side: str) -> Iterator[Judged]:
-    if not costs(result, side):
-        return
-    room, mode = result["cache_bytes"] + MOUNT_OVERHEAD_BYTES, mode_of(result, side)
-    yield "memory", "memory of mount and daemon / (budget + 64 MiB)", memory(result, side) / room, "<=", 1
-    if result["case"] in "af" and not result["name"].startswith("llama") and mode in CPU_S_PER_GB:
-        yield (
-            "cpu",
-            "CPU seconds of the daemon per GB read from storage",
-            cpu_s_per_gb(result, side),
-            "<=",
-            CPU_S_PER_GB[mode],
-        )
+        found += worst(judged, name, words)
+    return found
 
 
 LABELS = {
@@ -658,10 +582,8 @@ def table(document: Document) -> str:
     columns = [f"{name} {unit}" for unit in ("s", "MB") for name in named]
     head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
-    mixed = [result for result in document["results"] if result["case"] == "g"]
-    real = [result for result in document["results"] if result["case"] == "i"]
-    more = [f"\n{table_of(some)}" for table_of, some in ((_mixtures_table, mixed), (_real_size_table, real)) if some]
-    return "".join((about, markdown(head, rows) if rows else "", *more))
+    mixed = [result for result in document["results"] if result["case"] in "gi"]
+    return about + (markdown(head, rows) if rows else "") + (f"\n{_moe_table(mixed)}" if mixed else "")
 
 
 def _row(result: Document, sides: Sequence[str]) -> list[str]:
@@ -678,7 +600,7 @@ def _row(result: Document, sides: Sequence[str]) -> list[str]:
     ]
 
 
-def _mixtures_table(results: list[Result]) -> str:
+def _moe_table(results: list[Result]) -> str:
     """Return the table of the MoE models: means per token, and the misses of three policies that keep whole experts."""
     head = ["MoE model, share in memory, storage", "page cache ms", "inplace ms", "steer ms"]
     head += ["page cache MB", "inplace MB", "steer MB", "exact LRU MB", "known popularity MB", "Belady MB"]
@@ -694,35 +616,3 @@ def _mixtures_table(results: list[Result]) -> str:
         "bytes that three policies would read in a replay of the same routing."
     )
     return f"{about}\n\n{markdown(head, rows)}"
-
-
-def _real_size_table(results: list[Result]) -> str:
-    """Return the table of MoE models of real size: measured means per token, and the modelled bounds."""
-    head = ["MoE model, share in memory, storage", "tokens", "side", "page cache s", "llmcachefs s", "bound s"]
-    head += ["/ page cache", "/ bound", "page cache MB", "llmcachefs MB", "exact LRU MB", "Belady MB"]
-    rows = []
-    for result, number in ((each, number) for each in results for number in range(len(each["windows"]))):
-        window, best = result["windows"][number], _window_kernel(result, number)
-        best_s, bound_s = window_s(result, best, number), window_bound_s(result, number)
-        for side in mounts(result):
-            own_s = window_s(result, side, number)
-            read = [
-                _median(run["window_bytes"][number] for run in result["runs"] if run["side"] == one) for one in (best, side)
-            ]
-            rows.append(
-                [
-                    result["name"],
-                    f"{window['first'] + 1} to {window['end']}",
-                    f"{mode_of(result, side)}, {best}",
-                    *(f"{one:.3f}" for one in (best_s, own_s, bound_s)),
-                    *(f"{own_s / one:.2f}" for one in (best_s, bound_s)),
-                    *(f"{one / 1e6:.0f}" for one in (*read, window["lru_bytes"], window["belady_bytes"])),
-                ]
-            )
-    about = (
-        "Mean time of a token and bytes that it read from storage (measured). The bound is the time of a token with "
-        "everything in memory (measured), or the bytes that Belady's policy misses by the bandwidth of storage (modelled), "
-        "whichever is more. Both modelled policies begin with the experts that are used first, because llama.cpp fills the "
-        "memory while it loads the model."
-    )
-    return f"{about}\n\n{markdown(head, rows, texts=(0, 1, 2))}"

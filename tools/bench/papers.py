@@ -1,11 +1,7 @@
-"""Check the figures of `llmcache reproduce` that have a target; with --measure, measure first.
+"""Measure the figures of `llmcache reproduce` that are measured, and write them to `llmcache/papers/NAME.json`.
 
-`llmcache reproduce` reads its measured figures from `llmcache/papers/NAME.json`. --measure replaces these files: it measures
-small cases on this machine, with an emulated accelerator and SSD, and records machine and date. A figure that cannot be
-measured (torch is missing, the disk is full) is left out, with the reason.
-
-The speedups are modelled, for the paper's machine. `llmcache reproduce hillinfer` also shows other readings of the paper,
-how far each is from its claims, and why.
+The measurements are small cases on this machine, with an emulated accelerator and SSD; the files name machine and date. A
+figure that cannot be measured (torch is missing, the disk is full) is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -13,17 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from llmcache.cache.policies import policy_class
 from llmcache.errors import LlmcacheError, MissingRequirement
@@ -44,15 +38,8 @@ from llmcache.trace.record import BlockSpace, Trace
 from . import machine
 from .harness import ROOT
 from .kvtransformers import SMALL, by_length, stock_at
-from .results import Document, Target
 
-SCHEMA = "llmcache-bench-papers/1"
-COMMAND = "llmcache reproduce hillinfer"
-READING = "sizes"
-CLAIMS = {"speed-up-range": READING, "order": READING, "comparable-accuracy": "hillinfer"}
-"""For each claim, the finding that is judged."""
-ALPHA_LOSS = 0.01
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 MODEL, BATCH, ALPHA, SSD_SHARE = "Qwen-7B", 8, 0.2, 0.2
 POLICIES = "full,h2o,prefetch,leoam,hillinfer,hillinfer-no-app"
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
@@ -60,39 +47,9 @@ PART = 4096  # tokens per append, to bound the memory
 REPEATS = 5  # replays of each policy, with a cache of half of the footprint
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measure", nargs="*", choices=list(MEASURES), help="measure these papers first [without names: all papers]"
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller and shorter measurements")
-
-
-def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
-    """Yield the claims with a target: verdict, words and values of each finding of `llmcache reproduce`."""
-    for name in [] if args.measure is None else args.measure or MEASURES:
-        save(name, args.quick, lambda what: print(what, file=sys.stderr))
-    command = [sys.executable, "-m", *COMMAND.split(), "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    findings = {claim["name"]: claim["findings"] for claim in json.loads(done.stdout)["claims"]}
-    yield {"claims": {name: findings[name] for name in CLAIMS}}
-
-
-def targets(document: Document) -> list[Target]:
-    """Return the targets: speedups and order (modelled), answers with a fifth of the tokens (measured)."""
-    found = {name: document["claims"][name][finding]["values"] for name, finding in CLAIMS.items()}
-    ranged = "share of points with a speedup of 4.21 to 8.56 over four baselines, on the paper's machine"
-    order = "share of points with the baselines in the paper's order, on the paper's machine"
-    lost = found["comparable-accuracy"]["full"] - found["comparable-accuracy"]["at_0.2"]
-    return [
-        Target("range", ranged, found["speed-up-range"]["share_in_range"], ">=", 1, "modelled", command=COMMAND),
-        Target("order", order, found["order"]["share"], ">=", 1, "modelled", command=COMMAND),
-        Target("alpha", "share of correct answers lost at alpha 0.2, recall model", lost, "<=", ALPHA_LOSS, command=COMMAND),
-    ]
-
-
-def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[str, Any]:
+def save(name: str, quick: bool, progress: Progress, directory: Path = PAPERS) -> dict[str, Any]:
     """Measure the figures of a paper, replace its file, and return its content."""
-    found, missing = MEASURES[name](quick, tell)
+    found, missing = MEASURES[name](quick, progress)
     host = {key: value for key, value in machine.describe(ROOT).items() if key not in ("device", "commit")}
     head = {"schema": f"llmcache.papers.{name}/1", "machine": host, "date": date.today().isoformat(), "quick": quick}
     document = {**head, **found, "missing": missing}
@@ -102,12 +59,12 @@ def save(name: str, quick: bool, tell: Tell, directory: Path = PAPERS) -> dict[s
     return document
 
 
-def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def _tried(runs: dict[str, Callable[[], Any]], progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the result of each run, None for failed ones, and the messages of those."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, run in runs.items():
-        tell(f"{name}: started")
+        progress(f"{name}: started")
         try:
             found[name] = run()
         except LlmcacheError as error:
@@ -116,7 +73,7 @@ def _tried(runs: dict[str, Callable[[], Any]], tell: Tell) -> tuple[dict[str, An
     return found, missing
 
 
-def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def hillinfer(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return smaller versions of figures 3a, 8, 9 to 11a and 11b."""
 
     def setup(beta: float) -> Setup:
@@ -135,11 +92,11 @@ def hillinfer(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
     factors = (0.5, 1.0, 2.0) if quick else (0.25, 0.5, 1.0, 2.0, 4.0)
     runs: dict[str, Callable[[], Any]] = {
         "transfers": lambda: transfers(quick),
-        "systems": lambda: synthetic.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), tell).document(),
-        "beta": lambda: synthetic.sweep(setup(1.0), variants_of("hillinfer")[0], tell, factors).document(),
+        "systems": lambda: synthetic.compare(setup((1 - SSD_SHARE) / SSD_SHARE), variants_of(POLICIES), progress).document(),
+        "beta": lambda: synthetic.sweep(setup(1.0), variants_of("hillinfer")[0], progress, factors).document(),
         "accuracy": lambda: accuracy(quick),
     }
-    return _tried(runs, tell)
+    return _tried(runs, progress)
 
 
 def transfers(quick: bool) -> dict[str, Any]:
@@ -205,7 +162,7 @@ def accuracy(quick: bool) -> dict[str, Any]:
     return {"tokens": tokens, "answers": contexts * per_context, "full": full, "by_system": by_system}
 
 
-def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def icecache(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the recall model's answers to four tasks, and times of a model with random weights."""
     budgets, ours, rivals = (64, 128, 256), ("icecache", "icecache-dci", "icecache-pages"), ("quest", "h2o", "window")
     context, tries, contexts = (1024, 2, (1024,)) if quick else (4096, 4, (1024, 4096))
@@ -213,7 +170,7 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
 
     def run_task(name: str, at: Sequence[int], policies: Sequence[str], sizes: Sequence[int], cases: int) -> dict[str, Any]:
         setup = TaskSetup(name, RECALL_MODEL, at, policies, sizes, directory, cases=cases, steps=4, threads=1)
-        document = task.run(setup, tell).document()
+        document = task.run(setup, progress).document()
         return {**document, "conditions": {**document["conditions"], "model": "the recall model"}}
 
     everyone = (*ours, *rivals)
@@ -224,25 +181,25 @@ def icecache(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
             "chain": lambda: run_task("chain", (context,), everyone, (round(0.1 * context),), tries),
             "needle": lambda: run_task("needle", contexts, ours, budgets[-1:], 8 * tries),
         },
-        tell,
+        progress,
     )
-    rows, slow = _tried({"lengths": lambda: _lengths(quick, tell)}, tell)
+    rows, slow = _tried({"lengths": lambda: _lengths(quick, progress)}, progress)
     times = {"shape": SMALL, "synthetic_prompt": True, "rows": rows["lengths"] or []}
     return {"tasks": {name: one for name, one in tasks.items() if one is not None}, "lengths": times}, missing | slow
 
 
-def _lengths(quick: bool, tell: Tell) -> list[dict[str, Any]]:
+def _lengths(quick: bool, progress: Progress) -> list[dict[str, Any]]:
     """Return smaller versions of figures 1, 7b, 7c and 8; the largest length is the paper's 36 k."""
     names = ("icecache", "icecache-reuse", "quest", "h2o", "window")
     everyone = [Candidate(STOCK, None), *(Candidate(name, 256) for name in names)]
     at, steps = ((1024, 2048), 4) if quick else ((4096, 9216, 18432, 36864), 12)
-    rows = by_length(SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, tell)
+    rows = by_length(SMALL, at, everyone, Path(tempfile.gettempdir()), steps, 2, progress)
     return [row.document(stock_at(rows, row.tokens)) for row in rows]
 
 
-def io_caching(quick: bool, tell: Tell) -> tuple[dict[str, Any], dict[str, str]]:
+def io_caching(quick: bool, progress: Progress) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the time that each policy takes to replay AI Notes (ns per block)."""
-    tell("timing the policies")
+    progress("timing the policies")
     return {"overhead": overhead(SHAPES["ai_notes"](), "AI Notes")}, {}
 
 
@@ -265,9 +222,20 @@ def overhead(trace: Trace, name: str) -> dict[str, Any]:
     return {"repeats": REPEATS, "trace": name, "ns_per_block": medians}
 
 
-MEASURES: dict[str, Callable[[bool, Tell], tuple[dict[str, Any], dict[str, str]]]] = {
+MEASURES: dict[str, Callable[[bool, Progress], tuple[dict[str, Any], dict[str, str]]]] = {
     "io-caching": io_caching,
     "hillinfer": hillinfer,
     "icecache": icecache,
 }
 """The measurement for each paper; kelle has none."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the papers that are named, or all of them; return 0."""
+    parser = argparse.ArgumentParser(prog="tools/bench papers", description=__doc__)
+    parser.add_argument("--measure", nargs="*", choices=list(MEASURES), help="papers to measure [without names: all]")
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter measurements")
+    args = parser.parse_args(argv)
+    for name in args.measure or MEASURES:
+        save(name, args.quick, lambda what: print(what, file=sys.stderr))
+    return 0

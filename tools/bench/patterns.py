@@ -73,7 +73,6 @@ class Reader:
     advised: tuple[int, ...] = ()
 
     def copied_bytes(self) -> int:
-        """Return the size of the private copy."""
         return sum(touch.size_bytes for one in self.passes for touch in one) if self.copies else 0
 
 
@@ -115,7 +114,6 @@ class Pattern:
     rows: Rows | None = None
 
     def passes(self) -> int:
-        """Return the number of passes of all stages."""
         return sum(len(stage.readers[0].passes) for stage in self.stages)
 
 

@@ -20,15 +20,15 @@ from llmcache.cache.simulate import simulate
 from llmcache.papers.traces import GROUPS, SHAPES
 
 from . import routing
-from .mount import MIXTURES, mixture_shape
+from .mount import MOE_SHAPES, moe_shape
 from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-policies/3"
 OURS = "llmcache"
 BELADY_SHARE = {"on_device": 0.93, "hard": 0.92}  # for groups with loops
 LRU_MARGIN = 0.01  # largest loss against LRU, on any trace
-MIXTURE_PERCENTS = (10, 12, 20, 30, 50, 60)  # share of all experts that fits
-MIXTURE_TOKENS, MIXTURE_WARMUP = 200, 50
+MOE_PERCENTS = (10, 12, 20, 30, 50, 60)  # share of all experts that fits
+MOE_TOKENS, MOE_WARMUP = 200, 50
 OF_THE_WAY = 0.5  # share of the gap from LRU to Belady
 
 Ratios = dict[str, dict[str, float]]
@@ -58,17 +58,17 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:
     ratios = ratios_of(args.policy.split(","))
-    yield {"ratios": ratios, "groups": groups(ratios), "mixtures": list(mixtures())}
+    yield {"ratios": ratios, "groups": groups(ratios), "mixtures": list(moe_misses())}
 
 
-def mixtures() -> Iterator[Document]:
+def moe_misses() -> Iterator[Document]:
     """Yield the misses of a token for each MoE model and cache size."""
     habits = routing.Habits()
-    for experts, used, slice_bytes in MIXTURES:
-        layers = mixture_shape(experts, used, slice_bytes).layers
-        routed, ranks = routing.ranked(MIXTURE_TOKENS, layers, experts, used, habits)
-        for percent in MIXTURE_PERCENTS:
-            found = routing.misses(routed, ranks, habits, percent * layers * experts // 100, MIXTURE_WARMUP)
+    for experts, used, slice_bytes in MOE_SHAPES:
+        layers = moe_shape(experts, used, slice_bytes).layers
+        routed, ranks = routing.ranked(MOE_TOKENS, layers, experts, used, habits)
+        for percent in MOE_PERCENTS:
+            found = routing.misses(routed, ranks, habits, percent * layers * experts // 100, MOE_WARMUP)
             yield {"experts": experts, "used": used, "layers": layers, "percent": percent, "misses": found}
 
 

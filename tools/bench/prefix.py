@@ -53,7 +53,6 @@ class PromptClient:
     rate_bps: int
 
     def __call__(self, **options: Any) -> dict[str, Any]:
-        """Run the client; return its `answers`, and its `load` and `cache` events."""
         words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         command = client("prefix_prompts", self.model, "--threads", self.threads, *words)
         limited = Cgroup("prefix", directory=self.scratch, read_bps=self.rate_bps) if self.rate_bps else nullcontext()

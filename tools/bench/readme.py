@@ -5,8 +5,7 @@ Only the text between these marks is generated:
     <!-- results:NAME -->          the tables of tools/bench/results/NAME.json
     <!-- /results -->
 
-    <!-- figure:NAME.KEY -->0.70<!-- /figure -->      the value of one of its figures, or one of `FIGURES`
-    <!-- limit:NAME.KEY -->>= 0.6<!-- /limit -->     the target of that figure, and whether it is missed
+    <!-- figure:NAME.KEY -->0.70<!-- /figure -->      one of its figures, or the value of one of its targets
 
 docs/tokens.svg is drawn from the same results: tokens per second with the page cache alone and with llmcachefs in place, of
 the dense model of case (f) of `tools/bench mount` and of an MoE model of case (g), both with unlimited storage.
@@ -18,7 +17,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -27,14 +25,14 @@ from matplotlib.axes import Axes
 from llmcache.report.theme import MUTED, figure_bytes, grid_of, legend_below, style
 
 from . import results
-from .all import NAMES, reached
-from .harness import ROOT, shown
-from .mount import Result, kernel, mean, mounts, seconds
-from .results import Document, targets_of, wanted
+from .all import NAMES, table, whole
+from .harness import ROOT, shown, targets_of
+from .mount import Result, kernel, mean, seconds
+from .results import Document, figure
 
 COLORS = {"page cache alone": MUTED, "with llmcache": "#0072b2"}
 MOE_SHARES = (0.12, 0.2, 0.3, 0.5)
-_MARKED = re.compile(r"(<!-- (results|figure|limit):(\w+)\.?([^>]*?) -->\n?)(.*?)(<!-- /\2 -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (results|figure):(\w+)\.?([^>]*?) -->\n?)(.*?)(<!-- /\2 -->)", re.DOTALL)
 _DERIVED = re.compile(r"\b[mp][0-9a-f]{10}\b")  # matplotlib derives these names of markers and clip paths from coordinates
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -104,34 +102,6 @@ def _share(result: Result) -> float:
 # Tables and figures
 
 
-def _largest_difference(document: Document, mode: str) -> str:
-    """Return the largest difference between mount and formula in one mode, with the T of a loop kept in memory as a
-    whole.
-    """
-    rows = [one for one in document["mount"] if one["sweep"]["mode"] == mode]
-    each = [one["measured"]["stalls_begin_bytes"] / one["modelled"]["stalls_begin_all_kept_bytes"] - 1 for one in rows]
-    return f"{max(each, key=abs):+.0%}".replace("%", " %")
-
-
-def _times_faster(document: Document) -> str:
-    first = document["results"][0]
-    return f"{seconds(first, kernel(first)) / seconds(first, mounts(first)[0]):.1f}"
-
-
-def _mean_hit_ratio(document: Document, policy: str) -> str:
-    return f"{document['groups']['on_device'][policy]:.3f}"
-
-
-FIGURES: dict[str, Callable[[Document], str]] = {
-    "all.reached": lambda document: "{} of {}".format(*reached(document)),
-    "mount.caption": caption,
-    "mount.times": _times_faster,
-    **{f"policies.of-{policy}": partial(_mean_hit_ratio, policy=policy) for policy in ("llmcache", "lru", "belady")},
-    **{f"size.{mode}": partial(_largest_difference, mode=mode) for mode in ("steer", "arena")},
-}
-"""Figures that are not the value of a target."""
-
-
 def recorded(name: str) -> Document:
     return results.read(results.DIRECTORY / f"{name}.json")
 
@@ -143,15 +113,19 @@ def filled(text: str) -> str:
         begin, kind, name, key, _, end = found.groups()
         if name not in (*NAMES, "all"):
             raise ValueError(f"{kind}:{name}: unknown benchmark; known are all, {', '.join(NAMES)}")
-        document = recorded(name)
+        if name == "all":
+            return begin + table(whole(results.DIRECTORY)) + end
+        document, bench = recorded(name), import_module(f"tools.bench.{name}")
         if kind == "results":
-            return begin + shown(import_module(f"tools.bench.{name}"), document) + end
-        if kind == "figure" and f"{name}.{key}" in FIGURES:
-            return begin + FIGURES[f"{name}.{key}"](document) + end
-        targets = {target.name: target for target in targets_of(document)}
-        if key not in targets:
-            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(targets)}")
-        return begin + (wanted(targets[key]) if kind == "limit" else targets[key].shown) + end
+            return begin + shown(bench, document) + end
+        values: dict[str, str] = {target.name: target.shown for target in targets_of(bench, document)}
+        figures = bench.figures(document) if hasattr(bench, "figures") else {}
+        values |= {name: one if isinstance(one, str) else figure(one) for name, one in figures.items()}
+        if name == "mount":
+            values["caption"] = caption(document)
+        if key not in values:
+            raise ValueError(f"{name}.{key}: unknown figure; known are {', '.join(values)}")
+        return begin + values[key] + end
 
     return _MARKED.sub(updated, text)
 

@@ -1,6 +1,7 @@
-"""Results of benchmarks: figures with their targets, in one JSON document per benchmark.
+"""Results of benchmarks, one JSON document for each in `DIRECTORY`, and the targets that their figures have to meet.
 
-Documents are small, and files are replaced as a whole. `DIRECTORY` has the recorded ones.
+Documents contain measurements. Targets are computed from them whenever they are shown, so that a change of a target needs no
+new measurement.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,21 +52,17 @@ class Target:
 
     @property
     def passed(self) -> bool:
-        """Return whether the target is met."""
         return math.isfinite(self.value) and SENSES[self.sense](self.value, self.limit)
 
     @property
     def shown(self) -> str:
-        """Return the value with its unit, for display."""
         return f"{figure(self.value)} {self.unit}".rstrip()
 
     @property
     def wanted(self) -> str:
-        """Return sense and limit, for display."""
         return f"{self.sense} {figure(self.limit)} {self.unit}".rstrip()
 
     def to_json(self) -> Document:
-        """Return plain data; a value that is not finite becomes null."""
         return {**asdict(self), "value": self.value if math.isfinite(self.value) else None, "passed": self.passed}
 
 
@@ -76,14 +73,10 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
-def of_json(data: Document) -> Target:
-    """Return the target in the data of `to_json`; other keys are ignored."""
-    values = {key: data[key] for key in Target.__dataclass_fields__ if key in data}
-    return Target(**{**values, "value": math.nan if data["value"] is None else data["value"]})
-
-
-def targets_of(document: Document) -> list[Target]:
-    return [of_json(one) for one in document["bars"]]
+def part_targets(document: Document, limits: Mapping[str, tuple[str, float]]) -> list[Target]:
+    """Return a target for each of the "parts" of a document that has a sense and a limit in `limits`."""
+    parts = document["parts"]
+    return [Target(name, parts[name]["what"], parts[name]["figure"], *limits[name]) for name in limits if name in parts]
 
 
 def exit_code(targets: Iterable[Target]) -> int:
@@ -128,15 +121,31 @@ def wanted(target: Target) -> str:
     return target.wanted if target.passed else f"{target.wanted}: **missed**"
 
 
-def targets_table(document: Document, what: str = "figure", without: Callable[[Target], str] | None = None) -> str:
-    """Return the targets of a benchmark in Markdown.
+def worst(targets: Iterable[Target], name: str, what: str) -> Iterator[Target]:
+    """Yield the target that is furthest from its limit, as the target `name` of them all; nothing if there are none.
+
+    All have the same sense and limit. A value that is not finite is the worst. `what` is followed by the worst case, the
+    number of cases, and the number of those that miss the target.
+    """
+    found = list(targets)
+    if not found:
+        return
+    sign = 1 if found[0].sense in ("<", "<=") else -1
+    one = max(found, key=lambda target: (not math.isfinite(target.value), sign * target.value))
+    missed = sum(not target.passed for target in found)
+    others = f"worst of {len(found)}" + (f", {missed} missed" if missed else "")
+    yield replace(one, name=name, what=f"{what} ({one.what}; {others})" if len(found) > 1 else f"{what} ({one.what})")
+
+
+def targets_table(targets: Iterable[Target], what: str = "figure", without: Callable[[Target], str] | None = None) -> str:
+    """Return targets in Markdown.
 
     `what` heads the first column; kinds that it names are not repeated in the rows. `without` returns the cells of a column
     that shows the figures without the feature.
     """
     more = [] if without is None else ["without the feature"]
     rows = []
-    for target in targets_of(document):
+    for target in targets:
         kind = "" if target.kind in ("measured", *what.split()) else f"*{target.kind}*: "
         rows.append([f"{kind}{target.what}", target.shown, wanted(target), *([] if without is None else [without(target)])])
     return markdown([what, "value", "target", *more], rows)

@@ -89,7 +89,6 @@ class ClientRun:
 
     @property
     def ok(self) -> bool:
-        """Return whether the client exited without an error and read no wrong byte."""
         return not self.hung and self.exit_code == 0 and self.wrong == 0
 
     def measured(self, warmup: int) -> list[ClientStep]:
@@ -100,6 +99,16 @@ class ClientRun:
         """Return the median of the faster half of the steps after the first, which excludes disturbances by other load."""
         steps = sorted(step.seconds for step in self.measured(1))
         return statistics.median(steps[: (len(steps) + 1) // 2]) if steps else float("inf")
+
+
+def problems_of(clients: Sequence[ClientRun], oom_kills: int) -> list[str]:
+    found = []
+    for one in clients:
+        found += ["hung"] if one.hung else []
+        found += [f"{one.wrong} MiB wrong"] if one.wrong else []
+        if one.exit_code and not one.hung:
+            found.append(f"exit {one.exit_code}: {one.error.strip()[-200:]}")
+    return found + ([f"{oom_kills} OOM kills"] if oom_kills else [])
 
 
 def client(name: str, *arguments: object) -> list[str]:
@@ -168,7 +177,6 @@ class _ClientProcess:
         self.run.error = self.process.stderr.read()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the exit; mark the run as hung at the timeout."""
         try:
             self.run.exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

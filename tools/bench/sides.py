@@ -53,7 +53,6 @@ class Plain:
 
     @contextmanager
     def open(self, _group: Cgroup, source: Path, _cache_bytes: int | None, _scratch: Path) -> Iterator[OpenedSide]:
-        """Yield the source directory."""
         with nullcontext() if self.read_ahead_kb is None else read_ahead(source, self.read_ahead_kb):
             yield OpenedSide(source)
 

@@ -26,7 +26,7 @@ from .harness import in_turns, measured_apart, workplace
 from .machine import peak_bytes
 from .results import Document, Target, markdown
 
-SCHEMA = "llmcache-bench-simulate/2"
+SCHEMA = "llmcache-bench-simulate/3"
 LOOP_BLOCKS = 1 << 20  # 4 GiB of weights
 LOOP_RUN = 256  # 1 MiB reads
 RANDOM_BLOCKS = 1_000_000
@@ -106,7 +106,6 @@ class Throughput:
 
     @property
     def name(self) -> str:
-        """Return the name of the policy in the results."""
         return "lru, all sizes" if self.policy is None else f"{self.policy}, replay alone" if self.alone else self.policy
 
     def run(self, path: Path) -> float:
@@ -129,10 +128,9 @@ class Throughput:
         return time.perf_counter() - start
 
     def to_json(self, seconds: list[float]) -> Document:
-        """Return plain data; the rate is that of the median run."""
         values = {"trace": self.trace, "policy": self.name, "cache_blocks": self.cache_blocks, "blocks": self.blocks}
         rate = self.blocks / statistics.median(seconds)
-        return {**values, "seconds": seconds, "blocks_per_s": rate, "bar": self.target or None}
+        return {**values, "seconds": seconds, "blocks_per_s": rate, "target": self.target or None}
 
 
 def speeds() -> list[Throughput]:
@@ -169,7 +167,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         memory = []
         for step in ("write", "simulate"):
             cost = measured_apart("simulate", step, scratch / "large.parquet", blocks)
-            memory.append({"step": step, "blocks": blocks, **cost, "bar": MEMORY_TARGET})
+            memory.append({"step": step, "blocks": blocks, **cost, "target": MEMORY_TARGET})
             console.print(
                 f"{step} {blocks:,} blocks: {cost['seconds']:.1f} s, peak memory {cost['peak_bytes'] / 1e6:.0f} MB"
             )
@@ -179,12 +177,12 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 def targets(document: Document) -> list[Target]:
     found = []
     for one in document["speeds"]:
-        if one["bar"]:
-            name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["bar"] / 1e6)
+        if one["target"]:
+            name, values = f"{one['trace']}, {one['policy']}", (one["blocks_per_s"] / 1e6, ">=", one["target"] / 1e6)
             found.append(Target(name, f"{name}: speed from a trace file", *values, unit="M blocks/s"))
     for one in document["memory"]:
         what = f"{one['step']} a trace of {one['blocks'] / 1e9:.2g} G blocks: peak memory"
-        peak, most = one["peak_bytes"] / MIB, one["bar"] / MIB
+        peak, most = one["peak_bytes"] / MIB, one["target"] / MIB
         found.append(Target(f"memory, {one['step']}", what, peak, "<", most, unit="MiB"))
     return found
 
@@ -192,7 +190,7 @@ def targets(document: Document) -> list[Target]:
 def table(document: Document) -> str:
     rows = []
     for one in document["speeds"]:
-        target = f"{one['bar'] / 1e6:g}" if one["bar"] else ""
+        target = f"{one['target'] / 1e6:g}" if one["target"] else ""
         rows.append([one["trace"], one["policy"], f"{one['blocks_per_s'] / 1e6:.1f}", target])
     for one in document["memory"]:
         what = f"{one['step']} {one['blocks'] / 1e9:.2g} G blocks: peak memory {one['peak_bytes'] / 2**20:.0f} MiB"

@@ -1,6 +1,6 @@
-"""Compare formula (1) with the simulator and with a mount: the cache size below which a client stalls.
+"""Compare formula (1) with a mount: the cache size below which a client stalls.
 
-On the mount, a reader computes for a fixed time per pass while storage is throttled. The inputs of the formula are measured
+A reader computes for a fixed time per pass while storage is throttled. The inputs of the formula are measured
 in the same way: the bandwidth by `llmcache size --measure` under the throttle, and T, the time of a pass, by the same reader
 without a throttle. T has two values. With the whole loop in memory, T is computing and copying alone. With S of the formula
 in memory, the rest passes through the daemon of the mount, which takes time even on fast storage. The formula uses this
@@ -19,30 +19,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
-from llmcache.cache.policies import policy_class
-from llmcache.cache.sizing import SizingParameters, blocks_needed, need, passes
+from llmcache.cache.sizing import SizingParameters, need, passes
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
 from llmcache.mount.client.advice import mount_cache_bytes
-from llmcache.units import BLOCK_BYTES
 
 from .harness import workplace
-from .results import Document, Target, markdown
+from .results import Document, Target, markdown, worst
 from .runner import MIB, client, forget, loop_file, run_client
 from .sides import Mounted, environment
 
-SCHEMA = "llmcache-bench-size/2"
+SCHEMA = "llmcache-bench-size/3"
 AGREE = 0.05
-POLICIES = ("belady", "llmcache")
-PASSES = 12
-WARMUP = 6  # by then, policies that learn have seen the loop often enough
 FACTORS = (0.70, 0.80, 0.88, 0.94, 1.0, 1.06, 1.12, 1.25)
 """Budgets that are tried on the mount, as shares of the formula's S."""
 
@@ -53,21 +46,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=Path, default=Path("/var/tmp"), help="directory for loop files and mount points [%(default)s]"
     )
-    parser.add_argument(
-        "--policies",
-        default=",".join(POLICIES),
-        help="comma-separated policies of the simulator, or '' for none [%(default)s]",
-    )
-    parser.add_argument(
-        "--modes", default="steer,arena", help="comma-separated modes of the mount, or '' for none [%(default)s]"
-    )
+    parser.add_argument("--modes", default="steer,arena", help="comma-separated modes of the mount [%(default)s]")
     parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes; not comparable with the targets")
     parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, interleaved [%(default)s]")
 
 
 def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
     """Yield the sweeps of each mode. About two thirds of the loop have to be kept."""
-    for mode in filter(None, args.modes.split(",")):
+    for mode in args.modes.split(","):
         if args.quick:
             yield Sweep("quick", 96 * MIB, 100 * 10**6, 0.25, mode, 6, 3, 1, (0.7, 0.8, 0.9, 1.15, 1.3))
             continue
@@ -76,7 +62,6 @@ def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
-    begins = [stalls_begin(policy, case) for case in CASES for policy in filter(None, args.policies.split(","))]
     swept: list[Document] = []
     with workplace(args.dir) as place:
         source, scratch = place / "source", place / "scratch"
@@ -84,92 +69,32 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
         scratch.mkdir()
         for sweep in sweeps_of(args):
             swept.append(Sweeper(source, scratch, lambda line: console.print(line, soft_wrap=True)).run(sweep))
-            yield {"complete": False, "simulator": begins, "mount": swept}
-    yield {"complete": True, "simulator": begins, "mount": swept}
+            yield {"complete": False, "mount": swept}
+    yield {"complete": True, "mount": swept}
 
 
 def targets(document: Document) -> list[Target]:
-    """Return the targets: the deviation of simulator and mount from formula (1), as a share of its S, in either
-    direction.
-    """
+    """Return the target: the largest deviation of the mount from formula (1), as a share of its S."""
     what = "deviation from formula (1) of the cache size at which stalls begin"
-    simulated = {f"{one['case']['name']}, {one['policy']}": abs(one["difference"]) for one in document["simulator"]}
-    mounted = {f"{one['sweep']['mode']}, {one['sweep']['name']}": abs(one["difference"]) for one in document["mount"]}
-    return [
-        *(Target(name, f"{name}: {what}", value, "<=", AGREE, "modelled") for name, value in simulated.items()),
-        *(Target(name, f"mount, {name}: {what}", value, "<=", AGREE) for name, value in mounted.items()),
-    ]
+    mounted = (
+        Target("", f"{one['sweep']['mode']}, {one['sweep']['name']}", abs(one["difference"]), "<=", AGREE)
+        for one in document["mount"]
+    )
+    return list(worst(mounted, "mount", f"mount: {what}"))
 
 
-# The simulator: the smallest cache with which a loop does not stall
-
-
-@dataclass(frozen=True)
-class LoopCase:
-    """A loop (bytes) on storage (bytes/s) with a time per pass (ns)."""
-
-    name: str
-    loop_bytes: int
-    bandwidth: int
-    period_ns: int
-
-    @property
-    def loop_blocks(self) -> int:
-        """Return N in blocks."""
-        return -(-self.loop_bytes // BLOCK_BYTES)
-
-    @property
-    def formula_blocks(self) -> int:
-        """Return S of formula (1) in blocks."""
-        staged = Fraction(self.bandwidth * self.period_ns, 10**9 * BLOCK_BYTES)
-        return blocks_needed(self.loop_blocks, staged)
-
-    def expected_blocks(self, policy: str) -> int:
-        """Return the cache size at which stalls should begin: S of the formula.
-
-        The policy llmcache pays for a window from the same budget; for it, the size is the one that `llmcache size` advises.
-        """
-        if policy != "llmcache":
-            return self.formula_blocks
-        pinned_bytes = formula_bytes(self.loop_bytes, self.bandwidth, self.period_ns)
-        return mount_cache_bytes(self.loop_bytes, pinned_bytes, 0) // BLOCK_BYTES
-
-
-CASES = (
-    LoopCase("watch, section 4.2", 70 * 10**6, 100 * 10**6, 10**8),
-    LoopCase("phone, section 4.2", 612 * 10**6, 10**9, 10**8),
-    LoopCase("8 tokens/s at 500 MB/s", 300 * 10**6, 500 * 10**6, 125 * 10**6),
-    LoopCase("most of it streamed", 500 * 10**6, 10**9, 4 * 10**8),
-)
+def figures(document: Document) -> dict[str, str]:
+    """Return the largest difference between mount and formula by mode, with the T of a loop kept in memory as a whole."""
+    found: dict[str, list[float]] = {}
+    for one in document["mount"]:
+        ratio = one["measured"]["stalls_begin_bytes"] / one["modelled"]["stalls_begin_all_kept_bytes"]
+        found.setdefault(one["sweep"]["mode"], []).append(ratio - 1)
+    return {mode: f"{max(each, key=abs):+.0%}".replace("%", " %") for mode, each in found.items()}
 
 
 def formula_bytes(loop_bytes: int, bandwidth: int, period_ns: int) -> int:
     """Return S of formula (1) (modelled), for a loop without a hot set."""
     return need(loop_bytes, SizingParameters(bandwidth, period_ns, 0)).loop_cache_bytes
-
-
-def stalls_begin(policy: str, case: LoopCase) -> Document:
-    """Return the smallest cache with which the misses of a pass are read within T, and the expected size (modelled).
-
-    Binary search, because a larger cache never misses more. `difference` is relative to the expected size.
-    """
-    low, high = 1, case.loop_blocks
-    first, count = np.zeros(PASSES, np.int64), np.full(PASSES, case.loop_blocks, np.int64)
-    while low < high:
-        middle = (low + high) // 2
-        hits = policy_class(policy)(middle, case.loop_blocks).replay(first, count)
-        missed_blocks = float(case.loop_blocks - hits[WARMUP:].mean())
-        if missed_blocks * BLOCK_BYTES * 10**9 <= case.bandwidth * case.period_ns:
-            high = middle
-        else:
-            low = middle + 1
-    expected = case.expected_blocks(policy)
-    about = {"kind": "modelled", "case": asdict(case), "policy": policy, "simulated_blocks": low}
-    sizes = {"loop_blocks": case.loop_blocks, "formula_blocks": case.formula_blocks, "expected_blocks": expected}
-    return {**about, **sizes, "difference": low / expected - 1}
-
-
-# On the mount
 
 
 @dataclass(frozen=True)
@@ -201,7 +126,6 @@ class Point:
         return min(statistics.median(times) for times in self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**asdict(self), "median_s": self.median_s}
 
     def __str__(self) -> str:
@@ -291,7 +215,6 @@ class Sweeper:
         return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
 
     def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
-        """Add the passes of one mount with the budget of `point`."""
         forget(file)
         mounted = Mounted(options=("--mode", sweep.mode))
         with (
@@ -321,7 +244,6 @@ class Knee:
     slope: float
 
     def seconds(self, cache_bytes: float) -> float:
-        """Return the fitted duration of a pass."""
         return max(self.plateau_s, self.at_zero_s + self.slope * cache_bytes)
 
 

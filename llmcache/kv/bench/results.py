@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from llmcache.errors import DataError
+from llmcache.documents import check_schema, from_json, invalid
 from llmcache.kv.pipeline.timeline import STAGES, Timeline
 
 SCHEMA, TASK_SCHEMA = "llmcache.kv-bench/1", "llmcache.kv-task/1"
@@ -59,7 +58,6 @@ class Row:
     observed: Observed | None = None
 
     def speedup_over(self, other: Row) -> float:
-        """Return the speed-up over `other`."""
         return other.token_ns / self.token_ns
 
 
@@ -100,7 +98,6 @@ class Bench:
         return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready values."""
         rows = [{**asdict(row), "speedup_over": self.speedups(row)} for row in self.rows]
         marks = self.marks
         marks_values = None if marks is None else {**asdict(marks), "rule": marks.rule, "expected": marks.expected}
@@ -136,7 +133,6 @@ class Answers:
 
     @property
     def questions(self) -> int:
-        """Total number of questions."""
         return sum(self.asked)
 
     @property
@@ -219,7 +215,6 @@ class TaskRow:
 
     @property
     def name(self) -> str:
-        """Title and budget."""
         return self.title if self.budget is None else f"{self.title} {self.budget}"
 
 
@@ -237,7 +232,6 @@ class TaskBench:
         return sorted({row.context for row in self.rows})
 
     def stock(self, context: int) -> TaskRow:
-        """Return the row of transformers' own cache at a context."""
         return next(row for row in self.rows if row.policy == STOCK and row.context == context)
 
     def kept(self, row: TaskRow) -> float | None:
@@ -256,11 +250,9 @@ class TaskBench:
         return mean_of([one - other for one, other in zip(row.losses, full, strict=True)])
 
     def at(self, context: int) -> list[TaskRow]:
-        """Return the rows of a context."""
         return [row for row in self.rows if row.context == context]
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON-ready values, with derived values."""
         rows = []
         for row in self.rows:
             values = asdict(row)
@@ -282,11 +274,9 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 def read_bench(document: object, source: str) -> Bench:
     """Return the benchmark in `document`, from `Bench.document`; DataError, naming `source` and the field, if invalid."""
-    with _written_by("llmcache kv bench --json", source):
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            found = document.get("schema") if isinstance(document, dict) else None
-            raise ValueError(f"schema: must be '{SCHEMA}', not {found!r}")
-        bench: Bench = _read(Bench, document, "benchmark")
+    with invalid(source, "create it with 'llmcache kv bench --json'"):
+        check_schema(document, SCHEMA)
+        bench: Bench = from_json(Bench, document)
         if bench.kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not {bench.kind!r}")
         if not bench.rows:
@@ -301,8 +291,8 @@ def read_bench(document: object, source: str) -> Bench:
 
 def read_task(document: Mapping[str, Any], source: str) -> TaskBench:
     """Return the results in `document`, from `TaskBench.document`; DataError, naming `source` and the field, if invalid."""
-    with _written_by("llmcache kv bench --task … --json", source):
-        bench: TaskBench = _read(TaskBench, document, "results")
+    with invalid(source, "create it with 'llmcache kv bench --task … --json'"):
+        bench: TaskBench = from_json(TaskBench, document)
         if not bench.rows:
             raise ValueError("rows: the document has none")
         for row in bench.rows:
@@ -315,36 +305,3 @@ def read_task(document: Mapping[str, Any], source: str) -> TaskBench:
         if without := [at for at in bench.contexts if not any(row.policy == STOCK for row in bench.at(at))]:
             raise ValueError(f"rows: '{STOCK}' has none at {without[0]} tokens")
         return bench
-
-
-def _read(kind: Any, data: Any, name: str) -> Any:
-    """Return a value of type `kind` from the output of `asdict` and JSON; errors name a field of the wrong type.
-
-    Fields with a default may be missing, and unknown fields (derived values) are ignored.
-    """
-    inside = get_args(kind)
-    if type(None) in inside:
-        return None if data is None else _read(inside[0], data, name)
-    if isinstance(kind, type) and is_dataclass(kind):
-        types = get_type_hints(kind)
-        needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
-        given = {field: data[field] for field in types if field in needed or field in data}
-        return kind(**{field: _read(types[field], value, field) for field, value in given.items()})
-    if get_origin(kind) is tuple:
-        return tuple(_read(inside[0], value, name) for value in data)
-    if get_origin(kind) is Mapping:
-        return {key: _read(inside[1], value, f"{name}: {key}") for key, value in data.items()}
-    if kind in (int, float) and (isinstance(data, bool) or not isinstance(data, int | float)):
-        raise ValueError(f"{name}: {data!r} is not a number")
-    return data
-
-
-@contextmanager
-def _written_by(command: str, source: str) -> Iterator[None]:
-    """Convert errors in a document from `command` to a DataError that names `source` and the field."""
-    try:
-        yield
-    except KeyError as error:
-        raise DataError(f"{source}: {error.args[0]}: missing", f"create it with '{command}'") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{source}: {error}", f"create it with '{command}'") from error

@@ -90,7 +90,6 @@ class Subject:
                 raise DataError(f"{path}: no tokenizer: {error}", hint) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without tokens for its beginning or end."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -100,7 +99,6 @@ class Subject:
         return [] if token is None else [int(token)]
 
     def describe(self) -> dict[str, Any]:
-        """Return a description of the model, for tables and JSON."""
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads, {heads} KV heads"
@@ -293,14 +291,12 @@ class Run:
         self._next = np.array([0])
 
     def begin(self) -> None:
-        """Discard the steps of the warm-up."""
         self._steps_ns.clear()
         if self._timeline is not None:
             self._timeline.clear()
             self._before = since(Traffic(), self.cache.traffic)
 
     def step(self) -> None:
-        """Generate one more token."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, self._next[:, None])
         self._steps_ns.append(time.perf_counter_ns() - begin_ns)
@@ -317,7 +313,6 @@ class Run:
         return Speed(len(self._steps_ns), self._prefill_ns, self._second_ns, middle, {**parts, DECODING: rest})
 
     def moved(self) -> Traffic:
-        """Return the traffic since `begin`; empty if everything is in memory."""
         return Traffic() if self._timeline is None else since(self._before, self.cache.traffic)
 
     @property
@@ -327,7 +322,6 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of steps since `begin`."""
         return len(self._steps_ns)
 
     def memory(self) -> KvMemory:
@@ -355,11 +349,9 @@ class Watch:
         return getattr(self._policy, name)
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
-        """Call the policy's method."""
         self._policy.prefilled(layer, queries, start)
 
     def select(self, layer: int, queries: Floats) -> Selection:
-        """Return the policy's selection."""
         selection, inside = self._policy.select(layer, queries), self._policy.inside
         if selection.count < inside.stop - inside.start:
             weights = softmax(all_products(self._policy.store, layer, queries, self._policy.scale))

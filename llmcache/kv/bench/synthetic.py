@@ -147,7 +147,6 @@ class Setup:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory of the processor's pool, of all layers and sequences."""
         return self.cpu_pages * self._page_bytes
 
     @property
@@ -156,7 +155,6 @@ class Setup:
         return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 
     def conditions(self) -> dict[str, Any]:
-        """Return the settings, in base units, for tables and JSON."""
         return {
             "stream": {"synthetic": True, **asdict(self.spec)},
             "context": self.spec.context,
@@ -204,7 +202,6 @@ class PolicySession:
         self._traffic, self._device = Traffic(), Report()
 
     def prefill(self) -> None:
-        """Store the prompt; policies that need them receive its last queries."""
         begin_ns = time.perf_counter_ns()
         spec = self.setup.spec
         for first in range(0, spec.context, CHUNK_TOKENS):

@@ -85,7 +85,6 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Name in tables."""
         if self.policy == STOCK:
             return STOCK_TITLE
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
@@ -110,7 +109,7 @@ class Candidate:
 
 
 @dataclass
-class Told:
+class CollectedAnswers:
     """Answers of one candidate, added part by part; `losses` and `divergences` as in a `TaskRow`."""
 
     right: list[int] = field(default_factory=list)
@@ -134,7 +133,6 @@ class Told:
         self.divergences.append(float((np.exp(full) * (full - log_p)).sum(1, dtype=np.float64).mean()))
 
     def answers(self) -> Answers:
-        """Return all answers."""
         return Answers(tuple(self.right), tuple(self.asked), tuple(self.depths) or None, tuple(self.kept))
 
 
@@ -190,7 +188,7 @@ def _rows(
 def answered(
     setup: TaskSetup, subject: Subject, context: int, directory: Path | None, everyone: Sequence[Candidate],
     texts: list[str], progress: Progress = lambda _: None, least: float = 0.0,
-) -> dict[Candidate, Told]:  # fmt: skip
+) -> dict[Candidate, CollectedAnswers]:  # fmt: skip
     """Return the answers of every candidate, the first of which is transformers' own cache; append sources to `texts`.
 
     `directory`: as in `Candidate.cache`. `least`: required share of right answers of transformers' own cache; once it
@@ -199,7 +197,7 @@ def answered(
     from llmcache.kv.bench.subject import Prompt, said
 
     model = subject.model
-    answers = {one: Told() for one in everyone}
+    answers = {one: CollectedAnswers() for one in everyone}
     parts = list(probes(setup, subject, context))
     questions = sum(len(asked.ids) * len(asked.answers) for asked in parts if isinstance(asked, Probe))
     wrong, most_wrong = 0, (1 - least) * questions if least else math.inf
@@ -264,9 +262,9 @@ def probes(setup: TaskSetup, subject: Subject, context: int) -> Iterator[Asked]:
 
 def in_turns(
     model: Any, everyone: Sequence[Candidate], directory: Path, steps: int, threads: int | None,
-    begin: Callable[[Run], None], told: Callable[[Candidate, Run], Result],
+    begin: Callable[[Run], None], result_of: Callable[[Candidate, Run], Result],
 ) -> list[Result]:  # fmt: skip
-    """Return the result of `told` for a sequence of every candidate.
+    """Return the result of `result_of` for a sequence of every candidate.
 
     `begin` starts each sequence; then the candidates alternate step by step.
     """
@@ -279,7 +277,7 @@ def in_turns(
             runs.append(Run(model, stack.enter_context(one.cache(model, threads, directory, timeline)), timeline))
             begin(runs[-1])
         take_turns(runs, steps)
-        return [told(one, run) for one, run in zip(everyone, runs, strict=True)]
+        return [result_of(one, run) for one, run in zip(everyone, runs, strict=True)]
 
 
 def take_turns(runs: Sequence[Run], steps: int) -> None:

@@ -67,14 +67,12 @@ class Hardware:
 
     @classmethod
     def of(cls, name: str, title: str, **numbers: Sourced) -> Hardware:
-        """Return a machine from numbers with their origins: kind and source."""
         values: dict[str, Any] = {key: value for key, (value, _, _) in numbers.items()}
         origins = {key: Origin(kind, text) for key, (_, kind, text) in numbers.items()}
         return cls(name, title, **values, origins=origins)
 
     @property
     def has_gpu(self) -> bool:
-        """True if the GPU has its own memory."""
         return self.gpu_bytes > 0
 
     def ssd_rate(self, request_bytes: float) -> float:
@@ -110,7 +108,6 @@ class Hardware:
         return self.with_sizes(gpu_bytes=gpu_bytes).with_numbers(**speeds)
 
     def with_numbers(self, **numbers: Sourced) -> Hardware:
-        """Return it with other numbers, each with its own origin."""
         known: dict[str, Sourced] = {name: (getattr(self, name), *origin) for name, origin in self.origins.items()}
         return Hardware.of(self.name, self.title, **known | numbers)
 
@@ -119,7 +116,6 @@ class Hardware:
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data: each number with its origin."""
         numbers = {
             name: {"value": getattr(self, name), "origin": self.origins[name].kind, "source": self.origins[name].text}
             for name in NUMBERS

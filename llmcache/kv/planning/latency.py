@@ -6,6 +6,9 @@ computes, so a layer takes the longer of both; otherwise it takes their sum. Wit
 if the system allows it (reads with scoring, CPU with device, SSD with the GPU's link). Experts on the host that a step
 of an MoE model uses are fetched like KV data, as if they were known one layer ahead. Nothing is fitted.
 
+Other latency models: `cache.latency` times one fetch of missed blocks, `cache.sizing` a pass over a loop that is computed
+in T, and `papers.edram.latency` the array and memories of an accelerator, cycle by cycle.
+
 Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, with the systems as described there; where it leaves
 something open, the reading most favorable to the baseline is used. Differs from the paper: it measures; this is a
 model. Not modelled: moves of BKP (they are off the critical path), and the software of the baselines' frameworks.
@@ -61,11 +64,9 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The policy, followed by "-no-" and the name of each omitted design."""
         return "-no-".join([self.policy, *self.without])
 
     def titled(self, title: str) -> str:
-        """Return the title of the policy, with the omitted designs."""
         return title + (f" without {', '.join(self.without).upper()}" if self.without else "")
 
 
@@ -132,7 +133,6 @@ class Latency:
         return 1 - self.stages["compute"] / self.token_ns
 
     def end_to_end_ns(self, output_tokens: int) -> float:
-        """Return the time of prefill and `output_tokens` decode steps."""
         return self.prefill_ns + output_tokens * self.token_ns
 
     def to_json(self) -> dict[str, Any]:

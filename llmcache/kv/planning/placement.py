@@ -56,11 +56,9 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """Total bytes."""
         return self.weights + self.kv + self.activations + self.runtime
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, bytes."""
         return {**asdict(self), "total": self.total}
 
 
@@ -106,7 +104,6 @@ class Placement:
 
     @property
     def total(self) -> float:
-        """The whole KV cache, bytes."""
         return self.gpu + self.host + self.ssd
 
     @property
@@ -120,7 +117,6 @@ class Placement:
         return self.host / self.ssd if self.ssd else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, bytes; beta is null if nothing is on the SSD."""
         return {**asdict(self), "ssd_share": self.ssd_share, "beta": self.beta if self.ssd else None}
 
 

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from llmcache.arrays import Uint64s
+from llmcache.documents import check_schema, from_json
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.files import replacing
 from llmcache.kv.kernels import score
@@ -115,20 +116,15 @@ class MachineProfile:
     storage: StorageSpeeds
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, as in its file."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> MachineProfile:
-        """Return the profile from the result of `to_json`. KeyError, TypeError, ValueError: it is invalid."""
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema: must be '{SCHEMA}', not '{data['schema']}'")
-        parts = {"key": ProfileKey, "host": HostSpeeds, "storage": StorageSpeeds}
-        values = {one.name: data[one.name] for one in fields(cls)}
-        made = cls(**values | {name: kind(**data[name]) for name, kind in parts.items()})
-        speeds = [*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes]
-        if not all(isinstance(speed, int | float) and speed >= 0 for speed in speeds):
-            raise ValueError("a speed is not a number")
+    def from_json(cls, data: Any) -> MachineProfile:
+        """Return the profile from the result of `to_json`. KeyError, ValueError: it is invalid."""
+        check_schema(data, SCHEMA)
+        made: MachineProfile = from_json(cls, data)
+        if min(*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes) < 0:
+            raise ValueError("a speed is below 0")
         return made
 
 
@@ -163,7 +159,7 @@ def profile_of(
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
     file = user_cache_path("llmcache") / "kv-profile" / f"{digest[:24]}.json"
     # If the file is missing or damaged, the profile is measured again.
-    with contextlib.suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, KeyError, ValueError, RecursionError):
         profile = MachineProfile.from_json(json.loads(file.read_bytes()))
         if profile.key == key and not force:
             return KnownProfile(profile, True, max(0.0, time.time() - profile.measured_at), file)

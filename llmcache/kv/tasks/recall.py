@@ -107,7 +107,6 @@ class Chain:
     answers: Int64s
 
     def part(self, rows: slice) -> Chain:
-        """Return some of the contexts."""
         return Chain(self.ids[rows], self.first[rows], self.following[rows], self.answers[rows])
 
     def next_keys(self, answers: Int64s) -> Int64s:
@@ -146,7 +145,6 @@ class Probe:
     depths: Sequence[float] | None = None
 
     def part(self, rows: slice) -> Probe:
-        """Return some of the contexts."""
         depths = None if self.depths is None else self.depths[rows]
         return Probe(self.ids[rows], [one[rows] for one in self.asked], [one[rows] for one in self.answers], depths)
 

@@ -55,7 +55,6 @@ class Device:
         self._report = Report()
 
     def serve(self) -> None:
-        """Execute commands until the host closes the pipe."""
         try:
             while True:
                 command, arguments = receive(self._end)
@@ -86,7 +85,6 @@ class Device:
 
     @property
     def file(self) -> SpillFile:
-        """The spill file, opened by the first command."""
         assert self._file is not None
         return self._file
 

@@ -311,7 +311,6 @@ class EmulatedCsd:
         return rows
 
     def _take(self, side: Rows, parts: list[slice]) -> None:
-        """Copy the next data from the link to `parts` of the rows of a side."""
         found = self._receive()
         assert isinstance(found, Data)
         data = self._shared.bytes_of(found).view(side.dtype).reshape(-1, *side.shape[1:])
@@ -328,7 +327,6 @@ class EmulatedCsd:
         self._change("deallocate", sequence=sequence, pages=pages)
 
     def flush(self) -> None:
-        """Write everything acknowledged to disk."""
         self._change("flush")
 
 
@@ -340,7 +338,6 @@ def page_runs(pages: Int64s) -> NDArray[np.uint32]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the device, in which it can import this package."""
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path}

@@ -61,7 +61,6 @@ class Report:
     wall_ns: int = 0
 
     def add(self, other: Report) -> None:
-        """Add another report to this one."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
@@ -84,19 +83,16 @@ class ModelledClock:
         return round(max(self._read, self._computed, self._sent))
 
     def read(self, size_bytes: int) -> None:
-        """Transfer a buffer from flash to the FDM, or back."""
         if len(self._in_memory) == self._in_memory.maxlen:
             self._read = max(self._read, self._in_memory[0])
         self._read += 1e9 * size_bytes / self.profile.internal_bytes_per_s
 
     def compute(self, size_bytes: int) -> None:
-        """Process the last read buffer in the engine."""
         begin = max(self._computed, self._read)
         self._computed = begin + 1e9 * size_bytes / self.profile.compute_bytes_per_s
         self._in_memory.append(self._computed)
 
     def send(self, size_bytes: int, computed: bool = True) -> None:
-        """Send the last computed (or only read) buffer over the link."""
         begin = max(self._sent, self._computed if computed else self._read)
         self._sent = begin + 1e9 * size_bytes / self.profile.link_bytes_per_s
 

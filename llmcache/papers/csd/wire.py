@@ -83,7 +83,6 @@ class Shared:
 
     @staticmethod
     def make() -> int:
-        """Return a descriptor of new memory for both ends."""
         fd = os.memfd_create("llmcache-csd", os.MFD_CLOEXEC)
         os.ftruncate(fd, _RING_AT + RING_BYTES)
         return fd
@@ -93,7 +92,6 @@ class Shared:
         return self.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
 
     def consumed(self, data: Data) -> None:
-        """Release the room of `data` and all data before it."""
         self.counters[1] = data.at + data.size_bytes
 
 

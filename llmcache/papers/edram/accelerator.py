@@ -232,7 +232,6 @@ class Axes:
 
 
 def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield every combination of the nonempty axes as keyword arguments."""
     varied = {name: values for name, values in axes.items() if values}
     for combination in product(*varied.values()):
         yield dict(zip(varied, combination, strict=True))

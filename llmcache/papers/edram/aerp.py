@@ -293,7 +293,6 @@ class InputRows:
 
     @property
     def used(self) -> Flags:
-        """The rows that hold an x."""
         used: Flags = self.positions != NONE
         return used
 
@@ -462,7 +461,6 @@ class AerpLayer:
             self.inputs.positions[row] = NONE
 
     def _settle(self) -> None:
-        """Apply the losses of this step's groups to all readings."""
         if not self.cells.rates.any:
             return
         hst, in_kv = self.high_scores(), self.in_kv

@@ -53,7 +53,6 @@ class Catalogue:
 
     @property
     def baseline(self) -> AcceleratorSystem:
-        """The system with which the others are compared."""
         return self.systems[BASELINE]
 
 

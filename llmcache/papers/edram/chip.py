@@ -32,7 +32,6 @@ class Area:
 
     @property
     def chip_mm2(self) -> float:
-        """The area of the whole chip."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 

@@ -49,7 +49,6 @@ class RefreshIntervals:
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
     def scaled(self, factor: float) -> RefreshIntervals:
-        """Return all intervals times `factor`."""
         return RefreshIntervals(*(factor * interval_ns for interval_ns in self.in_order()))
 
 

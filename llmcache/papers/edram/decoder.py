@@ -197,7 +197,6 @@ class Decoder:
         return tuple(layers), self._logits(hidden)
 
     def cache(self, prompt: Prompt, settings: AerpSettings, cells: CellSettings) -> list[AerpLayer]:
-        """Return the layers of a cache that contains `prompt`."""
         layers = []
         for number, one in enumerate(prompt):
             layer = AerpLayer(settings, self.shape, self.projections[number], cells, number)

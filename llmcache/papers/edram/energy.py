@@ -65,7 +65,6 @@ def _timely(c: ConfigurationColumns, latency_s: Doubles) -> dict[str, Doubles]:
 
 
 def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]:
-    """Return the energy of bytes and cycles in the prefill."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     accessed = 2 * prefill.activation_bytes + activation_accesses(c, c.batch * c.context)
     live = np.where(c.edram, c.refresh_j_per_byte * c.activation_bytes, 0) * 1e9 / c.activation_interval_ns

@@ -72,26 +72,21 @@ class FlipRates:
 
     @classmethod
     def uniform(cls, rate: float) -> FlipRates:
-        """Return one rate for all groups (figure 8a)."""
         return cls(rate, rate, rate, rate)
 
     @classmethod
     def of_intervals(cls, intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-        """Return the rates of groups refreshed at `intervals`, by `curve`."""
         return cls(*map(curve.failure, intervals.in_order()))
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Return the rates in the order of `GROUPS`."""
         return self.hst_msb, self.hst_lsb, self.lst_msb, self.lst_lsb
 
     @property
     def mean(self) -> float:
-        """The mean over the groups: the rate of all bits if groups have equal sizes."""
         return sum(self.in_order()) / len(GROUPS)
 
     @property
     def any(self) -> bool:
-        """Whether any bit can be lost."""
         return any(self.in_order())
 
 
@@ -266,7 +261,6 @@ class Cells:
             self._hst[at], self._lst[at] = draw(names, self.dim, self.settings.rates)
 
     def grow(self, more: int) -> None:
-        """Add `more` places along the first axis."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
@@ -296,5 +290,4 @@ class Cells:
         return lost.astype(np.uint16)
 
     def lost_bits(self, used: Flags) -> int:
-        """Return the number of bits of the `used` rows that read wrongly."""
         return int(np.unpackbits(self._lost(np.nonzero(used)).view(np.uint8)).sum()) if self.settings.rates.any else 0

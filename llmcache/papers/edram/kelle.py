@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llmcache.errors import UsageError
-from llmcache.kv.bench.question import DEFAULT_POLICIES, BenchOptions, setup_of
-from llmcache.kv.bench.synthetic import PolicySession, check_space, variants_of
+from llmcache.kv.bench.options import DEFAULT_POLICIES
+from llmcache.kv.bench.synthetic import PolicySession, Setup, check_space, variants_of
 from llmcache.kv.policies.kelle import Kelle
 from llmcache.papers.edram.refresh import EdramRun, RunRecorder
 from llmcache.units import format_duration
@@ -34,22 +34,20 @@ class KelleRecorder(RunRecorder):
         return self.finish(title or f"{policy.title}, {policy.store.shape.model}", clock, given | settings)
 
 
-def record_stream(options: BenchOptions, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
-    """Return the rows that Kelle keeps in each step of the benchmark in `options`; UsageError for other policies.
+def record_stream(setup: Setup, policy: str | None, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
+    """Return the rows that Kelle keeps in each step of the benchmark `setup`; UsageError if `policy` is another one.
 
     The run has no clock, because the duration of a step on an accelerator with eDRAM cannot be measured here.
     """
-    setup = setup_of(options)
-    variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy)
+    variants = variants_of(policy or DEFAULT_POLICIES)
     if [variant.policy for variant in variants] != [Kelle.name]:
         raise UsageError("--edram-run: only the policy kelle can be recorded", "add --policy kelle")
     check_space(setup, 1)
     with PolicySession(setup, variants[0]) as session:
-        policy = session.policy
-        assert isinstance(policy, Kelle)
+        assert isinstance(session.policy, Kelle)
         progress("storing the prompt")
         session.prefill()
-        recorder = KelleRecorder(policy)
+        recorder = KelleRecorder(session.policy)
         for step in range(setup.steps):
             progress(f"decode step {step + 1} of {setup.steps}")
             session.decode(step)

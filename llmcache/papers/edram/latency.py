@@ -1,5 +1,8 @@
 """Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
 
+Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from the tiles of an
+array and the memories on the chip.
+
 Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
 (`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
 with one mean; after eviction keeps it at its budget, all steps are one group. Costs are linear in the cached tokens and in
@@ -256,12 +259,10 @@ class Prefill:
 
     @property
     def latency_s(self) -> Doubles:
-        """The longer of both times."""
         return np.maximum(self.array_s, self.dram_s)
 
     @property
     def dram_bytes(self) -> Doubles:
-        """All bytes over DRAM."""
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
 

@@ -28,7 +28,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
 from pathlib import Path
@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles, Flags, Int64s
+from llmcache.documents import check_schema, from_json, invalid, read_json
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import replacing
 from llmcache.papers.edram.constants import GROUPS, RefreshIntervals
@@ -141,7 +142,6 @@ class EdramRun:
 
     @property
     def steps(self) -> int:
-        """The number of recorded steps."""
         return len(self.flows["kv"])
 
     def half_bytes(self, kind: str) -> int:
@@ -149,7 +149,6 @@ class EdramRun:
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
     def column(self, kind: str, flow: str) -> Doubles:
-        """Return one number of `Flow` for every step."""
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
@@ -159,7 +158,6 @@ class EdramRun:
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data of `SCHEMA`."""
         steps: dict[str, Any] = {"duration_ns": None if self.durations_ns is None else list(self.durations_ns)}
         for kind in KINDS:
             steps |= {f"{flow}_{kind}": [getattr(step, flow) for step in self.flows[kind]] for flow in FLOWS}
@@ -181,60 +179,95 @@ class EdramRun:
 
 def read_run(path: str | os.PathLike[str]) -> EdramRun:
     """Return the recorded run in the file `path`; UsageError if it cannot be read, DataError naming invalid content."""
-    try:
-        data = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"run: '{os.fspath(path)}' cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"run: '{os.fspath(path)}' is not JSON: {error}", _HINT) from error
-    return parse_run(data)
+    return parse_run(read_json(path, _HINT))
+
+
+@dataclass(frozen=True)
+class _SavedLife:
+    kind: str
+    begin: int
+    path: tuple[Any, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class _SavedRun:
+    """The document of a run; its steps are columns."""
+
+    title: str
+    clock: str
+    pair_bytes: int
+    x_bytes: int
+    settings: Mapping[str, Any]
+    steps: Mapping[str, Any]
+    lives: tuple[_SavedLife, ...] | None = None
 
 
 def parse_run(data: Any) -> EdramRun:
     """Return the run in `data` of `SCHEMA`; DataError naming a missing or invalid field."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise DataError(f"schema: must be '{SCHEMA}', not {found!r}", _HINT)
-    steps = _field(data, "steps", dict)
-    columns = {name: [_whole(n, f"steps.{name}", 0) for n in _field(steps, name, list)] for name in COLUMNS}
-    count = len(columns[COLUMNS[0]])
-    for name, column in columns.items():
-        if len(column) != count:
-            raise DataError(f"steps.{name}: has {len(column)} steps, but {COLUMNS[0]} has {count}", _HINT)
-    flows = {kind: tuple(Flow(*row) for row in zip(*(columns[f"{f}_{kind}"] for f in FLOWS), strict=True)) for kind in KINDS}
-    run = EdramRun(
-        pair_bytes=_whole(_field(data, "pair_bytes", int), "pair_bytes", 1),
-        x_bytes=_whole(_field(data, "x_bytes", int), "x_bytes", 0),
-        flows=flows,
-        durations_ns=_durations(steps, count),
-        lives=_lives(data.get("lives"), count),
-        title=_field(data, "title", str),
-        clock=_field(data, "clock", str),
-        settings=_field(data, "settings", dict),
-    )
-    _check(run)
-    return run
+    with invalid("", _HINT):
+        check_schema(data, SCHEMA)
+        found: _SavedRun = from_json(_SavedRun, data)
+        columns = {name: from_json(tuple[int, ...], found.steps[name], f"steps.{name}") for name in COLUMNS}
+        count = len(columns[COLUMNS[0]])
+        durations = from_json(tuple[float, ...] | None, found.steps["duration_ns"], "steps.duration_ns")
+        for name, column in columns.items():
+            _ensure(len(column) == count, f"steps.{name}: has {len(column)} steps, but {COLUMNS[0]} has {count}")
+            for value in column:
+                _ensure(
+                    isinstance(value, int) and 0 <= value < _LARGEST, f"steps.{name}: must be whole numbers, not {value}"
+                )
+        for value in durations or ():
+            _ensure(0 < value < _LARGEST, f"steps.duration_ns: must be more than 0, not {value!r}")
+        _ensure(durations is None or len(durations) == count, f"steps.duration_ns: must have {count} steps")
+        _ensure(0 < found.pair_bytes < _LARGEST and 0 <= found.x_bytes < _LARGEST, "pair_bytes: must be at least 1")
+        lives = None if found.lives is None else tuple(_life(one, count) for one in found.lives)
+        flows = {
+            kind: tuple(Flow(*row) for row in zip(*(columns[f"{flow}_{kind}"] for flow in FLOWS), strict=True))
+            for kind in KINDS
+        }
+        run = EdramRun(
+            found.pair_bytes, found.x_bytes, flows, durations, lives, found.title, found.clock, dict(found.settings)
+        )
+        _check(run)
+        return run
+
+
+def _ensure(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _life(found: _SavedLife, steps: int) -> Life:
+    """Return a life of a run of `steps` steps; its path has pairs of a bool and ascending steps."""
+    _ensure(found.kind in KINDS, f"lives: kind must be one of {', '.join(KINDS)}, not {found.kind!r}")
+    path = tuple(tuple(part) if isinstance(part, list) else () for part in found.path)
+    pairs = bool(path) and all(len(part) == 2 and isinstance(part[0], bool) and type(part[1]) is int for part in path)
+    ends = [found.begin, *(part[1] for part in path)] if pairs else []
+    ascending = pairs and ends[0] >= 0 and all(early < late for early, late in itertools.pairwise(ends))
+    wanted = f"lives.path: must be pairs of a bool and ascending steps up to {steps}, not {repr(found.path)[:60]}"
+    _ensure(ascending and ends[-1] <= steps, wanted)
+    _ensure(0 < found.count < _LARGEST, "lives.count: must be at least 1")
+    return Life(found.kind, found.begin, path, found.count)
 
 
 def _check(run: EdramRun) -> None:
-    """Raise DataError unless the rows of each step are those of the step before, plus new ones, minus removed ones."""
+    """Raise a ValueError unless the rows of each step are those of the step before, plus new ones, minus removed ones."""
     for kind in KINDS:
         before = 0
         for step, flow in enumerate(run.flows[kind]):
             living = flow.high + flow.low
-            if living != before + flow.appended - flow.evicted or flow.promoted > flow.high:
-                raise DataError(
-                    f"steps.high_{kind}: the {living} rows of step {step} contradict its appended and evicted rows", _HINT
-                )
+            agree = living == before + flow.appended - flow.evicted and flow.promoted <= flow.high
+            _ensure(agree, f"steps.high_{kind}: the {living} rows of step {step} contradict its appended and evicted rows")
             before = living
-        if any(flow.high + flow.low for flow in run.flows[kind]) and not run.half_bytes(kind):
-            raise DataError(f"{kind}_bytes: must be more than 0, because the run has rows of {kind}", _HINT)
+        has_rows = any(flow.high + flow.low for flow in run.flows[kind])
+        _ensure(bool(run.half_bytes(kind)) or not has_rows, f"{kind}_bytes: must be more than 0: the run has rows of {kind}")
         if run.lives is not None:
             _check_lives(run, kind, run.lives)
 
 
 def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
-    """Raise DataError unless the lives agree with the rows of each group in each step."""
+    """Raise a ValueError unless the lives agree with the rows of each group in each step."""
     changes = np.zeros((2, run.steps + 1), np.int64)
     for life in lives:
         begin = life.begin
@@ -243,61 +276,8 @@ def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
             changes[int(high), end] -= life.count
             begin = end
     for group, rows in zip(("low", "high"), np.cumsum(changes, axis=1)[:, :-1], strict=True):
-        unlike = np.nonzero(rows != run.column(kind, group))[0]
-        if len(unlike):
-            raise DataError(
-                f"lives: {rows[unlike[0]]} rows of {kind} in step {unlike[0]}, but steps.{group}_{kind} differs", _HINT
-            )
-
-
-def _field(data: dict[str, Any], name: str, kind: type) -> Any:
-    value = data.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        found = "missing" if name not in data else f"must be a {kind.__name__}, not {repr(value)[:40]}"
-        raise DataError(f"{name}: {found}", _HINT)
-    return value
-
-
-def _whole(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LARGEST:
-        raise DataError(f"{name}: must be a whole number of at least {least}, not {value!r}", _HINT)
-    return value
-
-
-def _durations(steps: dict[str, Any], count: int) -> tuple[float, ...] | None:
-    if steps.get("duration_ns", 0) is None:
-        return None
-    values = _field(steps, "duration_ns", list)
-    if len(values) != count:
-        raise DataError(f"steps.duration_ns: has {len(values)} steps, but {COLUMNS[0]} has {count}", _HINT)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
-            raise DataError(f"steps.duration_ns: must be more than 0, not {value!r}", _HINT)
-    return tuple(map(float, values))
-
-
-def _lives(data: Any, steps: int) -> tuple[Life, ...] | None:
-    if data is None:
-        return None
-    if not isinstance(data, list):
-        raise DataError(f"lives: must be a list or null, not {type(data).__name__}", _HINT)
-    return tuple(_life(entry, steps) for entry in data)
-
-
-def _life(entry: Any, steps: int) -> Life:
-    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
-        raise DataError(f"lives: kind must be one of {', '.join(KINDS)}, in {repr(entry)[:60]}", _HINT)
-    begin, count = _whole(entry.get("begin"), "lives.begin", 0), _whole(entry.get("count"), "lives.count", 1)
-    path = entry.get("path")
-    if not isinstance(path, list) or not path or not all(isinstance(part, list) and len(part) == 2 for part in path):
-        raise DataError(f"lives.path: must be pairs of a group and a step, not {repr(path)[:60]}", _HINT)
-    ends = [begin, *(_whole(end, "lives.path", 0) for _, end in path)]
-    ascending = all(early < late for early, late in itertools.pairwise(ends))
-    if not all(isinstance(high, bool) for high, _ in path) or not ascending or ends[-1] > steps:
-        raise DataError(
-            f"lives.path: must be pairs of a bool and ascending steps up to {steps}, not {repr(path)[:60]}", _HINT
-        )
-    return Life(entry["kind"], begin, tuple((high, end) for high, end in path), count)
+        for step in np.nonzero(rows != run.column(kind, group))[0][:1]:
+            raise ValueError(f"lives: {rows[step]} rows of {kind} in step {step}, but steps.{group}_{kind} differs")
 
 
 class RunRecorder:
@@ -340,7 +320,6 @@ class RunRecorder:
         self._now = dict.fromkeys(KINDS, Flow())
 
     def finish(self, title: str, clock: str, settings: dict[str, Any] | None = None) -> EdramRun:
-        """End the recording and return the run."""
         for tracker in self._trackers.values():
             tracker.close(len(self._flows["kv"]))
         flows = {kind: tuple(of_kind) for kind, of_kind in self._flows.items()}
@@ -383,7 +362,6 @@ class RefreshAccount:
 
     @property
     def watts(self) -> float:
-        """The mean power of refreshing."""
         return self.joules / self.seconds
 
     @property
@@ -457,7 +435,6 @@ def _loads(run: EdramRun) -> Doubles:
 
 
 def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
-    """Return the share of the `living` bytes that is pinned in each step."""
     if capacity_bytes is None:
         return np.ones(len(living))
     if capacity_bytes <= 0:

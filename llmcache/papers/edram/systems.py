@@ -24,6 +24,9 @@ from llmcache.papers.edram.constants import (
 class LlmShape:
     """The sizes of a decoder-only transformer: layers, channels, heads, widths, vocabulary. Weights have one byte each.
 
+    Unlike `model.shapes.ModelShape`, which is read from a config.json, it has the field names of `--constants` files and the
+    single matrices of a layer, which the array computes in tiles.
+
     `gated`: the feed-forward network has a gate in addition to up and down. `tied`: the head is the embedding table.
     ValueError naming the field for impossible values.
     """
@@ -55,7 +58,6 @@ class LlmShape:
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights of a layer."""
         return sum(inputs * outputs * many for inputs, outputs, many in self.matrices)
 
     @property
@@ -70,12 +72,10 @@ class LlmShape:
 
     @property
     def kv_layer_bytes(self) -> int:
-        """Bytes of a token's keys and values in one layer."""
         return 2 * self.kv_heads * self.head_dim * CHIP.value_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
         return self.layers * self.kv_layer_bytes
 
     @property
@@ -222,12 +222,10 @@ class RetentionPolicy:
 
     @property
     def recomputes(self) -> bool:
-        """Whether some tokens are stored as inputs."""
         return self.recompute != "none"
 
     @property
     def declared(self) -> bool:
-        """Whether recomputation has the cost stated in section 8.3.2."""
         return self.recompute == "declared"
 
     @property
@@ -300,12 +298,10 @@ class Configuration:
 
     @property
     def hardware(self) -> AcceleratorHardware:
-        """The accelerator."""
         return self.system.hardware
 
     @property
     def policy(self) -> RetentionPolicy:
-        """The treatment of the KV cache."""
         return self.system.policy
 
     @property
@@ -315,5 +311,4 @@ class Configuration:
         return min(end, self.workload.budget) if self.policy.evict else end
 
     def on(self, system: AcceleratorSystem) -> Configuration:
-        """Return the same on another system."""
         return replace(self, system=system)

@@ -29,7 +29,7 @@ from kvpress import ExpectedAttentionPress, KnormPress, SnapKVPress, StreamingLL
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError
 from llmcache.kv.bench.subject import Subject, logits, stock
-from llmcache.kv.bench.task import Candidate, Told
+from llmcache.kv.bench.task import Candidate, CollectedAnswers
 
 PRESSES = {"snapkv": SnapKVPress, "expected": ExpectedAttentionPress, "knorm": KnormPress, "streaming": StreamingLLMPress}
 Kept = dict[Candidate, list[tuple[torch.Tensor, torch.Tensor]]]
@@ -104,7 +104,7 @@ def main() -> int:
     path, threads, budgets = sys.argv[2], int(sys.argv[3]), [int(word) for word in sys.argv[4:]]
     torch.set_num_threads(threads)
     model = Subject(sys.argv[1]).model
-    outcomes: dict[Candidate, Told] = defaultdict(Told)
+    outcomes: dict[Candidate, CollectedAnswers] = defaultdict(CollectedAnswers)
     with np.load(path) as texts:
         pairs = list(zip(texts["ids"][:, None], texts["following"][:, None], strict=True))
     for number, (ids, following) in enumerate(pairs):
@@ -120,7 +120,7 @@ def main() -> int:
             for one, said in zip(alike, follow(model, cache, following, tokens, len(alike)), strict=True):
                 outcomes[one].add_text(said, full, true)
     versions = {name: version(name) for name in ("kvpress", "transformers")}
-    print(json.dumps({"versions": versions, "told": [{**asdict(one), **asdict(of)} for one, of in outcomes.items()]}))
+    print(json.dumps({"versions": versions, "answers": [{**asdict(one), **asdict(of)} for one, of in outcomes.items()]}))
     return 0
 
 

@@ -85,7 +85,6 @@ class RoutingRecorder:
         llama_cpp.llama_context_default_params = parameters
 
     def clear(self) -> None:
-        """Discard the recorded experts."""
         self._chosen.clear()
 
     def routing(self, tokens: int) -> NDArray[np.int64]:
@@ -117,7 +116,6 @@ class SlowProcessor:
         llama_cpp.llama_set_abort_callback(context, self._callback, ctypes.c_void_p(None))
 
     def begin(self) -> None:
-        """Begin a token."""
         self._operations, self._done, self._slept_s = self._done, 0, 0.0
 
     def _operation(self, _data: object) -> bool:

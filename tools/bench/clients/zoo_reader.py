@@ -48,7 +48,6 @@ class Reader:
         self.copied_bytes = 0
 
     def run_pass(self, index: int) -> None:
-        """Touch the ranges of a pass, or idle."""
         flat = self.passes[index]
         for at in range(0, len(flat), 3):
             number, first, size = flat[at : at + 3]
@@ -107,12 +106,10 @@ class Forks:
             raise
 
     def run_pass(self, _index: int) -> None:
-        """Let every reader run its next pass."""
         self.barrier.wait()
         self.barrier.wait()
 
     def anon_bytes(self) -> int:
-        """Return the private memory of all processes, after the last pass."""
         self.barrier.wait()
         return anon_bytes() + sum(int(one) for one in self.anon)
 

@@ -18,7 +18,7 @@ from llmcache.papers.edram.energy import KINDS
 from llmcache.papers.edram.latency import RESOURCES
 from llmcache.papers.edram.systems import BASELINE, RECOMPUTE_MODES, AcceleratorSystem, Configuration, GenerationWorkload
 from llmcache.report import output
-from llmcache.report.output import titled_table
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-model/1"
@@ -123,10 +123,8 @@ def _by_profile(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
 
 def _tables(every: Sequence[Compared]) -> Iterator[Table]:
     for name, rows in _by_profile(every).items():
-        costs = titled_table(f"Profile {name}, {MODELLED}: {rows[0].configuration.profile.title}", "system", *COSTS)
-        for row in rows:
-            costs.add_row(*(CELLS[heading](row) for heading in ("system", *COSTS)))
-        yield costs
+        headings, title = ("system", *COSTS), f"Profile {name}, {MODELLED}: {rows[0].configuration.profile.title}"
+        yield plain_table(*headings, rows=([CELLS[heading](row) for heading in headings] for row in rows), title=title)
         kinds = {row.configuration.system.name: row.outcome.by_kind() for row in rows}
         title = f"Energy by component, profile {name} ({MODELLED})"
         shares = {kind: lambda of, k=kind: f"{joules(of[k])} {of[k] / sum(of.values()):6.1%}" for kind in KINDS}
@@ -182,10 +180,8 @@ def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
 
 
 def _by_system(title: str, first: str, systems: Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]) -> Table:
-    table = titled_table(title, first, *systems)
-    for name, cell in cells.items():
-        table.add_row(name, *map(cell, systems.values()))
-    return table
+    rows = ([name, *map(cell, systems.values())] for name, cell in cells.items())
+    return plain_table(first, *systems, rows=rows, title=title)
 
 
 CELLS: dict[str, Callable[[Compared], str]] = {
@@ -326,13 +322,12 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
             cells["refresh"] = "-"
     varied = [name for name in SWEPT if len({cells[name] for cells in rows}) > 1] or ["system"]
     yield ", ".join(f"{name} {rows[0][name]}" for name in SWEPT if name not in varied)
-    first, *others = varied
-    table = titled_table(f"Latency and energy against {sweep.baseline} ({MODELLED})", first, *others, *SWEPT_COSTS)
-    table.keys = len(varied)
-    for name, column in zip(varied, table.columns, strict=False):
-        column.justify = "left" if name in NAMED else "right"
-    for cells in rows:
-        table.add_row(*(cells[name] for name in (*varied, *SWEPT_COSTS)))
+    title, headings = f"Latency and energy against {sweep.baseline} ({MODELLED})", (*varied, *SWEPT_COSTS)
+    table = plain_table(
+        *headings, rows=([cells[name] for name in headings] for cells in rows), title=title, left=NAMED, keys=len(varied)
+    )
+    if varied[0] not in NAMED:
+        table.columns[0].justify = "right"
     yield table
     if many > SHOWN:
         yield f"shown: the {SHOWN} most efficient of {many:,} (--json has all)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from llmcache.papers.edram import retention
 from llmcache.papers.edram.catalogue import listed, read_constants
 from llmcache.papers.edram.constants import GROUPS, KELLE_INTERVALS, ORG_INTERVALS, UNI_INTERVALS, Profile, RefreshIntervals
 from llmcache.papers.edram.refresh import RULES, EdramRun, RefreshAccount, account, read_run
+from llmcache.papers.edram.tables import MODELLED, joules, watts
 from llmcache.report import output
-from llmcache.report.edram_model import MODELLED, joules, watts
-from llmcache.report.output import titled_table
+from llmcache.report.output import plain_table
 from llmcache.units import format_duration, format_size
 
 SCHEMA = "llmcache.edram-report/1"
@@ -105,9 +105,8 @@ def _parts(found: RefreshReport) -> Iterator[str | Table]:
 
 def _groups(profile: str, found: RefreshAccount) -> Table:
     figures = ("interval", "mean rows", "row refreshes", "promotions", "bytes", "energy")
-    table = titled_table(f"Refresh by group, profile {profile} ({MODELLED})", "group", *figures)
-    for group in found.groups:
-        table.add_row(
+    cells = [
+        (
             group.group.replace("_", " ").upper(),
             format_duration(group.interval_ns),
             f"{group.mean_rows:,.1f}",
@@ -116,6 +115,9 @@ def _groups(profile: str, found: RefreshAccount) -> Table:
             format_size(group.refreshed_bytes),
             joules(group.joules),
         )
+        for group in found.groups
+    ]
+    table = plain_table("group", *figures, rows=cells, title=f"Refresh by group, profile {profile} ({MODELLED})")
     rows = sum(group.mean_rows for group in found.groups)
     refreshes, bytes_ = (sum(getattr(group, name) for group in found.groups) for name in ("refreshes", "refreshed_bytes"))
     promotions = sum(group.promotions for group in found.groups)
@@ -130,11 +132,11 @@ def _interval(found: RefreshAccount) -> str:
 
 def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccount]]) -> Table:
     energies = (f"energy, power{f' ({profile})' if profile else ''}" for profile in next(iter(rows.values())))
-    table = titled_table(f"{title} ({MODELLED})", first, "mean interval", *energies)
-    for name, accounts in rows.items():
-        cells: Sequence[str] = [f"{joules(one.joules)}, {watts(one.watts)}" for one in accounts.values()]
-        table.add_row(name, _interval(next(iter(accounts.values()))), *cells)
-    return table
+    cells = (
+        [name, _interval(next(iter(each.values()))), *(f"{joules(one.joules)}, {watts(one.watts)}" for one in each.values())]
+        for name, each in rows.items()
+    )
+    return plain_table(first, "mean interval", *energies, rows=cells, title=f"{title} ({MODELLED})")
 
 
 def document(found: RefreshReport) -> dict[str, Any]:

@@ -6,11 +6,9 @@ parameter that varies most. The input comes from `llmcache edram model` and `swe
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,124 +16,89 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from llmcache.errors import DataError, UsageError
+from llmcache.documents import check_schema, from_json, invalid, read_json
+from llmcache.errors import UsageError
 from llmcache.papers.edram.energy import KINDS
-from llmcache.report.edram_model import SCHEMA as MODEL_SCHEMA
-from llmcache.report.edram_model import SWEEP_SCHEMA, percent
+from llmcache.papers.edram.tables import SCHEMA as MODEL_SCHEMA
+from llmcache.papers.edram.tables import SWEEP_SCHEMA, percent
 from llmcache.report.html import Section, html_page
 from llmcache.report.output import Written, form_of, write_target
 from llmcache.report.theme import INK, MUTED, PAPER, Look, embedded, figure_bytes, grid_of, legend_below, logarithmic, style
 
 HINT = "create one with: llmcache edram model --json > FILE"
 NAMES = ("model", "workload", "system", "profile")
-NUMBERS = (
-    "context", "decode", "batch", "budget", "dram_bytes_per_s", "kv_capacity_bytes", "latency_s", "energy_j", "speedup",
-    "efficiency", "refresh_share",
-)  # fmt: skip
-SavedResult = Mapping[str, Any]
-"""One result: `NAMES`, `NUMBERS` in seconds, joules and bytes, `mean_interval_ns` (None without eDRAM), and
-`energies_j` by component, empty in a sweep.
-"""
+
+
+@dataclass(frozen=True)
+class SavedResult:
+    """One result, in seconds, joules and bytes; `mean_interval_ns`: None without eDRAM.
+
+    `energies_j`: by component, empty in a sweep.
+    """
+
+    model: str
+    workload: str
+    system: str
+    profile: str
+    context: float
+    decode: float
+    batch: float
+    budget: float
+    dram_bytes_per_s: float
+    kv_capacity_bytes: float
+    energy_j: float
+    speedup: float
+    efficiency: float
+    refresh_share: float
+    mean_interval_ns: float | None
+    energies_j: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoofPoint:
+    """A point under a roof: operations per byte, and per second."""
+
+    name: str
+    intensity: float
+    ops_per_s: float
 
 
 @dataclass(frozen=True)
 class Roof:
-    """A saved roofline: its limits, and its points as (name, operations per byte, operations per second)."""
+    """A saved roofline: its limits and its points."""
 
-    system: str
     peak_ops_per_s: float
     dram_bytes_per_s: float
-    points: Sequence[tuple[str, float, float]]
+    points: tuple[RoofPoint, ...]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A document: its results in order, and the rooflines of a model."""
+    """A document: its results in order, and the rooflines of a model by system."""
 
     schema: str
-    rows: Sequence[SavedResult]
-    roofs: Sequence[Roof]
+    results: tuple[SavedResult, ...]
     baseline: str
+    rooflines: Mapping[str, Roof] = field(default_factory=dict)
 
     @property
     def is_sweep(self) -> bool:
-        """True for a document of `llmcache edram sweep`."""
         return self.schema == SWEEP_SCHEMA
 
 
-def read(path: str) -> Saved:
-    """Return the document in the file `path`; UsageError if it cannot be read, DataError if it is invalid."""
-    try:
-        document = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}", HINT) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}", HINT) from error
-    try:
-        return saved(document)
-    except DataError as error:
-        raise DataError(f"{path}: {error.message}", error.hint) from error
-
-
-def saved(document: Any) -> Saved:
-    """Return `document`, parsed from JSON, after validation."""
-    schema = _checked(document, "", {"schema": str})["schema"]
-    if schema not in (MODEL_SCHEMA, SWEEP_SCHEMA):
-        raise DataError(f"schema: must be '{MODEL_SCHEMA}' or '{SWEEP_SCHEMA}', not '{schema}'", HINT)
-    kinds = {"results": list, "baseline": str} | ({"rooflines": dict} if schema == MODEL_SCHEMA else {})
-    found = _checked(document, "", kinds)
-    if not found["results"]:
-        raise DataError("results: the document has none", HINT)
-    rows = [_row(result, f"results[{place}]") for place, result in enumerate(found["results"])]
-    roofs = [_roof(name, roof, f"rooflines.{name}") for name, roof in found.get("rooflines", {}).items()]
-    return Saved(schema, rows, roofs, found["baseline"])
-
-
-def _row(result: Any, where: str) -> SavedResult:
-    kinds = dict.fromkeys(NAMES, str) | dict.fromkeys(NUMBERS, float)
-    if not isinstance(result, dict) or result.get("mean_interval_ns", 0) is not None:
-        kinds["mean_interval_ns"] = float
-    found = {"mean_interval_ns": None, **_checked(result, where, kinds)}
-    energies = _checked({"energies_j": {}, **result}, where, {"energies_j": dict})["energies_j"]  # a sweep has none
-    return found | {"energies_j": _checked(energies, f"{where}.energies_j", dict.fromkeys(energies, float))}
-
-
-def _roof(system: str, roof: Any, where: str) -> Roof:
-    points = []
-    for place, point in enumerate(_checked(roof, where, {"points": list})["points"]):
-        of = f"{where}.points[{place}]"
-        name = _checked(point, of, {"name": str})["name"]
-        intensity, rate = _rates(point, of, "intensity", "ops_per_s")
-        points.append((name, intensity, rate))
-    peak, dram = _rates(roof, where, "peak_ops_per_s", "dram_bytes_per_s")
-    return Roof(system, peak, dram, points)
-
-
-def _rates(holder: Any, where: str, *names: str) -> list[float]:
-    found = _checked(holder, where, dict.fromkeys(names, float))
-    for name, value in found.items():
-        if not 0 < value < 1e100:
-            raise DataError(f"{where}.{name}: must be more than 0, not {value:g}", HINT)
-    return list(found.values())
-
-
-def _checked(holder: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return the fields of `holder` named in `kinds`, numbers as float; DataError names a field of the wrong kind."""
-    if not isinstance(holder, dict):
-        raise DataError(f"{where or 'document'}: not a JSON object", HINT)
-    found = {}
-    for name, kind in kinds.items():
-        place = f"{where}.{name}".lstrip(".")
-        if name not in holder:
-            raise DataError(f"{place}: missing", HINT)
-        value = holder[name]
-        if kind is float:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                raise DataError(f"{place}: '{value}' is not a number", HINT)
-            value = float(value)
-        elif not isinstance(value, kind):
-            raise DataError(f"{place}: not a {kind.__name__}", HINT)
-        found[name] = value
+def saved(document: Any, source: str = "") -> Saved:
+    """Return `document`, parsed from JSON, after validation; DataError, naming `source` and the field, if it is invalid."""
+    with invalid(source, HINT):
+        check_schema(document, MODEL_SCHEMA, SWEEP_SCHEMA)
+        found: Saved = from_json(Saved, document)
+        if not found.results:
+            raise ValueError("results: the document has none")
+        for system, roof in found.rooflines.items():
+            rates = {name: getattr(roof, name) for name in ("peak_ops_per_s", "dram_bytes_per_s")}
+            rates |= {f"points.{point.name}": min(point.intensity, point.ops_per_s) for point in roof.points}
+            for name, value in rates.items():
+                if not 0 < value < 1e100:
+                    raise ValueError(f"rooflines.{system}.{name}: must be more than 0, not {value:g}")
     return found
 
 
@@ -181,13 +144,13 @@ def look_of_system(system: str, place: int) -> Look:
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
     """Return stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
-    profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
-        of = [row for row in rows if row["profile"] == profile]
+        of = [row for row in rows if row.profile == profile]
         bottom = np.zeros(len(of))
         for kind, (colour, hatch) in KIND_LOOKS.items():
-            heights = np.array([sum(row["energies_j"].get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
             panel.bar(
                 range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
             )
@@ -200,15 +163,15 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """Return bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
-    profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
         (f"Energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
     ]
     for panel, (title, name, profile) in zip(axes, shown, strict=True):
-        of = [row for row in rows if row["profile"] == profile]
-        values = [row[name] for row in of]
-        colours = [look_of_system(row["system"], place).colour for place, row in enumerate(of)]
+        of = [row for row in rows if row.profile == profile]
+        values = [getattr(row, name) for row in of]
+        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
         bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
@@ -220,14 +183,14 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     """Return bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
-    of = [row for row in rows if row["mean_interval_ns"] is not None]
-    profiles = list(dict.fromkeys(row["profile"] for row in of))
-    systems = list(dict.fromkeys(row["system"] for row in of))
+    of = [row for row in rows if row.mean_interval_ns is not None]
+    profiles = list(dict.fromkeys(row.profile for row in of))
+    systems = list(dict.fromkeys(row.system for row in of))
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        own, shift = [row for row in of if row["system"] == system], (place - (len(systems) - 1) / 2) * width
-        centres, shares = [profiles.index(row["profile"]) + shift for row in own], [row["refresh_share"] for row in own]
+        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        centres, shares = [profiles.index(row.profile) + shift for row in own], [row.refresh_share for row in own]
         bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
     panel.set_xticks(range(len(profiles)), [f"profile {profile}" for profile in profiles])
@@ -238,19 +201,20 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     return figure
 
 
-def roofline_figure(roofs: Sequence[Roof]) -> Figure:
+def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
     """Return operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
     figure, axes = grid_of(len(roofs))
-    for panel, roof in zip(axes, roofs, strict=True):
+    for panel, (system, roof) in zip(axes, roofs.items(), strict=True):
         ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
-        places = [place for _, place, _ in roof.points] + [ridge]
+        places = [point.intensity for point in roof.points] + [ridge]
         spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
         roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="limit of DRAM, then of the array")
-        for (name, place, rate), look in zip(roof.points, _POINT_LOOKS, strict=False):
-            panel.plot([place], [rate / 1e9], linestyle="", marker=look.marker, color=look.colour, markersize=8, label=name)
+        for point, look in zip(roof.points, _POINT_LOOKS, strict=False):
+            mark: dict[str, Any] = {"marker": look.marker, "color": look.colour, "linestyle": "", "markersize": 8}
+            panel.plot([point.intensity], [point.ops_per_s / 1e9], label=point.name, **mark)
         logarithmic(panel, "xy")
-        panel.set(title=roof.system, xlabel="8-bit operations per byte from DRAM")
+        panel.set(title=system, xlabel="8-bit operations per byte from DRAM")
         panel.set_ylabel("10⁹ operations/s (modelled)")
     legend_below(figure, axes)
     return figure
@@ -266,13 +230,13 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
     """
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
-    by_system = len({row["system"] for row in rows}) == len(lines)
+    by_system = len({row.system for row in rows}) == len(lines)
     figure, axes = grid_of(2)
     for panel, name, title in zip(axes, ("speedup", "efficiency"), ("Speed-up", "Energy efficiency"), strict=True):
         for place, (label, of) in enumerate(lines.items()):
-            look = look_of_system(of[0]["system"], place) if by_system else _CYCLE[place % len(_CYCLE)]
+            look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
             line = look.line() | ({"linestyle": "none"} if along == SYSTEM else {})
-            panel.plot([_place(row, along) for row in of], [row[name] for row in of], label=label, **line)
+            panel.plot([_place(row, along) for row in of], [getattr(row, name) for row in of], label=label, **line)
         places = [_place(row, along) for row in rows if along != SYSTEM]
         if places and max(places) > 20 * max(min(places), 1e-9):
             logarithmic(panel, "x")
@@ -296,7 +260,7 @@ def _values(rows: Sequence[SavedResult], name: str) -> int:
     """Return the largest number of values of `name` among rows of one model, workload, system and profile."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
-        found.setdefault(tuple(row[one] for one in NAMES), set()).add(_place(row, name))
+        found.setdefault(tuple(getattr(row, one) for one in NAMES), set()).add(_place(row, name))
     return max(map(len, found.values()))
 
 
@@ -307,26 +271,26 @@ def lines_left_out(rows: Sequence[SavedResult]) -> int:
 
 def _place(row: SavedResult, name: str) -> Any:
     if name == SYSTEM:
-        return row[name].replace("+", "\n+")
-    return (row[name] or 0.0) * _SCALES.get(name, 1.0)
+        return row.system.replace("+", "\n+")
+    return (getattr(row, name) or 0.0) * _SCALES.get(name, 1.0)
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
     """Return the rows of each line by label: one line per combination of the varied parameters other than `along`."""
-    names = [name for name in NAMES if name != along and len({row[name] for row in rows}) > 1]
+    names = [name for name in NAMES if name != along and len({getattr(row, name) for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}
     for row in rows:
-        parts = [str(row[name]) for name in names]
+        parts = [getattr(row, name) for name in names]
         parts += [f"{AXES[name]} {_place(row, name):g}" for name in numbers if _place(row, name)]
-        found.setdefault(", ".join(parts) or row[SYSTEM], []).append(row)
+        found.setdefault(", ".join(parts) or row.system, []).append(row)
     if along == SYSTEM:
         return found
-    return {label: sorted(of, key=lambda row: float(row[along] or 0.0)) for label, of in found.items()}
+    return {label: sorted(of, key=lambda row: float(getattr(row, along) or 0.0)) for label, of in found.items()}
 
 
 def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
-    panel.set_xticks(range(len(rows)), [row["system"].replace("+", "\n+") for row in rows], fontsize=7.5)
+    panel.set_xticks(range(len(rows)), [row.system.replace("+", "\n+") for row in rows], fontsize=7.5)
     panel.grid(axis="x", visible=False)
 
 
@@ -352,14 +316,14 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
     unknown figure, or an existing file.
     """
     form = form_of("-o", output, force)
-    found = read(source)
+    found = saved(read_json(source, HINT), source)
     offered = drawings(found)
     chosen = what or next(iter(offered))
     if chosen not in offered:
         raise UsageError(f"--what: there is no picture '{chosen}' of this document", f"one of: {', '.join(offered)}")
     with style():
         data = page(found, offered).encode() if form == "html" else figure_bytes(offered[chosen].draw(), form)
-    if form != "html" and (left_out := lines_left_out(found.rows) if found.is_sweep else 0):
+    if form != "html" and (left_out := lines_left_out(found.results) if found.is_sweep else 0):
         # A page has this in its caption.
         print(f"llmcache: {left_out:,} configurations are not drawn; vary fewer options in one sweep", file=sys.stderr)
     return write_target("-o", output, data, force)
@@ -367,7 +331,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
 
 def drawings(found: Saved) -> dict[str, Drawing]:
     """Return the figures that `found` has data for, by name."""
-    rows, baseline = found.rows, found.baseline
+    rows, baseline = found.results, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
         title = f"Speed-up and energy efficiency over {AXES.get(along, 'systems')}"
@@ -376,29 +340,29 @@ def drawings(found: Saved) -> dict[str, Drawing]:
         "energy": Drawing("Energy by component", lambda: energy_figure(rows), _ratios_text(rows)),
         "speedup": Drawing("Speed-up and energy efficiency", lambda: ratio_bars(rows, baseline), _ratios_text(rows)),
     }
-    if refreshed := [row for row in rows if row["mean_interval_ns"] is not None]:
-        shares = "; ".join(f"{row['system']}, {row['profile']} {percent(row['refresh_share'])}" for row in refreshed)
+    if refreshed := [row for row in rows if row.mean_interval_ns is not None]:
+        shares = "; ".join(f"{row.system}, {row.profile} {percent(row.refresh_share)}" for row in refreshed)
         offered["refresh"] = Drawing(
             "Share of refresh in the energy", lambda: refresh_figure(rows), f"Share of refresh in the energy: {shares}."
         )
-    if found.roofs:
+    if found.rooflines:
         points = "; ".join(
-            f"{roof.system}, {name}: {rate / 1e9:.0f} G/s at {place:.3g} operations per byte"
-            for roof in found.roofs
-            for name, place, rate in roof.points
+            f"{system}, {point.name}: {point.ops_per_s / 1e9:.0f} G/s at {point.intensity:.3g} operations per byte"
+            for system, roof in found.rooflines.items()
+            for point in roof.points
         )
-        offered["roofline"] = Drawing("Roofline of the last decode step", lambda: roofline_figure(found.roofs), points)
+        offered["roofline"] = Drawing("Roofline of the last decode step", lambda: roofline_figure(found.rooflines), points)
     return offered
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
     """Return all figures as one HTML page. Call it in `theme.style()`."""
-    first, many = found.rows[0], f"{len(found.rows):,} configurations"
-    work = f"context {first['context']:,.0f}, decode {first['decode']:,.0f}, batch {first['batch']:g}"
-    which = many if found.is_sweep else f"{first['model']}, {first['workload']}: {work}"
-    profiles = ", ".join(dict.fromkeys(row["profile"] for row in found.rows))
+    first, many = found.results[0], f"{len(found.results):,} configurations"
+    work = f"context {first.context:,.0f}, decode {first.decode:,.0f}, batch {first.batch:g}"
+    which = many if found.is_sweep else f"{first.model}, {first.workload}: {work}"
+    profiles = ", ".join(dict.fromkeys(row.profile for row in found.results))
     caption = f"Modelled. {which}; profiles: {profiles}; relative to {found.baseline}."
-    if found.is_sweep and (left_out := lines_left_out(found.rows)):
+    if found.is_sweep and (left_out := lines_left_out(found.results)):
         caption += f" {left_out:,} more lines are not drawn: vary fewer parameters."
     sections = [Section(one.title, [embedded(one.draw(), one.alt, caption)]) for one in offered.values()]
     return html_page("llmcache edram: accelerator model", LEAD, sections)
@@ -406,6 +370,5 @@ def page(found: Saved, offered: dict[str, Drawing]) -> str:
 
 def _ratios_text(rows: Sequence[SavedResult]) -> str:
     return "; ".join(
-        f"{row['system']}, {row['profile']}: speed-up {row['speedup']:.2f}, efficiency {row['efficiency']:.2f}"
-        for row in rows
+        f"{row.system}, {row.profile}: speed-up {row.speedup:.2f}, efficiency {row.efficiency:.2f}" for row in rows
     )

@@ -1,4 +1,4 @@
-"""Input of `llmcache kv bench`, from its options: policies, measured here or modelled on the paper's machine; or a task.
+"""The options of `llmcache kv bench`: policies, measured here or modelled on the paper's machine; or a task.
 
 Every error names its option.
 """
@@ -70,7 +70,6 @@ class BenchOptions:
 
     @property
     def without(self) -> list[str]:
-        """Designs to omit from HillInfer."""
         return [part for part in DESIGNS if getattr(self, f"no_{part}")]
 
     @property
@@ -99,8 +98,10 @@ def _only(option: str, values: Sequence[int]) -> int:
     return values[0]
 
 
-def run(options: BenchOptions, progress: Progress = lambda _: None) -> Bench:
-    """Run the benchmark and return its results. UsageError names an invalid option."""
+def run(options: BenchOptions, progress: Progress = lambda _: None, drawn: bool = False) -> Bench:
+    """Run the benchmark and return its results; `drawn`: they will be drawn. UsageError names an invalid option."""
+    if drawn and options.profile == "paper" and not options.sweep_beta:
+        raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
     for variant in variants:
         if variant.policy not in POLICIES:
