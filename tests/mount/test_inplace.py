@@ -603,7 +603,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         assert resume.wait(60)
         return os.fstat(mapping.backing.fd).st_size
 
-    monkeypatch.setattr(MappedFile, "bring", populate_slowly)
+    monkeypatch.setattr(MappedFile, "populate", populate_slowly)
     engine = new_engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
