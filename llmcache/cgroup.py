@@ -72,7 +72,6 @@ class Controllers:
         (self.path / file).write_text(text)
 
     def memory(self) -> dict[str, int]:
-        """Return the memory fields of `Usage`."""
         v1, v2 = ("memory.usage_in_bytes", "total_rss", "memory.oom_control"), ("memory.current", "anon", "memory.events")
         current, anon, events = v1 if self.version == 1 else v2
         files = (self.path / name for name in ("memory.stat", events))
@@ -151,6 +150,7 @@ class Delegation:
                     control.write_text(f"+{name}")
                 self.enabled.append(name)
         except OSError:
+            self._disable()
             self.undo()
             raise
 
@@ -161,10 +161,13 @@ class Delegation:
         """
         if self.leaf is None:
             return
-        for name in self.enabled:
-            (self.parent / "cgroup.subtree_control").write_text(f"-{name}")
+        self._disable()
         _move_all(self.leaf, self.parent)
         self.leaf.rmdir()
+
+    def _disable(self) -> None:
+        while self.enabled:
+            (self.parent / "cgroup.subtree_control").write_text(f"-{self.enabled.pop()}")
 
 
 def _move_all(source: Path, target: Path) -> None:
@@ -208,7 +211,6 @@ class Cgroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the group."""
         self.close()
 
     def _make(self, tree: Hierarchy, controllers: list[str]) -> None:
@@ -231,7 +233,6 @@ class Cgroup:
 
     @property
     def paths(self) -> list[Path]:
-        """Return the group's directories."""
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -264,7 +265,6 @@ class Cgroup:
         return self._controllers["io"].read_bytes(self.disk.number)
 
     def processes(self) -> list[int]:
-        """Return the pids in the group."""
         return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:

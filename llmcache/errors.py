@@ -114,10 +114,20 @@ def wrapped(text: str, stream: TextIO) -> str:
     """Return `text`, wrapped if `stream` is a terminal. Hints are not wrapped, because users copy their commands."""
     if not stream.isatty():
         return text
-    import textwrap  # here: most runs print nothing to a terminal
+    return "\n".join(broken(text, os.get_terminal_size(stream.fileno()).columns or 80))
 
-    width = os.get_terminal_size(stream.fileno()).columns or 80
-    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+def broken(text: str, width: int, indent: int = 2) -> list[str]:
+    """Return `text` as lines of at most `width`, broken at spaces, but not between a number and its unit.
+
+    All lines but the first are indented. Words longer than `width` are not broken.
+    """
+    import re  # here: most runs print nothing to a terminal
+    import textwrap
+
+    text = re.sub(r"(?<=\d) (?=[^\W\d_]{1,4}\b|%)", "\0", text)
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 @contextlib.contextmanager

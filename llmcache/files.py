@@ -33,6 +33,11 @@ _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def is_below(path: str, directory: str) -> bool:
+    """Return True if an absolute path is the directory, or lies below it."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
 def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
     """Create an empty file at `path` and return its descriptor, for reading and writing; the umask applies. OSError.
 
@@ -128,7 +133,6 @@ class Output:
         self._close()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._temporary.unlink(missing_ok=True)
         self._close()
 

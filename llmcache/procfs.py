@@ -170,14 +170,25 @@ class MountWatch(Generic[_Found]):
 
     def current(self) -> _Found:
         """Return the result. OSError if the mount table cannot be opened; the next call tries again."""
-        if self._table is None:
-            self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - stays open, because the kernel reports changes to open files
-            self._poll.register(self._table, select.POLLPRI)
-        if self._poll.poll(0):
-            self._found = []
+        self._wait(0)
         if not self._found:
             self._found = [self._look()]
         return self._found[0]
+
+    def wait(self, stop: int) -> None:
+        """Wait until the mount table has changed or the descriptor `stop` is readable. OSError as in `current`."""
+        self._poll.register(stop, select.POLLIN)
+        try:
+            self._wait(None)
+        finally:
+            self._poll.unregister(stop)
+
+    def _wait(self, timeout_ms: int | None) -> None:
+        if self._table is None:
+            self._table = open("/proc/self/mountinfo", "rb")  # noqa: SIM115 - stays open, because the kernel reports changes to open files
+            self._poll.register(self._table, select.POLLPRI)
+        if any(fd == self._table.fileno() for fd, _ in self._poll.poll(timeout_ms)):
+            self._found = []
 
     def close(self) -> None:
         """Close the table; `current` opens it again."""

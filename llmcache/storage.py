@@ -38,7 +38,6 @@ class Disk:
 
     @property
     def read_ahead_file(self) -> Path:
-        """Return the file with the kernel's read-ahead in KiB."""
         return SYSFS / "dev" / "block" / self.number / "queue" / "read_ahead_kb"
 
 

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import sys
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmcache.doctor.check import FAILED, LIMITED, OK, SKIPPED, Check
-from llmcache.errors import EXIT_OK, MissingRequirement, UsageError
+from llmcache.errors import EXIT_OK, MissingRequirement, UsageError, broken
 
 AREAS = {"mounting": "mount", "memory": "memory", "tracing": "trace", "machine": "machine", "packages": "packages"}
 """Files of this package, and the names of their areas in the report."""
@@ -83,13 +82,11 @@ def show(diagnosis: Diagnosis, as_json: bool) -> None:
         console.print(Text(area, "bold"))
         for check in checks:
             word, style = _STYLES[check.status]
-            found = textwrap.wrap(check.found, room, break_long_words=False, break_on_hyphens=False)
+            found = broken(check.found, room, 0)
             console.print(Text.assemble("  ", (f"{word:<8}", style), f"{check.name:<18}{found[0]}"))
             below = found[1:]
             if check.remedy is not None:
-                below += textwrap.wrap(
-                    f"> {check.remedy}", room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-                )
+                below += broken(f"> {check.remedy}", room)
             for line in below:
                 console.print(Text(f"{'':<{_INDENT}}{line}"))
     if "mount" not in diagnosis.areas:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from llmcache.doctor.check import LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.run import models
@@ -28,7 +30,7 @@ def examine(pid: int) -> list[Check]:
         checks.append(Check("model file", OK if mount else LIMITED, found, remedy, {"path": path}))
     copies = models.copies_of(pid, files)
     for copied in copies:
-        checks.append(Check("weights", LIMITED, copied.said(), copied.remedy, copied.facts()))
+        checks.append(Check("weights", LIMITED, copied.said(), copied.remedy, asdict(copied)))
     if not copies:
         checks.append(Check("weights", OK, "read from the files; no copy in private memory was found"))
     return checks

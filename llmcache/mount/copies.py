@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from llmcache.procfs import mappings, status_of
 from llmcache.units import format_size
@@ -56,6 +56,10 @@ class Copied:
     process: str
     cause: Cause
     copied_bytes: int
+    remedy: str = field(init=False)  # the flag of the engine to change
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remedy", _REMEDIES[self.cause])
 
     def said(self) -> str:
         """Return the sentence about the copy, without the remedy."""
@@ -67,18 +71,8 @@ class Copied:
             return f"{self.process} ({self.pid}) has locked {size} of memory, so the whole model stays resident"
         return f"{self.process} ({self.pid}) has copied {size} of the weights into private memory {how[self.cause]}"
 
-    @property
-    def remedy(self) -> str:
-        """Return the flag of the engine to change."""
-        return _REMEDIES[self.cause]
-
     def __str__(self) -> str:
-        """Return the sentence with the remedy."""
         return f"{self.said()}; {self.remedy}"
-
-    def facts(self) -> dict[str, Any]:
-        """Return the keys of JSON documents."""
-        return {**asdict(self), "remedy": self.remedy}
 
 
 def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copied | None:

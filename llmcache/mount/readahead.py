@@ -22,7 +22,7 @@ from llmcache.mount.client import control
 log = logging.getLogger(__name__)
 
 SMALL_READ_AHEAD_KB = 128  # the kernel's default
-MIXTURE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # 32 KiB for expert slices below 1 MiB, else 128 KiB (measured)
+MOE_READ_AHEAD_KB, LARGE_SLICE_BYTES = 32, 1 << 20  # 32 KiB for expert slices below 1 MiB, else 128 KiB (measured)
 _NOTES = "read-ahead-"
 _LONGEST_NOTE = 4096
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
@@ -31,7 +31,7 @@ _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
 def read_ahead_advice() -> str:
     """Return the option of `llmcache mount` to recommend for MoE models."""
     large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has 1 MiB or more"
-    return f"--read-ahead {MIXTURE_READ_AHEAD_KB}Ki ({large})"
+    return f"--read-ahead {MOE_READ_AHEAD_KB}Ki ({large})"
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:

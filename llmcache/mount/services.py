@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+
+from llmcache.mount.stats import ServiceStats
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class Services:
                 return
             time.sleep(PAUSE_S)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the facts for `llmcache stats`: number of running threads, failures, and names of services that ended."""
+    def stats(self) -> ServiceStats:
+        """Return the number of running threads, the failures, and the names of services that ended."""
         with self._lock:
             running = sum(thread.is_alive() for thread in self._threads)
-            return {"running": running, "failures": self.failures, "ended": list(self.ended)}
+            return ServiceStats(running, self.failures, tuple(self.ended))

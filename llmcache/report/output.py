@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmcache.errors import UsageError, printable
+from llmcache.errors import UsageError, broken, printable
 from llmcache.files import Output, writing
 from llmcache.units import shortened
 
@@ -62,11 +62,7 @@ def _wrapped(line: str, width: int) -> str:
         return line
     label = re.match(r" *\S+(?: \S+)* {2,}| *", line)
     indent = label.end() if label is not None and label.end() <= width // 2 else 0
-    line = re.sub(r"(?<=\d) (?=[^\W\d_]{1,4}\b|%)", "\0", line)  # keep a number and its unit together
-    broken = textwrap.wrap(
-        line, width, subsequent_indent=" " * (indent or 2), break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(broken).replace("\0", " ")
+    return "\n".join(broken(line, width, indent or 2))
 
 
 def _fitted(table: Table, console: Console, width: int) -> Iterator[Table]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llmcache import procfs
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.files import open_regular
+from llmcache.files import is_below, open_regular
 from llmcache.model import is_gguf
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import ModelBytes
@@ -220,11 +220,6 @@ def _is_same(path: str, wanted: os.stat_result) -> bool:
         return os.path.samestat(os.stat(path), wanted)
     except OSError:
         return False
-
-
-def is_below(path: str, directory: str) -> bool:
-    """Return whether an absolute path is a directory, or lies below it."""
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def source_of(path: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import LlmcacheError, MountProblem
+from llmcache.files import is_below
 from llmcache.mount.client import control, mountpoint
 from llmcache.procfs import is_running, mounts
-from llmcache.run.models import is_below
 from llmcache.run.namespaces import Namespaces
 
 END_S = 30.0

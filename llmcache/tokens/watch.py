@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from llmcache.errors import LlmcacheError, MissingRequirement, MountProblem
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.copies import client_facts, find_copy
+from llmcache.mount.stats import whole
 from llmcache.procfs import RunningProcesses
 from llmcache.tokens.causes import Attribution, Causes
 from llmcache.tokens.clock import Clock, candidates
@@ -421,7 +422,7 @@ class _Daemons:
             try:
                 stats = control.request(point, {"op": "stats"}, uid=owner, timeout_s=1.0)
                 with control.reply_errors(point):
-                    now = control.whole(stats["backing_read_bytes"]) - control.whole(stats["client_read_bytes"])
+                    now = whole(stats["backing_read_bytes"]) - whole(stats["client_read_bytes"])
             except MountProblem:  # it has ended, or is busy
                 continue
             grown += max(0, now - self._last.get(point, now))

@@ -17,7 +17,6 @@ import os
 import platform
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmcache.arrays import Records, Uint32s
-from llmcache.errors import MissingRequirement, UsageError, printable
+from llmcache.errors import MissingRequirement, UsageError, broken, printable
 from llmcache.files import Output, writing
 from llmcache.procfs import RunningProcesses
 from llmcache.trace.files import FileTable, LockedBytes, LockedQuery
@@ -411,8 +410,7 @@ class _Capture:
 def say(text: str) -> None:
     """Print `text` on stderr, in lines under 80 columns; a closed terminal does not end the recording."""
     with suppress(OSError, ValueError):
-        shown = textwrap.fill(printable(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-        print(shown, file=sys.stderr, flush=True)
+        print("\n".join(broken(printable(text), _WIDTH)), file=sys.stderr, flush=True)
 
 
 _COLUMNS = pa.schema(

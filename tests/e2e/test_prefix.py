@@ -447,7 +447,7 @@ def test_blocks_that_cannot_be_written_are_dropped_with_a_message(
         plain = answer(open_model(tiny), prompt(600))
         assert answer(open_model(tiny, cache), prompt(600)) == plain
         assert cache.counters.dropped_blocks > 0 and len(caplog.messages) == 2
-        assert "no room" in caplog.messages[0] and "limit" in caplog.messages[1], "one line for all of them"
+        assert "no space" in caplog.messages[0] and "limit" in caplog.messages[1], "one line for all of them"
     with stored(tmp_path / "kv", queue=1) as cache:
         model = open_model(tiny, cache)
         assert answer(model, prompt(600, seed=1)), "one block may wait, whatever its size"

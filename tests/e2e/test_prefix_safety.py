@@ -148,7 +148,7 @@ def test_a_small_disk_stores_prompts_and_one_without_room_is_reported_at_the_sta
         assert cache.store.entries() and not caplog.messages
     for settings, told in (({"limit": "500k"}, "limit is 500 KB"), ({"floor": "1G"}, "1.00 GB of the file system")):
         with stored(tmp_path / "other", **settings):
-            assert len(caplog.messages) == 1 and "no room" in caplog.text and told in caplog.text
+            assert len(caplog.messages) == 1 and "no space" in caplog.text and told in caplog.text
         caplog.clear()
 
 
@@ -162,7 +162,7 @@ def test_prompts_wait_in_memory_only_while_there_is_enough(
     available: int,
 ) -> None:
     spare = available
-    monkeypatch.setattr("llmcache.kv.llama.cache.tightest", lambda: SimpleNamespace(spare_bytes=spare))
+    monkeypatch.setattr("llmcache.kv.llama.writer.tightest", lambda: SimpleNamespace(spare_bytes=spare))
     with stored(tmp_path / "kv") as cache:
         model = open_model(tiny, cache)
         for seed in range(3):
@@ -185,7 +185,7 @@ def test_prompts_that_wait_are_dropped_for_the_scores_of_the_next_one(
         needed.append(size_bytes)
         return True
 
-    monkeypatch.setattr("llmcache.kv.llama.cache._Writer.make_room", make_room)
+    monkeypatch.setattr("llmcache.kv.llama.writer.Writer.make_room", make_room)
     with stored(tmp_path / "kv") as cache:
         model = open_model(tiny, cache, logits_all=True)
         row = model.scores.shape[1] * 4
@@ -198,9 +198,9 @@ def test_prompts_that_wait_are_dropped_for_the_scores_of_the_next_one(
         assert needed == [100 * row], "the rest has memory since the prompt before"
 
 
-def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt that is being written stays; those behind it make room, and their memory is free."""
-    from llmcache.kv.llama import cache as module
+def test_the_newest_queued_prompts_are_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt that is being written stays; the memory of the others is freed."""
+    from llmcache.kv.llama import model, writer
 
     may_write = threading.Event()
     gone: list[int] = []
@@ -209,7 +209,7 @@ def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.M
         def __del__(self) -> None:
             gone.append(len(self))
 
-    def write(writer: Any, task: Any, key: Any, used_ns: int) -> int:
+    def write(own: Any, task: Any, key: Any, used_ns: int) -> int:
         assert may_write.wait(60)
         task.block(key)
         return 1
@@ -217,10 +217,10 @@ def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.M
     def task(number: int) -> Any:
         memory = np.zeros(100 + number, np.uint8).view(Freed)
         keys = [BlockKey("0" * 32, f"{number:040x}", 0)]
-        return module.Task(module._Model({}, root="0" * 40), keys, [1] * 20, 100, lambda key: Block(memory, (1,)))
+        return writer.Task(model.Model({}, root="0" * 40), keys, [1] * 20, 100, lambda key: Block(memory, (1,)))
 
-    monkeypatch.setattr(module._Writer, "_write", write)
-    monkeypatch.setattr(module, "tightest", lambda: SimpleNamespace(spare_bytes=100 * len(gone)))
+    monkeypatch.setattr(writer.Writer, "_write", write)
+    monkeypatch.setattr(writer, "tightest", lambda: SimpleNamespace(spare_bytes=100 * len(gone)))
     with stored(tmp_path / "kv") as cache:
         for number in range(4):
             cache._writer.put(task(number))
@@ -232,7 +232,7 @@ def test_the_queue_gives_up_what_came_last(tmp_path: Path, monkeypatch: pytest.M
         deadline = time.monotonic() + 10
         while len(gone) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(gone) == 4, "nor does it keep one that is written"
+        assert len(gone) == 4, "the memory of a written prompt is freed too"
 
 
 def make_wide(path: Path) -> Path:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmcache.errors import DataError
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.kv.spill.layout import EXTENTS_AT, Commit, pack
-from llmcache.kv.tiers.table import SCHEMA, Tables, look
+from llmcache.kv.tiers.table import SCHEMA, Tables, snapshot_of
 from tests.conftest import examples
 from tests.fuzz.mutations import documents, mutated, written
 from tests.fuzz.target import Target, bounded, refusal, scratch
@@ -65,7 +65,7 @@ def check(data: bytes) -> None:
         with bounded(), refusal():
             with SpillReader.open(path, direct=False) as file:
                 read_all(file, len(data))
-            look(path, file.shape)
+            snapshot_of(path, file.shape)
         assert path.read_bytes() == data, "reading changes nothing"
         _write_on(path, data)
 
@@ -117,7 +117,7 @@ def check_tables(text: bytes) -> None:
         path.write_bytes(SEEDS[0])
         Tables.path(path).write_bytes(text)
         with bounded(), refusal():
-            found = look(path, SHAPE)
+            found = snapshot_of(path, SHAPE)
             assert found.ids.shape == found.positions.shape and len(found.ids) == len(found.sequences) > 0
             for runs in found.sequences:
                 assert sum(pages for _, pages in runs) == SHAPE.pages_of(found.ids.shape[1])

@@ -29,6 +29,7 @@ def _isolated(monkeypatch: pytest.MonkeyPatch) -> None:
 
         torch.set_num_threads(1)
         monkeypatch.setattr(conversation, "SHORT", 0)
+        monkeypatch.setattr(conversation, "SPILLED", 0)
         monkeypatch.setattr(conversation, "break_even", lambda *arguments: 0)
 
 

@@ -16,7 +16,9 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llmcache.kv.transformers import SpillCache, cache_argument, conversation, dense, disable, enable
-from llmcache.kv.transformers.conversation import Call, SpillSettings, break_even, policy_settings
+from llmcache.kv.transformers.conversation import break_even
+from llmcache.kv.transformers.settings import SpillSettings, policy_settings
+from llmcache.kv.transformers.tensors import Call
 from tests.hf.tiny_models import FAMILIES, Caches, both, check_same, generate, longer, prompt, single, tiny, whole
 
 

@@ -17,9 +17,9 @@ def config(name: str, **options: Any) -> Any:
     return getattr(transformers, f"{name}Config")(num_hidden_layers=2, **options)
 
 
-def linear() -> Any:
+def hybrid() -> Any:
     found = config("Llama")
-    found.layer_types = ["linear_attention", "full_attention"]
+    found.layer_types = ["hybrid", "full_attention"]
     return found
 
 
@@ -53,9 +53,9 @@ def test_bad_settings_are_refused(options: dict[str, Any], field: str) -> None:
         (config("T5", num_layers=2), "is_encoder_decoder"),
         (config("DeepseekV3"), "kv_lora_rank"),
         (config("Mistral", sliding_window=64), "sliding_window"),
-        (linear(), "layer_types"),
+        (hybrid(), "layer_types"),
     ],
-    ids=["encoder", "latent", "all sliding", "linear"],
+    ids=["encoder", "latent", "all sliding", "hybrid"],
 )
 def test_unsupported_models_are_refused(model: Any, field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}: "):
@@ -73,16 +73,6 @@ def test_a_model_whose_attention_cannot_be_replaced_stays_unchanged() -> None:
     with pytest.raises(UsageError, match="model: the attention of BloomForCausalLM cannot be replaced"):
         enable(model)
     assert torch.equal(model(**single()).logits, expected)
-
-
-def test_layers_without_attention_are_refused_by_the_cache_alone() -> None:
-    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
-    shape = {"num_hidden_layers": 4, "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**shape, **sizes)).eval()
-    assert enable(model) is model
-    with pytest.raises(UsageError, match="layer_types: 'linear_attention' of layer 0"):
-        SpillCache(model)
-    disable(model)
 
 
 def test_a_cache_for_another_object_is_refused() -> None:

@@ -19,9 +19,9 @@ import pytest
 
 from llmcache.errors import MountProblem
 from llmcache.mount import syscalls
-from llmcache.mount.backends.inplace import BindMount
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control, mountpoint
+from llmcache.mount.daemon.bindmount import BindMount
 from llmcache.procfs import mounts
 from tests.mount.live import MIB, live, random_file, wait_for
 from tools.bench.sides import environment

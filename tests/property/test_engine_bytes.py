@@ -78,12 +78,12 @@ def test_an_unexpected_error_of_a_loader_does_not_disturb_readers(rig: Rig, monk
 
     monkeypatch.setattr(FuseBackend, "store", fail)
     swept_until(lambda: services.failures == 2, "both errors have been met")
-    assert services.facts()["ended"] == []
+    assert not services.stats().ended
     rig.sweep(file, 3)
     failing = itertools.repeat(True)
     file = rig.file("other", LOOP, attached=False)  # steering may end before it is attached
     swept_until(lambda: not rig.engine.state.running, "steering has ended")
-    assert services.facts()["ended"]
+    assert services.stats().ended
     rig.sweep(file)
 
 

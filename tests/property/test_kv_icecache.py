@@ -11,8 +11,7 @@ import pytest
 from llmcache.kv.index.dci import DciSettings
 from llmcache.kv.index.scorers import AutoScorer, DciScorer, Scorer
 from llmcache.kv.policies.base import PolicySettings
-from llmcache.kv.policies.icecache import IceCache, IceCacheSettings
-from llmcache.kv.policies.indexed import IndexedPolicy
+from llmcache.kv.policies.indexed import IceCache, IceCacheSettings, IndexedPolicy
 from llmcache.kv.tiers import KvStore
 from tests.unit.kv_policy_parts import KV_HEADS, LAYERS, PAGE, Case, Run, running
 from tests.unit.test_kv_scorers import keys_of

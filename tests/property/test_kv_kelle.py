@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Floats
 from llmcache.kv.policies.base import KvPolicy
-from llmcache.kv.policies.kelle import Kelle, KelleSettings
+from llmcache.kv.policies.h2o import Kelle, KelleSettings
 from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.edram.aerp import AerpSettings, Slots

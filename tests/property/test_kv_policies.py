@@ -17,7 +17,7 @@ from llmcache.kv.policies import POLICIES, policy_class
 from llmcache.kv.policies.base import SLACK, PolicySettings
 from llmcache.kv.policies.baselines import OracleSettings
 from llmcache.kv.policies.hillinfer import HillInferSettings
-from llmcache.kv.policies.mass import MassSettings
+from llmcache.kv.policies.indexed import MassSettings
 from llmcache.kv.tiers import KvStore, Selection, repeated
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked

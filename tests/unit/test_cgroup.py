@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -86,6 +87,31 @@ def test_limits_are_written_and_counters_are_read(tmp_path: Path, version: int, 
         (tmp_path / name).write_text(text)
     assert group.read_bytes("8:0") == 10 and group.read_bytes("7:0") == 0
     assert group.memory() == {"current_bytes": 5, "anon_bytes": 4, "oom_kills": 1}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_controllers_are_disabled_again_if_the_kernel_refuses_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """`busy`: the parent has processes, which are moved to a leaf first."""
+    enabled: list[str] = []
+    moved: list[Path] = []
+
+    def write(_path: Path, text: str) -> int:
+        if text == "+io":
+            raise OSError(errno.EINVAL, "refused")
+        if busy and not moved:
+            raise OSError(errno.EBUSY, "busy")
+        (enabled.append if text[0] == "+" else enabled.remove)(text[1:])
+        return 1
+
+    (tmp_path / "cgroup.subtree_control").touch()
+    monkeypatch.setattr(cgroup, "_move_all", lambda _source, target: moved.append(target))
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match="refused"):
+        cgroup.Delegation(tmp_path).hand_down(["memory", "io"])
+    assert enabled == [] and moved[1:] == ([tmp_path] if busy else [])
+    assert [path.name for path in tmp_path.iterdir()] == ["cgroup.subtree_control"]
 
 
 def left_of(path: Path) -> int:

@@ -29,9 +29,23 @@ def test_control_characters_in_replies_are_escaped(
     assert "/mnt/[bold]\\x1b[2J: mode steer" in said and "[red]" in said
     assert "metrics on http://127.0.0.1:9464/metrics" in said
     facts = stats(mode="\x1b[2J", metrics="\x1b[3J", files=[file("/a", loop()) | {"class": "[/x]\x1b[1J"}])
-    facts["access_log"] = {"path": "", "rows": "\x1b[2J[/y]", "lost_rows": "\x1b[2J"}
+    facts["services"] = {"running": 1, "failures": 0, "ended": ["\x1b[2J[/y]"]}
     said = shown(facts, capsys, monkeypatch)
     assert "\x1b" not in said and "[/x]" in said and "[/y]" in said
+
+
+def test_the_counters_of_a_daemon_of_version_1_0_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not send all keys."""
+    experts = {"count": 8, "kept": 3, "kept_bytes": 30, "bytes": 80}
+    model = file("/model.gguf", loop()) | {"experts": experts}
+    for key in ("unused_bytes", "left", "steered_pass_bytes", "lru_pass_bytes"):
+        del model["loops"][0][key]
+    facts = stats(files=[model, file("/a.json")])
+    del facts["client_read_bytes"]
+    said = shown(facts, capsys, monkeypatch)
+    assert re.search(r"^model.gguf +100 MB +loop ", said, re.MULTILINE) and "3 of 8 experts cached, 30 B of 80 B" in said
 
 
 ROW = {"path": "/a", "size_bytes": 1, "wanted_bytes": 1, "warm_bytes": 1, "pinned": False}

@@ -15,6 +15,7 @@ from llmcache.model.tensors import Experts, LayerMap, ModelLayout, Tensor
 from llmcache.mount.engine.report import CELLS, ROWS_MAX, heat_map
 from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
 from llmcache.mount.state.state import CacheState
+from llmcache.mount.stats import LayerExperts, to_json
 from tests.property.rig import LOOP, running
 from tests.unit.fs_parts import MIB, new_group, new_state
 
@@ -47,9 +48,9 @@ def test_each_byte_is_counted_once_in_its_category(sizes: list[int], extents: li
         space.set_state(number, kind)
         space.accounted_bytes[number] = charge
         space.seen_ns[number] = now_ns if seen else 0
-    (file,) = heat_map(state, "steer", str)["files"]
+    (file,) = heat_map(state, "steer", str).files
     first = HEADER
-    for size, layer in zip(sizes, file["layers"][1:], strict=True):
+    for size, layer in zip(sizes, file.layers[1:], strict=True):
         expected: Counter[str] = Counter()
         for number in range(first // MIB, (first + size - 1) // MIB + 1):
             length = min(first + size, (number + 1) * MIB) - max(first, number * MIB)
@@ -60,11 +61,11 @@ def test_each_byte_is_counted_once_in_its_category(sizes: list[int], extents: li
             name = KINDS[kind] if KINDS[kind] in ("window", "pinned") else rest
             expected[name] += length - resident
         names = ("pinned", "window", "pages", "streamed", "cold")
-        assert {name: layer[f"{name}_bytes"] for name in names} == {name: expected[name] for name in names}
-        assert sum(layer[f"{name}_bytes"] for name in names) == layer["bytes"] == size
+        assert {name: getattr(layer, f"{name}_bytes") for name in names} == {name: expected[name] for name in names}
+        assert sum(getattr(layer, f"{name}_bytes") for name in names) == layer.size_bytes == size
         touched = range(first // MIB, (first + size - 1) // MIB + 1)
-        assert (layer["age_s"] is None) == (not any(extents[number][1] for number in touched))
-        assert all(len(cells) == CELLS and set(cells) <= set("0123456789") for cells in layer["cells"].values())
+        assert (layer.age_s is None) == (not any(extents[number][1] for number in touched))
+        assert all(len(cells) == CELLS and set(cells) <= set("0123456789") for cells in layer.cells.values())
         first += size
 
 
@@ -80,9 +81,9 @@ def test_cached_experts_count_as_pages() -> None:
     assert member.moe is not None
     for expert in (0, 1, 5):
         state.expert_cache.arrived(member.moe, expert, done=True)
-    _, layer = heat_map(state, "steer", str)["files"][0]["layers"]
-    assert layer["experts"] == {"kept": 3, "count": 8} and layer["pages_bytes"] == 6 * MIB
-    assert layer["cells"]["pages"] == "99990000009900" + "00"
+    _, layer = heat_map(state, "steer", str).files[0].layers
+    assert layer.experts == LayerExperts(kept=3, count=8) and layer.pages_bytes == 6 * MIB
+    assert layer.cells["pages"] == "99990000009900" + "00"
 
 
 def test_the_reply_is_bounded_for_any_model() -> None:
@@ -92,10 +93,10 @@ def test_the_reply_is_bounded_for_any_model() -> None:
         tensors = [Tensor("層" * 300 + str(place), place * MIB, MIB, "F16") for place in range(600)]
         space.members[0].anatomy = LayerMap(ModelLayout("gguf", 0, tuple(tensors)))
     found = heat_map(state, "steer", str)
-    assert len(json.dumps(found)) < 1 << 20
-    shown = sum(len(file["layers"]) for file in found["files"])
-    assert shown == ROWS_MAX and found["left_out_files"] == 6
-    assert found["files"][-1]["left_out_layers"] == 0
+    assert len(json.dumps(to_json(found))) < 1 << 20
+    shown = sum(len(file.layers) for file in found.files)
+    assert shown == ROWS_MAX and found.left_out_files == 6
+    assert found.files[-1].left_out_layers == 0
 
 
 class HeldTimes:
@@ -122,7 +123,7 @@ def test_the_lock_is_held_for_a_small_part_of_the_work() -> None:
         began = time.thread_time_ns()
         found = heat_map(state, "steer", str)
         shares.append(lock.held_ns / (time.thread_time_ns() - began))
-        assert len(found["files"][0]["layers"]) == 81
+        assert len(found.files[0].layers) == 81
     assert min(shares) < 1 / 4
 
 
@@ -133,10 +134,10 @@ def test_the_heat_map_of_a_running_engine_matches_its_counters(tmp_path: Path, m
         rig.until_pinned(file)
         space = rig.engine.state.owners[file.backing][0]
         before = space.pinned_bytes
-        (layer,) = heat_map(rig.engine.state, "steer", str)["files"][0]["layers"]
+        (layer,) = heat_map(rig.engine.state, "steer", str).files[0].layers
         after = space.pinned_bytes
         least, most = sorted((before, after))  # the engine keeps pinning during the call
-        assert least - 4 * MIB <= layer["pinned_bytes"] <= most + 4 * MIB
-        assert layer["bytes"] == LOOP and layer["age_s"] < 120
+        assert least - 4 * MIB <= layer.pinned_bytes <= most + 4 * MIB
+        assert layer.size_bytes == LOOP and layer.age_s is not None and layer.age_s < 120
         waits = rig.engine.stats()["waits"]
         assert sum(waits["demand"]["counts"]) > 0 and waits["demand"]["sum_s"] > 0

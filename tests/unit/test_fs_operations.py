@@ -17,7 +17,7 @@ import pytest
 
 from llmcache.mount.services import Services
 from llmcache.mount.source.backing import Backing
-from llmcache.mount.source.tree import NOBODY_ELSE, Caller, SourceTree, WritePolicy
+from llmcache.mount.source.tree import THE_DAEMON, Caller, SourceTree, WritePolicy
 from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.operations import LlmcacheOperations
 from tests.property.kernel import wait_until
@@ -58,9 +58,9 @@ def are_open(directory: Path) -> int:
 
 CALLS: dict[str, Callable[[LlmcacheOperations], object]] = {
     "rename": lambda operations: operations.rename("/a.kv", "/c.kv", 0),
-    "chmod": lambda operations: operations.chmod("/a.kv", None, 0o600, NOBODY_ELSE),
+    "chmod": lambda operations: operations.chmod("/a.kv", None, 0o600, THE_DAEMON),
     "utimens": lambda operations: operations.utimens("/a.kv", None, None),
-    "write to another name": lambda operations: operations.truncate("/b.kv", None, 3, NOBODY_ELSE),
+    "write to another name": lambda operations: operations.truncate("/b.kv", None, 3, THE_DAEMON),
 }
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_closed_during_a_call_keeps_its_descriptor(
     operations: LlmcacheOperations, tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the descriptor is closed during the call, the call fails with EIO or uses another file of that number."""
-    number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    number, _ = operations.open("/a.kv", os.O_RDONLY, THE_DAEMON)
     record, handles = Backing.record, [number]
 
     def closing(backing: Backing) -> None:
@@ -89,7 +89,7 @@ def test_a_deleted_file_is_freed_with_its_last_release(
     operations: LlmcacheOperations, engine: Mock, tmp_path: Path, released: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libfuse deletes the hidden name only if the last release follows the hiding; otherwise its space would be lost."""
-    number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    number, _ = operations.open("/a.kv", os.O_RDONLY, THE_DAEMON)
     assert are_open(tmp_path) > 0
     hidden = "/.fuse_hidden0000000300000001"
     if released == "before":
@@ -139,11 +139,11 @@ def test_pages_of_a_file_that_is_being_renamed_are_dropped(
         return 0 if path in nodes else -errno.ENOENT
 
     notifier.invalidate_path.side_effect = invalidate
-    operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+    operations.open("/a.kv", os.O_RDONLY, THE_DAEMON)
     backing = engine.opened.call_args.args[0]
     if renamed == "before":
         operations.rename("/a.kv", "/c.kv", 0)
-    operations.truncate("/b.kv", None, 3, NOBODY_ELSE)
+    operations.truncate("/b.kv", None, 3, THE_DAEMON)
     wait_until(lambda: not backing.unsettled, "pages are dropped")
     assert dropped
 
@@ -153,16 +153,16 @@ def test_a_read_only_file_is_not_opened_while_its_predecessor_is_written(
     operations: LlmcacheOperations, tmp_path: Path
 ) -> None:
     """Writes would fail from then on, so the new file cannot be opened before the writers have closed the old one."""
-    number, _ = operations.open("/a.kv", os.O_RDWR, NOBODY_ELSE)
+    number, _ = operations.open("/a.kv", os.O_RDWR, THE_DAEMON)
     fixed = tmp_path / "fixed"
     fixed.write_bytes(b"fixed")
     subprocess.run(["mount", "--bind", str(fixed), str(tmp_path / "a.kv")], check=True)
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(tmp_path / "a.kv")], check=True)
         with pytest.raises(OSError, match="busy"):
-            operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+            operations.open("/a.kv", os.O_RDONLY, THE_DAEMON)
         operations.release(number)
-        number, _ = operations.open("/a.kv", os.O_RDONLY, NOBODY_ELSE)
+        number, _ = operations.open("/a.kv", os.O_RDONLY, THE_DAEMON)
         assert operations.getattr(None, number).st_size == 5
         operations.release(number)
     finally:
@@ -186,7 +186,7 @@ def test_truncate_spares_a_file_that_replaced_the_original(
         def late(backing: Backing) -> AbstractContextManager[None]:
             root.submit((tmp_path / "private").replace, tmp_path / "a.kv").result()
             with pytest.raises(OSError, match=os.strerror(errno.EBUSY)):
-                root.submit(operations.open, "/a.kv", os.O_RDONLY, NOBODY_ELSE).result()
+                root.submit(operations.open, "/a.kv", os.O_RDONLY, THE_DAEMON).result()
             return change(backing)
 
         monkeypatch.setattr(Backing, "own_change", late)
@@ -208,7 +208,7 @@ def thread_states() -> int:
 
 def test_a_worker_thread_that_ends_leaves_no_thread_state() -> None:
     """Before version 3.12, libfuse creates threads in C for each burst of requests."""
-    call, libc, seen = Callbacks(Mock(), Mock(), Mock()).guarded("release"), ctypes.CDLL(None), []
+    call, libc, seen = Callbacks(Mock(), Mock()).function("release"), ctypes.CDLL(None), []
     assert call is not None
 
     work = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _nothing: seen.append(call(None, Mock())))

@@ -13,6 +13,7 @@ import pytest
 
 from llmcache.mount import services
 from llmcache.mount.services import FAILURES_MAX, Services
+from llmcache.mount.stats import ServiceStats
 from llmcache.procfs import MountWatch, mounts
 
 
@@ -34,7 +35,7 @@ def test_a_service_that_fails_is_restarted(quick: Services, caplog: pytest.LogCa
         thread = quick.thread("loader", work)
         thread.start()
         thread.join(60)
-    assert quick.facts() == {"running": 0, "failures": 2, "ended": []}
+    assert quick.stats() == ServiceStats(failures=2)
     assert "service loader" in caplog.text and "ValueError: one" in caplog.text and "Traceback" in caplog.text
 
 
@@ -51,7 +52,7 @@ def test_a_service_that_keeps_failing_is_stopped(quick: Services) -> None:
     thread.start()
     assert broken.wait(60)
     thread.join(60)
-    assert names == ["files"] and quick.facts() == {"running": 0, "failures": FAILURES_MAX, "ended": ["files"]}
+    assert names == ["files"] and quick.stats() == ServiceStats(failures=FAILURES_MAX, ended=("files",))
 
 
 REFUSING = """

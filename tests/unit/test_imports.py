@@ -128,29 +128,13 @@ def test_imports_point_one_way() -> None:
             assert part == own or allowed, f"{path}: {own} must not import {name}"
 
 
-# Cycles that remain, by one of their files.
-CYCLES = {"kv.llama.attached", "kv.transformers", "mount.vfs.callbacks"}
-
-
 def test_no_files_import_each_other() -> None:
     """Imports for types, and in functions, count too."""
     unvisited = {own: set(imported_files(path)) - {own} for own, path in MODULES.items()}
     while leaves := [own for own, others in unvisited.items() if not others & unvisited.keys()]:
         for own in leaves:
             del unvisited[own]
-    in_cycles = {own for own in unvisited if own in reachable(own, unvisited)}
-    known = set().union(*(reachable(f"llmcache.{name}", unvisited) & in_cycles for name in CYCLES))
-    assert in_cycles <= known, f"these files import each other: {sorted(in_cycles - known)}"
-
-
-def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """Return the modules that `start` imports, directly or through others."""
-    found, queue = set[str](), [start]
-    while queue:
-        more = graph.get(queue.pop(), set()) & graph.keys() - found
-        found |= more
-        queue += more
-    return found
+    assert not unvisited, f"these files import each other, or import files that do: {sorted(unvisited)}"
 
 
 def test_a_wrapped_library_is_imported_in_one_file() -> None:

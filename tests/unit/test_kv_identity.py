@@ -122,7 +122,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_identity(
     assert not memories(tmp_path)
 
 
-def test_a_digest_is_remembered_until_the_file_changes(
+def test_a_digest_is_saved_until_the_file_changes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
 ) -> None:
     before = digest(model)
@@ -150,7 +150,7 @@ def test_a_digest_is_remembered_until_the_file_changes(
         lambda data: b"\xff" * 100,
     ],
 )
-def test_a_damaged_memory_is_ignored_and_replaced(
+def test_a_damaged_saved_digest_is_ignored_and_replaced(
     model: Path, tmp_path: Path, forgotten: Callable[[], None], damage: Callable[[bytes], bytes]
 ) -> None:
     before = digest(model)
@@ -162,7 +162,7 @@ def test_a_damaged_memory_is_ignored_and_replaced(
     assert memory.read_bytes() == data
 
 
-def test_a_digest_of_a_flipped_digit_is_not_believed(model: Path, tmp_path: Path, forgotten: Callable[[], None]) -> None:
+def test_a_saved_digest_with_a_flipped_digit_is_ignored(model: Path, tmp_path: Path, forgotten: Callable[[], None]) -> None:
     before = digest(model)
     assert before
     (memory,) = memories(tmp_path)
@@ -171,7 +171,7 @@ def test_a_digest_of_a_flipped_digit_is_not_believed(model: Path, tmp_path: Path
     assert digest(model) == before
 
 
-def test_nothing_is_remembered_where_that_cannot_be(
+def test_no_digest_is_saved_where_that_is_impossible(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(identity, "fstype_at", lambda path: "vfat")
@@ -182,7 +182,7 @@ def test_nothing_is_remembered_where_that_cannot_be(
     assert digest(model)
 
 
-def test_a_digest_that_takes_long_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_digest_does_not_block(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, may_go_on = identity._Reader.read, threading.Event()
 
     def read_late(reader: identity._Reader, offset: int, size: int) -> memoryview:

@@ -73,7 +73,7 @@ def test_the_server_is_started_with_another_address() -> None:
         ("", {"GGML_X": "1", "PATH": "/", "LLAMA_ARG_NO_WARMUP": "1"}, ["GGML_X=1"]),
     ],
 )
-def test_what_counts_of_a_command_line(text: str, environment: dict[str, str], counting: list[str]) -> None:
+def test_options_that_affect_keys(text: str, environment: dict[str, str], counting: list[str]) -> None:
     assert options(text, **environment).that_count() == counting
 
 
@@ -97,13 +97,13 @@ def test_other_options(tmp_path: Path) -> None:
         ([], "give either a command after --, or --url and --slots-dir"),
         (["--url", "http://x"], "give either a command after --, or --url and --slots-dir"),
         (["--url", "http://x", "--slots-dir", ".", "--", "true"], "give either a command"),
-        (["--url", "https://x:1", "--slots-dir", "."], "is no address of a server"),
-        (["--url", "http://x:1", "--slots-dir", ".", "--listen", "y"], "'y' is no address"),
-        (["--url", "127.0.0.1:1", "--slots-dir", ".", "--listen", "1"], "port 1 is the server's own"),
-        (["--", "llama-server", "--port", "x"], "'x' is no port"),
-        (["--", "llama-server", "--models-dir", "x"], "--models-dir: the proxy does not serve it"),
+        (["--url", "https://x:1", "--slots-dir", "."], "is not the address of a server"),
+        (["--url", "http://x:1", "--slots-dir", ".", "--listen", "y"], "'y' is not an address"),
+        (["--url", "127.0.0.1:1", "--slots-dir", ".", "--listen", "1"], "port 1 is used by the server"),
+        (["--", "llama-server", "--port", "x"], "'x' is not a port"),
+        (["--", "llama-server", "--models-dir", "x"], "--models-dir: not supported by the proxy"),
         (["--", "no-such-program"], "no such program"),
-        (["--url", "127.0.0.1:1", "--slots-dir", "."], "its process cannot be found"),
+        (["--url", "127.0.0.1:1", "--slots-dir", "."], "cannot find the server's process"),
     ],
 )
 def test_bad_calls_are_explained(words: list[str], message: str, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_bad_calls_are_explained(words: list[str], message: str, tmp_path: Path)
     assert message in getattr(error, "message", "") and getattr(error, "hint", None)
 
 
-def test_a_slot_is_chosen_by_what_it_holds() -> None:
+def test_the_slot_with_the_longest_prefix_is_chosen() -> None:
     long, other = np.arange(1000, dtype=np.int32), np.arange(5000, 6000, dtype=np.int32)
     first, second, empty = Slot(0, long, 1000, last_use=3), Slot(1, other, 1000, last_use=2), Slot(2)
     assert (choose([first, second, empty], long, 0).slot, choose([first, second], long[:500], 0).held) == (first, 500)
@@ -123,22 +123,22 @@ def test_a_slot_is_chosen_by_what_it_holds() -> None:
     assert choose([first, second], ids(7, 8), 0).slot is first, "the other's tokens would be lost"
     half = Slot(3, long[:500], 500, last_use=1)
     assert choose([half, empty], long, 1000).slot is empty, "restoring gains 500 tokens"
-    first.hold(ids(*range(400), 7))
+    first.record(ids(*range(400), 7))
     assert first.stored == 400
     assert common(ids(), long) == common(ids(1), ids(2)) == 0 and common(ids(1, 2), ids(1, 3)) == 1
 
 
-def test_a_conversation_goes_on_in_its_slot() -> None:
+def test_a_conversation_continues_in_its_slot() -> None:
     table = SlotTable(2)
     first, second = table.slots
-    first.hold(np.arange(300, dtype=np.int32), "a" * 900)
+    first.record(np.arange(300, dtype=np.int32), "a" * 900)
     assert table.lease_continued("b" * 900) is None and table.lease_continued("a" * 2000) is None
     first.answered = 50
-    second.hold(np.arange(100, dtype=np.int32), "a" * 100)
+    second.record(np.arange(100, dtype=np.int32), "a" * 100)
     assert table.lease_continued("a" * 2000) is first
     assert table.lease_continued("a" * 2000) is None, "it is busy, and the other is too short"
     first.is_busy = False
-    first.hold(ids(1))
+    first.record(ids(1))
     assert table.lease_continued("a" * 900) is second
     table.forget_idle()
     assert first.text == ""
@@ -198,7 +198,7 @@ def test_states_are_used_to_their_end(tmp_path: Path) -> None:
         assert uses_states(str(model)) is expects
 
 
-def test_another_states_header_is_not_taken(tmp_path: Path) -> None:
+def test_a_header_of_another_state_is_rejected(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "kv", 10**8)
     stored = StoredPrompts(store, FINGERPRINT, {}, states_only=False)
     tokens = np.arange(300, dtype=np.int32)
@@ -221,7 +221,7 @@ def test_a_checksum_of_pieces_is_that_of_the_whole(sizes: tuple[int, ...]) -> No
     assert running.result() == int(checksums(padded[None])[0, 0])
 
 
-def test_the_spool_removes_what_ended_processes_have_left(tmp_path: Path) -> None:
+def test_the_spool_removes_files_of_ended_processes(tmp_path: Path) -> None:
     (tmp_path / "llmcache-1.lock").touch()
     for name in ("llmcache-1-1.slot", "llmcache-1-2.slot", "another.slot"):
         (tmp_path / name).touch()
@@ -276,7 +276,7 @@ def test_requests_are_read_one_after_the_other() -> None:
         b"GET / HTTP/1.1\r\nend",
     ],
 )
-def test_what_is_no_request_is_refused(data: bytes) -> None:
+def test_malformed_requests_are_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         asyncio.run(bodies(data))
 
@@ -301,17 +301,17 @@ async def read_answer(data: bytes, method: str = "GET") -> Answer:
         (b"X: y", b"a", (False, True)),
     ],
 )
-def test_the_end_of_an_answer_is_known(headers: bytes, body: bytes, expected: tuple[bool, bool]) -> None:
+def test_the_end_of_an_answer_is_detected(headers: bytes, body: bytes, expected: tuple[bool, bool]) -> None:
     answer = asyncio.run(read_answer(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n\r\n" + body))
     assert (answer.has_end, answer.is_whole) == expected
 
 
-def test_headers_of_a_connection_are_not_passed_on() -> None:
+def test_headers_of_a_connection_are_not_forwarded() -> None:
     head = Head.parse(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nA: b")
     assert head.encode(Connection="close") == b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\nConnection: close\r\n\r\n"
 
 
-def test_a_slot_is_named_in_a_request_that_is_otherwise_the_same() -> None:
+def test_id_slot_is_the_only_change_of_a_request() -> None:
     data = b' {"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
     assert proxy._with_slot(data, {}, 3) == b' {"id_slot":3,"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
     assert proxy._with_slot(b'{"id_slot": -1}', {"id_slot": -1}, 3) == b'{"id_slot": 3}'
@@ -324,14 +324,14 @@ def test_the_timings_at_the_end_of_an_answer() -> None:
     assert proxy._timings(b"") is None and proxy._timings(b'"timings":{"cache_n":"x"}') is None
 
 
-def test_space_is_looked_at_before_a_slot_is_saved(tmp_path: Path) -> None:
+def test_free_space_is_checked_before_a_slot_is_saved(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "kv", 1000)
     assert prompts.room(store, 999) == "" and "limit" in prompts.room(store, 1001)
     unlimited = BlockStore(tmp_path / "kv", 1 << 62)
     assert "full" in prompts.room(unlimited, 1 << 61)
 
 
-def test_a_file_that_is_not_identified_yet_does_not_keep_the_proxy_from_ending(tmp_path: Path) -> None:
+def test_the_proxy_ends_while_a_file_is_being_identified(tmp_path: Path) -> None:
     from llmcache.kv.proxy.server import file_digest
 
     file, ended = tmp_path / "file", threading.Event()

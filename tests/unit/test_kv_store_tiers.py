@@ -256,7 +256,7 @@ def test_another_layer_may_add_pages_at_any_moment_of_a_fetch(make: Make, monkey
 
     tier, pool = store.ssd, store.pools[1]
     name = "read_rows" if ssd == "file" else "gather"
-    plainly, know = getattr(tier, name), pool.know
+    plainly, extend_to = getattr(tier, name), pool.extend_to
 
     def at(call: int, owner: object, name: str, real: Callable[..., Any]) -> None:
         """Add the tokens at the end of this call of a function."""
@@ -273,7 +273,7 @@ def test_another_layer_may_add_pages_at_any_moment_of_a_fetch(make: Make, monkey
 
     at(1, tier, name, plainly)  # during the read
     staged = store.stage(1, chosen(store, 5, 9, 30))
-    at(2, pool, "know", know)  # between the check of the pages and their use
+    at(2, pool, "extend_to", extend_to)  # between the check of the pages and their use
     again = store.stage(1, chosen(store, 6, 9, 31))
     store.append(1, *(array[:, :, 60:] for array in plain.layers[1]))
     for found in (staged, again):

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from llmcache.errors import MountProblem
 from llmcache.mount.client.top import (
     HEAT_SHARE,
-    HeatFile,
-    HeatLayer,
     LoopState,
     Sample,
     Watcher,
     fold,
     lines,
 )
+from llmcache.mount.stats import FileHeat, LayerHeat, LoopStats, from_json
 from tests.fuzz.mutations import documents
 from tests.fuzz.target import light
 from tests.unit.top_parts import MB, as_layer, cells, file, heat, layer, loop, stats, waits
@@ -65,7 +64,9 @@ LAYERS = st.builds(
     digits=st.sampled_from("0123456789"),
 )
 FILES = st.builds(
-    lambda path, layers, more: HeatFile(f"/{path}", path, 100 * MB, tuple(layers), more),
+    lambda path, layers, more: FileHeat(
+        path=f"/{path}", size_bytes=100 * MB, extent_bytes=MB, layers=tuple(layers), left_out_layers=more
+    ),
     path=st.text(max_size=60),
     layers=st.lists(LAYERS, min_size=1, max_size=20),
     more=st.integers(0, 5),
@@ -73,7 +74,13 @@ FILES = st.builds(
 BYTES = st.integers(0, 1 << 50)
 LOOPS = st.builds(
     lambda path, size, period, share, readers, judgement: LoopState(
-        f"/{path}", path, size, period, share * size // 9, 0, 3, True, tuple(readers), *judgement
+        f"/{path}",
+        path,
+        from_json(
+            LoopStats,
+            loop(bytes=size, period_s=period, pinned_bytes=share * size // 9, readers=readers)
+            | dict(zip(("left", "unused_bytes", "steered_pass_bytes", "lru_pass_bytes"), judgement, strict=True)),
+        ),
     ),
     path=st.text(max_size=60),
     size=BYTES,
@@ -92,7 +99,7 @@ LOOPS = st.builds(
     st.integers(0, 3),
 )
 def test_output_fits_the_terminal(
-    files: list[HeatFile], loops: list[LoopState], width: int, rows: int | None, more: int
+    files: list[FileHeat], loops: list[LoopState], width: int, rows: int | None, more: int
 ) -> None:
     found = lines(
         replace(sample(BEFORE, stats()), heat=tuple(files), loops=tuple(loops), left_out_files=more),
@@ -108,7 +115,7 @@ def test_output_fits_the_terminal(
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=40), st.integers(1, 50))
-def test_folding_layers_keeps_all_bytes_and_the_order(layers: list[HeatLayer], rows: int) -> None:
+def test_folding_layers_keeps_all_bytes_and_the_order(layers: list[LayerHeat], rows: int) -> None:
     folded = fold(layers, rows)
     assert 1 <= len(folded) <= max(rows, 1)
     for name in ("tensors", "size_bytes", "pinned_bytes", "streamed_bytes"):

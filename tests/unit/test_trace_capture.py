@@ -38,6 +38,7 @@ from llmcache.trace.record import (
     locked_bytes,
     locked_extra,
 )
+from tests.unit import top_parts
 
 PROVENANCE = Provenance("filemap", note="Sees all.")
 
@@ -246,24 +247,27 @@ def test_recorded_locked_bytes_are_validated() -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("steer", 300), ("arena", 0)])
 def test_locked_bytes_come_from_the_mount_of_the_file(monkeypatch: pytest.MonkeyPatch, mode: str, expected: int) -> None:
     mount = Mount(30, 0x2B, "/", "/mnt/models", mountpoint.FSTYPE, "user_id=0")
-    files = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}, {"path": "/n.gguf", "loops": [{"pinned_bytes": 9}]}]
-    request = Mock(return_value={"mode": mode, "files": files})
+    files = [
+        top_parts.file("/m.gguf", top_parts.loop(pinned_bytes=300)),
+        top_parts.file("/n.gguf", top_parts.loop(pinned_bytes=9)),
+    ]
+    request = Mock(return_value=top_parts.stats(mode=mode, files=files))
     monkeypatch.setattr(mountpoint, "mounts", lambda: {29: replace(mount, dev=0x2A, point="/else"), 30: mount})
     monkeypatch.setattr(control, "request", request)
     assert mountpoint.locked_bytes(FILE) == expected and mountpoint.locked_bytes(OTHER) == 0
     assert [call.args for call in request.call_args_list] == [("/mnt/models", {"op": "stats"})]
-    request.return_value = {"mode": "steer", "files": [{}]}
+    request.return_value = top_parts.stats(files=[{}])
     with pytest.raises(MountProblem, match="does not understand"):
         mountpoint.locked_bytes(FILE)
 
 
 def test_an_in_place_mount_is_found_from_both_of_its_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     mount = Mount(30, FILE.dev, "/", "/mnt/models", mountpoint.IN_PLACE, "rw")
-    loops = [{"path": "/m.gguf", "loops": [{"pinned_bytes": 300}]}]
+    document = top_parts.stats(mode="inplace", files=[top_parts.file("/m.gguf", top_parts.loop(pinned_bytes=300))])
     monkeypatch.setattr(mountpoint, "mounts", dict)
     monkeypatch.setattr(mountpoint, "find", lambda _point: mount)
     monkeypatch.setattr(control, "root_points", lambda: {"/mnt/models": {"source": "/srv"}})
-    monkeypatch.setattr(control, "request", lambda *_, **__: {"mode": "inplace", "files": loops})
+    monkeypatch.setattr(control, "request", lambda *_, **__: document)
     found = {path: mountpoint.locked_bytes(replace(FILE, path=path)) for path in (FILE.path, "/srv/m.gguf", "/srv2/m.gguf")}
     assert list(found.values()) == [300, 300, 0]
 

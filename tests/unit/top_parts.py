@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.mount.client.top import HeatLayer
 from llmcache.mount.state.state import WaitHistogram
+from llmcache.mount.stats import LayerHeat, MountStats, from_json
 
 MB = 1_000_000
 
@@ -82,8 +82,9 @@ def heat(*layers: dict[str, Any], path: str = "/model.gguf", left_out_files: int
     return {"schema": "llmcache.heat/1", "mode": "steer", "files": files, "left_out_files": left_out_files}
 
 
-def as_layer(facts: dict[str, Any]) -> HeatLayer:
-    """Convert a layer of a heat reply to the form that samples use."""
-    return HeatLayer(
-        **{("size_bytes" if key == "bytes" else key): value for key, value in facts.items() if key != "experts"}
-    )
+def as_layer(facts: dict[str, Any]) -> LayerHeat:
+    return from_json(LayerHeat, facts)
+
+
+def as_stats(facts: dict[str, Any]) -> MountStats:
+    return from_json(MountStats, facts)

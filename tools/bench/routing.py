@@ -24,7 +24,7 @@ from llmcache.cache.policies.belady import Belady
 from llmcache.cache.policies.lru import LRU
 from llmcache.model import read_layout
 from llmcache.model.tensors import Experts, ModelLayout
-from llmcache.mount.readahead import LARGE_SLICE_BYTES, MIXTURE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
+from llmcache.mount.readahead import LARGE_SLICE_BYTES, MOE_READ_AHEAD_KB, SMALL_READ_AHEAD_KB
 
 Routing = NDArray[np.int64]
 """[token, layer, used]: numbers of experts, sorted."""
@@ -80,7 +80,7 @@ def layout_of(path: Path) -> ModelLayout:
 
 def read_ahead_kb(layout: ModelLayout) -> int:
     """Return the `--read-ahead` that the documentation advises for an MoE model in place."""
-    return MIXTURE_READ_AHEAD_KB if max(Experts(layout).sizes) < LARGE_SLICE_BYTES else SMALL_READ_AHEAD_KB
+    return MOE_READ_AHEAD_KB if max(Experts(layout).sizes) < LARGE_SLICE_BYTES else SMALL_READ_AHEAD_KB
 
 
 def dense_bytes(layout: ModelLayout) -> int:

@@ -38,7 +38,8 @@ from llmcache.kv.tiers import Selection, Traffic
 from llmcache.kv.transformers import cache_argument
 from llmcache.kv.transformers.attention import enable
 from llmcache.kv.transformers.cache import SpillCache, SpillLayer, spilled_layers
-from llmcache.kv.transformers.conversation import Call, Conversation, Output, no_attention
+from llmcache.kv.transformers.conversation import Conversation, no_attention
+from llmcache.kv.transformers.tensors import Call, Output
 
 _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 

@@ -43,8 +43,12 @@ WIDER = (1, 2, 4)
 """Factors by which a trial widens the search in a tree until it finds enough."""
 MARGIN = 1.1
 """Factor by which the tree has to be faster, because times of few queries are inexact."""
+SLOTS = 1.6
+"""Slots of a tree per key, at most, with unused room (see `DciIndex`)."""
 FEED_PAGES = 512
 """Pages read from the store at a time when many are missing."""
+GROWTH = 17 / 16
+"""Factor by which the memory of an index grows when it is full."""
 SUM_TOKENS = 1024
 """Tokens per sum in `ValueSums`: sums take 1/1000 of the memory of values; a partly removed block is added again."""
 
@@ -80,7 +84,6 @@ class PageIndex(ABC):
         self.shape, self.first, self.end = shape, first, first
 
     def __len__(self) -> int:
-        """Return the number of indexed tokens."""
         return self.end - self.first
 
     @property
@@ -89,8 +92,12 @@ class PageIndex(ABC):
         """Memory in bytes."""
 
     @property
+    @abstractmethod
+    def page_bytes(self) -> float:
+        """Memory of a page in bytes, on average, without unused room."""
+
+    @property
     def step(self) -> int:
-        """The unit of removal in tokens."""
         return self.shape.page_tokens
 
     def add(self, rows: NDArray[Any]) -> None:
@@ -130,12 +137,14 @@ class ValueSums(PageIndex):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the sums."""
         return (len(self._sums) + 1) * self._all.nbytes
 
     @property
+    def page_bytes(self) -> float:
+        return self._all.nbytes * self.shape.page_tokens / SUM_TOKENS
+
+    @property
     def step(self) -> int:
-        """The tokens per sum."""
         return SUM_TOKENS
 
     @property
@@ -176,13 +185,12 @@ class Scorer(PageIndex):
 
     @property
     def why(self) -> str:
-        """The scoring method in use, and the reason."""
         return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
         """Return the tokens [kv_heads, k], ascending, that matter most for `queries` [heads, dim] float32.
 
-        K is at most all.
+        `k` is limited to the number of tokens.
         """
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
@@ -200,7 +208,7 @@ class Scorer(PageIndex):
 
 
 class Grown:
-    """An array that grows along its first axis by a sixteenth when it is full."""
+    """An array that grows along its first axis by `GROWTH` when it is full."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
@@ -208,19 +216,20 @@ class Grown:
 
     @property
     def rows(self) -> NDArray[Any]:
-        """The used part of the array."""
         return self._array[: self._used]
 
     @property
     def size_bytes(self) -> int:
-        """Memory, including unused room."""
         return self._array.nbytes
 
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self._array.shape[1:])) * self._array.itemsize
+
     def append(self, rows: NDArray[Any]) -> None:
-        """Append rows."""
         end = self._used + len(rows)
         if end > len(self._array):
-            longer = np.empty((max(end, len(self._array) * 17 // 16), *self._array.shape[1:]), self._array.dtype)
+            longer = np.empty((max(end, int(len(self._array) * GROWTH)), *self._array.shape[1:]), self._array.dtype)
             longer[: self._used] = self.rows
             self._array = longer
         self._array[self._used : end] = rows
@@ -245,8 +254,11 @@ class ExactScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the keys."""
         return sum(stored.size_bytes for stored in self._kept)
+
+    @property
+    def page_bytes(self) -> float:
+        return sum(stored.row_bytes for stored in self._kept)
 
     @property
     def _pages(self) -> list[NDArray[Any]]:
@@ -323,6 +335,11 @@ class PackedScorer(ExactScorer):
         """Memory of the keys and means; all scorers share one rotation."""
         return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
 
+    @property
+    def page_bytes(self) -> float:
+        means = 4 * self.shape.kv_heads * self.shape.head_dim * self.shape.page_tokens / MEAN_TOKENS
+        return super().page_bytes + means
+
     def _add(self, keys: NDArray[Any]) -> None:
         wide = widened(keys)
         if not self._means or wide.shape[1] >= MEAN_TOKENS:
@@ -366,8 +383,11 @@ class QuestScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the summaries."""
         return self._boxes.size_bytes
+
+    @property
+    def page_bytes(self) -> float:
+        return self._boxes.row_bytes
 
     def _add(self, keys: NDArray[Any]) -> None:
         pages = as_pages(widened(keys), self.shape.page_tokens)
@@ -414,8 +434,11 @@ class ChunkScorer(QuestScorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the summaries of pages and chunks."""
         return self._boxes.size_bytes + self._chunks.size_bytes
+
+    @property
+    def page_bytes(self) -> float:
+        return self._boxes.row_bytes * (1 + 1 / self.settings.chunk_pages)
 
     def _add(self, keys: NDArray[Any]) -> None:
         page = len(self._boxes.rows)
@@ -472,8 +495,12 @@ class DciScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the trees."""
         return sum(index.size_bytes for index in self.indexes)
+
+    @property
+    def page_bytes(self) -> float:
+        per_slot = 2 * self.shape.head_dim + 13 + 4 * self.settings.dci.directions
+        return self.shape.kv_heads * self.shape.page_tokens * (SLOTS * per_slot + 4)
 
     def _add(self, keys: NDArray[Any]) -> None:
         pairs, tokens = zip(self.indexes, widened(keys), strict=True), np.arange(self.end, self.end + keys.shape[1])
@@ -527,7 +554,6 @@ class Trial:
 
     @property
     def chosen(self) -> str:
-        """The faster scorer with enough recall."""
         return "dci" if self.enough and self.dci_s * MARGIN < self.exact_s else "exact"
 
 
@@ -549,12 +575,15 @@ class AutoScorer(Scorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the scorer in use."""
         return self.used.size_bytes
 
     @property
+    def page_bytes(self) -> float:
+        tree = DciScorer(self.shape, self.first, self.settings)
+        return max(tree.page_bytes, ExactScorer(self.shape, self.first, self.settings).page_bytes)
+
+    @property
     def why(self) -> str:
-        """The scorer in use, and the measurements that led to it."""
         if self.trial is None:
             return f"exact: {len(self)} keys of {self.shape.head_dim} numbers; a tree is tried from {self._next} keys on"
         times = f"{1e6 * self.trial.exact_s:.0f} us exact, {1e6 * self.trial.dci_s:.0f} us dci"
@@ -567,9 +596,11 @@ class AutoScorer(Scorer):
         self.used.crop(end)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
-        self._queries.append((queries.copy(), k))
-        if isinstance(self.used, ExactScorer) and len(self) >= self._next and len(self._queries) >= QUERIES:
-            self._try(self.used)
+        if isinstance(self.used, ExactScorer) and len(self) >= self._next:
+            self._queries.append((queries.copy(), k))
+            if len(self._queries) == QUERIES:
+                self._try(self.used)
+                self._queries.clear()
         return self.used.top(queries, k)
 
     def _try(self, exact: ExactScorer) -> None:
@@ -625,9 +656,17 @@ class PageIndexes(Generic[Index]):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all indexes."""
         found = {id(own): own.size_bytes for layer in self.found for own in layer if own is not None}
         return sum(found.values())
+
+    def bytes_at(self, tokens: int) -> int:
+        """Return the memory of the index of one layer and sequence for `tokens` tokens."""
+        pages = self.store.shape.pages_of(tokens)
+        return int(GROWTH * pages * self._page_bytes)
+
+    @functools.cached_property
+    def _page_bytes(self) -> float:
+        return self._make(0).page_bytes
 
     def feed(self, layer: int, starts: Int64s) -> None:
         """Add the pages of a layer that have left the window; `starts` [batch]: the first token of each sequence."""
@@ -673,7 +712,6 @@ class PageIndexes(Generic[Index]):
         return found
 
     def forget(self, sequence: int) -> None:
-        """Remove the indexes of a sequence."""
         for row in self.found:
             row[sequence] = None
 

@@ -71,7 +71,6 @@ class RunningTop:
         self._bound = np.float32(-np.inf)
 
     def add(self, positions: Int64s, scores: Floats) -> None:
-        """Add a block of scores and the positions of their tokens."""
         if positions.shape != scores.shape:
             raise ValueError(f"positions: must have the shape of the scores, {scores.shape}, not {positions.shape}")
         # A score equal to the bound may still win by its position; NaN counts only while there is no bound.

@@ -3,7 +3,7 @@
     llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
 
 The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a common
-prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (kv.llama.attached) calls
+prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (`AttachedCache`) calls
 this one before and after a prompt is evaluated and after its answer. To restore a prefix, the cache loads the state with
 llama_state_seq_set_data and sets `input_ids` and `n_tokens`; `Llama` then evaluates only the rest. `Llama.load_state` takes
 only whole contexts.
@@ -17,25 +17,30 @@ only whole contexts.
 
 Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and writes
 it. One lock guards the writer's queue, another the counters that several Llamas share.
+
+`Llama` uses its cache twice in each completion: `cache[prompt]` before it evaluates the prompt, and `cache[tokens] = state`
+after the answer. It does not pass itself to the cache. Therefore this module replaces `Llama.set_cache` to give each
+Llama an AttachedCache, which replaces three methods of this Llama:
+
+- `_create_completion` records whether a completion is running, and reads the options of the request.
+- `eval` stores a prompt after it is evaluated and before the first token is sampled. It evaluates the last token of the
+  prompt separately. A restored prompt continues in the same way, so the answers are bit-identical.
+- `save_state`, called by a completion, does not copy scores, and copies nothing if all blocks are stored. Other callers get
+  the unchanged method.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
-import hashlib
-import json
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -44,114 +49,32 @@ import llama_cpp
 import numpy as np
 from llama_cpp import BaseLlamaCache, Llama
 from llama_cpp.llama import LlamaState
-from numpy.typing import NDArray
 
 from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.kv.llama.attached import AttachedCache
-from llmcache.kv.prefix.identity import FileIdentity
-from llmcache.kv.prefix.metrics import openmetrics
+from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, common_length, describe, is_of, keys_of, links_of
+from llmcache.kv.llama.writer import PrefixCounters, Task, Writer
+from llmcache.kv.prefix import openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
+from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
 from llmcache.kv.spill.layout import aligned
-from llmcache.kv.spill.raw import huge_memory
-from llmcache.memory import tightest
-from llmcache.model.tensors import shard_names
 from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
-BLOCK_TOKENS = 256
-LINKED_TOKENS = (128, 64, 32, 16)
-"""Numbers of first tokens by which links find a block; blocks and common beginnings below the least are not used."""
-LEAST_TOKENS = LINKED_TOKENS[-1]
-FORMAT = 2
-"""Version of fingerprints: increase it if their input or the layout of blocks changes."""
 WAIT_S = 2.0
 """Time for which the first look-up of a Llama waits for the digests of its files."""
-LOG_S = 60.0
-"""Least interval between log lines about the same kind of failure."""
 LEAST_ROOM_BYTES = 1 << 20
+EARLY_TOKENS = 64
+"""Least number of evaluated tokens for which a prompt is stored before its answer; for fewer, the copy takes longer."""
+GROWTH_TOKENS = 64
+"""Interval in tokens at which available memory is checked while an answer is generated."""
+_REPLACED = ("_create_completion", "eval", "save_state")
+_SCORE_BYTES = 4
 _READERS = 2
-_ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
-_CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
-_CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
 _U8 = ctypes.POINTER(ctypes.c_uint8)
 _NOT_ATTACHED = "pass a PrefixCache to llama.set_cache, or call its methods restore() and keep() with a Llama"
-
-
-@dataclass
-class PrefixCounters:
-    """Counters of a cache since its creation. `restore_s` is the time of restoring, including reads."""
-
-    lookups: int = 0
-    hits: int = 0
-    restored_tokens: int = 0
-    restored_bytes: int = 0
-    restore_s: float = 0.0
-    saved_s: float = 0.0  # estimated time to evaluate the restored tokens, less `restore_s`; 0 until the speed is measured
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    dropped_blocks: int = 0
-
-
-@dataclass
-class _Model:
-    """The model of a Llama, with its settings.
-
-    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the previous
-    block's name in the name of the first block; it is empty until the files are identified. `whole`: states cannot be cut.
-    `refused`: why nothing is restored or stored.
-    """
-
-    description: dict[str, Any]
-    whole: bool = False
-    refused: str = ""
-    files: tuple[FileIdentity, ...] = ()  # files of the model, and of a LoRA adapter
-    root: str = ""
-    has_waited: bool = False
-    token_s: float = 0.0  # time to evaluate a token; 0 until it is measured
-
-    @property
-    def name(self) -> str:
-        """Name of the directory of its blocks."""
-        return self.root[:32]
-
-    @property
-    def usable(self) -> bool:
-        """Whether prompts are restored and stored."""
-        return bool(self.root) and not self.refused
-
-    def identify(self, digests: list[str]) -> None:
-        """Compute the fingerprint from the digests of `files`."""
-        models = len(self.files) - (self.description["lora"] is not None)
-        self.description["files"] = [
-            [file.stamp.size_bytes, digest] for file, digest in zip(self.files[:models], digests, strict=False)
-        ]
-        if self.description["lora"] is not None:
-            self.description["lora"] = [digests[-1], self.description["lora"][-1]]
-        identity = {key: value for key, value in self.description.items() if key not in ("file", "name")}
-        text = json.dumps(identity, sort_keys=True)
-        self.root = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()[:40]
-
-
-@dataclass
-class Task:
-    """Blocks to write; `tokens` are all tokens of the prompt, and `block` cuts a block when it is written.
-
-    `pushed`: also send the blocks to the shared tier (not if they come from it). `memory` has the copy of the state; it can
-    be used again when `is_done`.
-    """
-
-    model: _Model
-    keys: list[BlockKey]
-    tokens: list[int]
-    size_bytes: int
-    block: Callable[[BlockKey], Block]
-    pushed: bool = True
-    memory: Bytes | None = None
-    is_done: bool = False
 
 
 class PrefixCache(BaseLlamaCache):
@@ -189,10 +112,10 @@ class PrefixCache(BaseLlamaCache):
         if self.store.room_bytes() < LEAST_ROOM_BYTES:
             kept, limited = format_size(self.store.floor_bytes), format_size(self.store.limit_bytes)
             why = f"the limit is {limited}, and {kept} of the file system have to stay free (floor)"
-            log.warning("%s: there is no room to store prompts: %s", directory, why)
+            log.warning("%s: no space to store prompts: %s", directory, why)
         self.counters, self._counting = PrefixCounters(), threading.Lock()
-        self._models: weakref.WeakKeyDictionary[Llama, _Model] = weakref.WeakKeyDictionary()
-        self._writer = _Writer(self.store, self.shared, self.counters, _bytes(queue))
+        self._models: weakref.WeakKeyDictionary[Llama, Model] = weakref.WeakKeyDictionary()
+        self._writer = Writer(self.store, self.shared, self.counters, _bytes(queue))
 
     # The interface of BaseLlamaCache
 
@@ -234,9 +157,9 @@ class PrefixCache(BaseLlamaCache):
         with self._counting:
             self.counters.lookups += 1
         tokens = tokens[: llama.n_ctx()]
-        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        live = common_length(llama.input_ids[: llama.n_tokens], tokens)
         # The last token is evaluated again for its logits. It can be cut off a state of blocks, but not a whole state.
-        keys = _keys(model, tokens[:-1] if model.whole else tokens)
+        keys = keys_of(model, tokens[:-1] if model.whole else tokens)
         if model.whole and live < llama.n_tokens:
             live = 0
         stored = list(self._stored(keys, model.whole))
@@ -264,7 +187,7 @@ class PrefixCache(BaseLlamaCache):
     def has_prefix(self, llama: Llama, tokens: Sequence[int]) -> bool:
         """Return whether a prefix of `tokens` is stored for `llama`."""
         model = self._model(llama)
-        return model.usable and any(True for _ in self._stored(_keys(model, tokens), model.whole))
+        return model.usable and any(True for _ in self._stored(keys_of(model, tokens), model.whole))
 
     def cuts(self, llama: Llama, tokens: int) -> bool:
         """Return whether a prompt with this number of tokens is stored for `llama`, in blocks."""
@@ -338,7 +261,7 @@ class PrefixCache(BaseLlamaCache):
             model.token_s = perf.t_p_eval_ms / 1e3 / perf.n_p_eval
         if not model.usable or model.whole:
             return []
-        keys = _keys(model, tokens, part=True)
+        keys = keys_of(model, tokens, part=True)
         return [key for key in keys if not self._writer.has(key) and key not in self.store]
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -379,7 +302,7 @@ class PrefixCache(BaseLlamaCache):
 
     # Implementation
 
-    def _model(self, llama: Llama) -> _Model:
+    def _model(self, llama: Llama) -> Model:
         """Return the model of `llama`, after checking whether its files are identified or were changed."""
         model = self._models.get(llama)
         if model is None:
@@ -414,12 +337,12 @@ class PrefixCache(BaseLlamaCache):
             )
         return model
 
-    def _described(self, llama: Llama) -> _Model:
+    def _described(self, llama: Llama) -> Model:
         try:
-            model = _describe(llama)
+            model = describe(llama)
         except OSError as error:
             description = {"file": os.path.basename(llama.model_path)}
-            model = _Model(description, refused=f"the file cannot be read: {error.strerror}")
+            model = Model(description, refused=f"the file cannot be read: {error.strerror}")
         if model.refused:
             log.warning("%s: nothing is restored or stored: %s", model.description["file"], model.refused)
         elif model.whole:
@@ -434,7 +357,7 @@ class PrefixCache(BaseLlamaCache):
         return iter(keys[:last])
 
     def _fetched(
-        self, model: _Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
+        self, model: Model, keys: list[BlockKey], stored: list[BlockKey], tokens: Sequence[int], live: int
     ) -> dict[BlockKey, Block]:
         """Fetch blocks after the `stored` ones of `keys` from the shared tier, and append their keys to `stored`."""
         if self.shared is None:
@@ -445,25 +368,25 @@ class PrefixCache(BaseLlamaCache):
             # States after 1, 2, 4, 8… blocks and after the last are stored; use the longest one.
             wanted = [key for key in missing if key is keys[-1] or not (key.index + 1) & key.index]
             one = next((blocks for key in reversed(wanted) if (blocks := self.shared.fetch([key], until))), [])
-            if not one or not _is_of(model, keys, *one[0]):
+            if not one or not is_of(model, keys, *one[0]):
                 return {}
             stored += [key for key in missing if key.index <= one[0][0].index]
             return dict(one)
         if max(live, len(stored) * BLOCK_TOKENS) + LEAST_TOKENS > len(tokens):
             return {}
-        fetched = dict(takewhile(lambda one: _is_of(model, keys, *one), self.shared.fetch(missing, until)))
+        fetched = dict(takewhile(lambda one: is_of(model, keys, *one), self.shared.fetch(missing, until)))
         stored += fetched
         parent = stored[-1].name if stored else model.root
-        links = _links(parent, tokens[len(stored) * BLOCK_TOKENS :])
+        links = links_of(parent, tokens[len(stored) * BLOCK_TOKENS :])
         if links and self.store.newest(model.name, links, len(stored)) is None:
             partial = self.shared.newest(model.name, links, len(stored), until)
-            fetched |= [partial] if partial and _is_of(model, keys, *partial) else []
+            fetched |= [partial] if partial and is_of(model, keys, *partial) else []
         return fetched
 
-    def _read(self, model: _Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
+    def _read(self, model: Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
         """Return the block `key`, one of `keys` or their successor; None if it is missing, or invalid and removed."""
         block = fetched.get(key) or self.store.read(key)
-        if block is None or (_is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
+        if block is None or (is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
             return block
         self.store.drop([key])
         return None
@@ -481,14 +404,14 @@ class PrefixCache(BaseLlamaCache):
         return True
 
     def _whole(
-        self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
+        self, model: Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """Like `_joined`, for a whole state."""
         block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
     def _joined(
-        self, model: _Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
+        self, model: Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """Join `keys`, and the beginning of a block after them that matches `tokens`, to one state.
 
@@ -497,11 +420,11 @@ class PrefixCache(BaseLlamaCache):
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS
-        links = _links(keys[-1].name if keys else model.root, tokens[at:])
+        links = links_of(keys[-1].name if keys else model.root, tokens[at:])
         partial_key = next((key for key in fetched if key.index == len(keys)), None)
         partial_key = partial_key or self.store.newest(model.name, links, len(keys))
         partial = self._read(model, keys, partial_key, fetched) if partial_key else None
-        common = _common(np.asarray(partial.tokens, np.intc), tokens[at:]) if partial else 0
+        common = common_length(np.asarray(partial.tokens, np.intc), tokens[at:]) if partial else 0
         if common < LEAST_TOKENS:
             partial, common = None, 0
         if at + common <= live:
@@ -534,9 +457,9 @@ class PrefixCache(BaseLlamaCache):
             return None, 0, keys[: placed.index(False)]
         return joined.data, joined.tokens, [*keys, partial_key] if partial_key and partial else keys
 
-    def _evaluated(self, llama: Llama, model: _Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
+    def _evaluated(self, llama: Llama, model: Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
         """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the context."""
-        live = _common(llama.input_ids[: llama.n_tokens], tokens)
+        live = common_length(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
             llama.reset()  # a whole state cannot be shortened
             live = 0
@@ -561,7 +484,7 @@ class PrefixCache(BaseLlamaCache):
                     self._writer.put(Task(model, list(made), list(tokens[:at]), size, made.__getitem__))
         return live
 
-    def _account(self, model: _Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
+    def _account(self, model: Model, keys: list[BlockKey], tokens: int, size_bytes: int, seconds: float) -> None:
         with self._counting:
             counters = self.counters
             counters.hits += 1
@@ -571,140 +494,6 @@ class PrefixCache(BaseLlamaCache):
             counters.saved_s += max(0.0, tokens * model.token_s - seconds)
         with contextlib.suppress(OSError):  # the directory may be removed; the restored state is valid
             self.store.used(keys, tokens, size_bytes)
-
-
-class _Writer:
-    """A thread that writes blocks from a queue, which is limited to `most_bytes` and half of the available memory.
-
-    Tasks that do not fit are dropped. `_changed` guards the queue.
-    """
-
-    def __init__(self, store: BlockStore, shared: SharedTier | None, counters: PrefixCounters, most_bytes: int) -> None:
-        self._store, self._shared, self._counters, self._most = store, shared, counters, most_bytes
-        self._changed = threading.Condition()
-        self._tasks: deque[Task] = deque()
-        self._pending: set[BlockKey] = set()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._reported: dict[str, tuple[float, int]] = {}  # by kind: time of the last log line, failures since
-
-    def has(self, key: BlockKey) -> bool:
-        """Return whether `key` is queued."""
-        return key in self._pending
-
-    def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
-        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first use.
-
-        If the queue or the memory is full, count `blocks` as dropped and return None. The memory is mapped separately,
-        because the heap would not return it to the kernel.
-        """
-        with self._changed:
-            why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"
-            if why == "memory is short" and size_bytes <= tightest().spare_bytes // 2:
-                with contextlib.suppress(OSError, MemoryError):
-                    return huge_memory(size_bytes + more_bytes)
-            self._drop(blocks, why, why)
-            return None
-
-    def make_room(self, size_bytes: int) -> bool:
-        """Drop tasks, the newest first, until `size_bytes` of memory are available; return whether they are."""
-        with self._changed:
-            # The first task is being written, so its memory is in use.
-            while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:
-                task = self._tasks.pop()
-                self._end(task)
-                self._drop(len(task.keys), "memory is short", "memory is short")
-            return not is_short
-
-    def _is_full(self, size_bytes: int) -> bool:
-        return bool(self._tasks) and sum(other.size_bytes for other in self._tasks) + size_bytes > self._most
-
-    def _drop(self, blocks: int, kind: str, why: object) -> None:
-        """Count blocks that are not stored, and log why."""
-        self._counters.dropped_blocks += blocks
-        self.report(kind, "a prompt was not stored: %s", why)
-
-    def report(self, kind: str, message: str, why: object) -> None:
-        """Log a failure, at most one of its `kind` in LOG_S; the next line has the number of failures left out."""
-        with self._changed:
-            logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
-            if time.monotonic() - logged_s < LOG_S:
-                self._reported[kind] = (logged_s, left_out + 1)
-                return
-            self._reported[kind] = (time.monotonic(), 0)
-            log.warning(message + " (%d more since the last line)" * bool(left_out), why, *([left_out] if left_out else []))
-
-    def put(self, task: Task) -> None:
-        """Queue `task`, or drop it."""
-        with self._changed:
-            if self._closed or self._is_full(task.size_bytes):
-                task.is_done = True
-                why = "closed" if self._closed else "the queue is full"
-                self._drop(len(task.keys), why, why)
-                return
-            self._tasks.append(task)
-            self._pending.update(task.keys)
-            if self._thread is None or not self._thread.is_alive():  # a forked process does not have it
-                self._thread = threading.Thread(target=self._run, name="llmcache-prefix", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)
-            self._changed.notify_all()
-
-    def _end(self, task: Task) -> None:
-        task.is_done = True
-        task.block = _no_block  # to release the state
-        self._pending.difference_update(task.keys)
-        self._changed.notify_all()
-
-    def flush(self, timeout_s: float | None) -> bool:
-        """Wait up to `timeout_s` until the queue is empty; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._tasks, timeout_s)
-
-    def close(self) -> None:
-        """Write the queued tasks, and end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            atexit.unregister(self.close)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._closed)
-                if not self._tasks:
-                    return
-                task = self._tasks[0]
-            written = 0
-            try:
-                self._store.describe(task.model.name, {**task.model.description, "token_s": task.model.token_s})
-                used_ns = self._store.used(_keys(task.model, task.tokens, part=True))
-                for key in task.keys:
-                    self._counters.stored_bytes += self._write(task, key, used_ns)
-                    written += 1
-            except (LlmcacheError, OSError, MemoryError) as error:
-                self.report(type(error).__name__, "a prompt was not stored: %s", error)
-            except Exception:  # a bug here must end neither storing nor generation
-                log.exception("%d blocks were not stored", len(task.keys) - written)
-            with self._changed:
-                self._counters.stored_blocks += written
-                self._counters.dropped_blocks += len(task.keys) - written
-                self._end(self._tasks.popleft())
-            del task  # to release the memory of its state
-
-    def _write(self, task: Task, key: BlockKey, used_ns: int) -> int:
-        block, links = task.block(key), list[str]()
-        if key.kind != WHOLE:
-            before = _keys(task.model, task.tokens[: key.index * BLOCK_TOKENS])[-1:]
-            if before and before[0] not in self._store:
-                raise MissingRequirement(f"{key.file}: the previous block was evicted: the prompt is larger than the limit")
-            links = _links(before[0].name if before else task.model.root, block.tokens)
-        written = self._store.write(key, block, links, used_ns)
-        if self._shared is not None and task.pushed:
-            self._shared.push(key, block, links)
-        return written
 
 
 def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
@@ -720,92 +509,130 @@ def _copied(llama: Llama, memory: Bytes) -> Bytes:
     return memory[: llama_cpp.llama_state_get_data(llama.ctx, memory.ctypes.data_as(_U8), len(memory))]
 
 
-def _no_block(key: BlockKey) -> Block:
-    raise ValueError(f"{key.file}: the state was given back")
-
-
-def _describe(llama: Llama) -> _Model:
-    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError.
-
-    Files are identified by all of their bytes, not by name or time, so a copy on another machine has the same fingerprint.
-    """
-    paths = [*shard_names(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
-    metadata, handle = llama.metadata, llama.model
-    context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
-    # Some models have two sets of rope factors: for contexts up to a length (default: that of training), and for longer.
-    if any(".rope.scaling." in key for key in metadata) or context["yarn_orig_ctx"]:
-        context["n_ctx"] = llama.n_ctx()
-    else:
-        context["n_ctx"] = llama.n_ctx() > llama_cpp.llama_model_n_ctx_train(handle)
-    description: dict[str, Any] = {
-        "format": FORMAT,
-        "file": os.path.basename(llama.model_path),
-        "architecture": metadata.get("general.architecture", ""),
-        "name": metadata.get("general.name", ""),
-        "lora": [llama.lora_scale] if llama.lora_path else None,
-        "overrides": repr(llama.kv_overrides),
-        "context": context,
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("LLAMA_ATTN")},
-        "library": ["llama-cpp-python", llama_cpp.__version__, llama_cpp.LLAMA_STATE_SEQ_VERSION],
-        "block_tokens": BLOCK_TOKENS,
-    }
-    whole = bool(llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle))
-    whole |= llama_cpp.llama_model_n_swa(handle) > 0 and not llama.context_params.swa_full
-    if hasattr(llama.chat_handler, "clip_model_path"):
-        return _Model(description, whole, "prompts with images cannot be identified by their tokens")
-    if llama.context_params.embeddings:
-        return _Model(description, whole, "the model computes embeddings")
-    files = tuple(FileIdentity(path) for path in paths)
-    # llama.cpp records the monotonic time at which it started to load.
-    loaded_ns = time.time_ns() - time.monotonic_ns() + int(llama_cpp.llama_perf_context(llama.ctx).t_start_ms * 1e6)
-    replaced = [f"{os.path.realpath(path)} (deleted)" for path in paths]
-    maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    if any(file.stamp.ctime_ns > loaded_ns for file in files) or any(name in maps for name in replaced):
-        return _Model(description, whole, "the file was changed or replaced after it was loaded")
-    return _Model(description, whole, files=files)
-
-
-def _keys(model: _Model, tokens: Sequence[int], part: bool = False) -> list[BlockKey]:
-    """Return the keys of all whole blocks of `tokens`; with `part`, also of the rest if it has LEAST_TOKENS."""
-    ids: NDArray[np.int32] = np.asarray(tokens, np.dtype("<i4"))
-    name, keys = model.root, []
-    for start in range(0, len(ids), BLOCK_TOKENS):
-        block = ids[start : start + BLOCK_TOKENS]
-        if len(block) < BLOCK_TOKENS and (not part or len(block) < LEAST_TOKENS):
-            break
-        name = _name(name, block)
-        kind = PART if len(block) < BLOCK_TOKENS else WHOLE if model.whole else CUT
-        keys.append(BlockKey(model.name, name, start // BLOCK_TOKENS, kind))
-    return keys
-
-
-def _name(parent: str, ids: NDArray[np.int32]) -> str:
-    """Return the name of the block with the tokens `ids` that follows the block `parent`."""
-    return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
-
-
-def _is_of(model: _Model, keys: Sequence[BlockKey], key: BlockKey, block: Block) -> bool:
-    """Return whether the tokens of `block` give the name in `key`, which is one of `keys` or their successor."""
-    parent = keys[key.index - 1].name if key.index else model.root
-    return _name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name
-
-
-def _links(parent: str, tokens: Sequence[int]) -> list[str]:
-    """Return the links to blocks after `parent` that begin like `tokens`, the longest beginning first."""
-    ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
-    prefixes = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
-    return [hashlib.blake2b(prefix, digest_size=20, person=b"link").hexdigest() for prefix in prefixes]
-
-
-def _common(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    length = min(len(have), len(tokens))
-    differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
-    return int(differ[0]) if len(differ) else length
-
-
 def _bytes(size: str | int) -> int:
     return size if isinstance(size, int) else parse_size(size)
+
+
+class AttachedCache(BaseLlamaCache):
+    """The cache of `llama`, which stores prompts in the PrefixCache `cache` and has its public attributes."""
+
+    def __init__(self, cache: PrefixCache, llama: Llama) -> None:
+        super().__init__(cache.capacity_bytes)
+        self._cache, self._llama = cache, weakref.ref(llama)
+        self._completing = self._echoes = False
+        self._answer_tokens = 0
+        self._prompt: Sequence[int] | None = None  # a prompt that was looked up and is not evaluated yet
+        self._stored: Task | None = None  # the task that stores the prompt, while its answer is generated
+        self._scored = 0  # tokens whose scores have memory already
+        for name in _REPLACED:
+            setattr(llama, name, getattr(self, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+    def detach(self, llama: Llama) -> None:
+        """Restore the original methods of `llama`."""
+        for name in _REPLACED:
+            vars(llama).pop(name, None)
+
+    def _owner(self) -> Llama:
+        llama = self._llama()
+        if llama is None:
+            raise ReferenceError("the Llama of this cache was deleted")
+        return llama
+
+    # The interface of BaseLlamaCache
+
+    @property
+    def cache_size(self) -> int:
+        return self._cache.cache_size
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Restore the longest stored prefix of `key`, and return its tokens; KeyError if there is none.
+
+        The returned state has only the tokens that the Llama then holds, so the Llama does not load it.
+        """
+        llama = self._owner()
+        self._prompt, self._stored = key, None
+        self._make_room(llama, len(key))
+        if llama._logits_all and self._echoes:
+            llama.reset()  # it may have tokens that were restored without their scores
+            raise KeyError("the request needs the scores of the prompt's tokens, which are not stored")
+        self._prompt = None  # restoring may evaluate
+        try:
+            restored = self._cache.restore(llama, key)
+        except (LlmcacheError, OSError, MemoryError) as error:
+            log.warning("nothing was restored: %s", error)
+            restored = 0
+        self._prompt = key
+        if not restored:
+            raise KeyError("no stored prefix is longer than the one in the context")
+        return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a prefix of the tokens `key` is stored."""
+        return isinstance(key, Sequence) and self._cache.has_prefix(self._owner(), key)
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Store the blocks of `value` that are not stored yet; the tokens are those of `value`, not `key`."""
+        self._cache.keep(self._owner(), value)
+
+    # Replaced methods of the Llama
+
+    def _create_completion(self, *args: Any, **named: Any) -> Iterator[Any]:
+        llama = self._owner()
+        self._echoes = bool(named.get("echo")) and named.get("logprobs") is not None
+        self._answer_tokens = max(0, named.get("max_tokens") or 0)
+        completion = type(llama)._create_completion(llama, *args, **named)
+        del llama  # so that it can be deleted while the client reads the answer
+        try:
+            while True:
+                self._completing = True
+                try:
+                    part = next(completion)
+                except StopIteration:
+                    return
+                finally:
+                    self._completing = False
+                yield part
+        finally:
+            completion.close()
+            self._echoes, self._stored = False, None
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens, and store the prompt if they are the rest of one that was looked up."""
+        llama, (prompt, self._prompt) = self._owner(), (self._prompt, None)
+        evaluate: Callable[[Llama, Sequence[int]], None] = type(llama).eval
+        is_prompt = prompt is not None and self._completing and self._cache.cuts(llama, len(prompt))
+        if is_prompt and len(tokens) > 1:
+            evaluate(llama, tokens[:-1])
+        evaluate(llama, tokens[-1:] if is_prompt else tokens)
+        if llama.n_tokens > self._scored + GROWTH_TOKENS - 1:
+            self._scored = llama.n_tokens
+            self._make_room(llama, llama.n_tokens)
+        if is_prompt and len(tokens) >= EARLY_TOKENS:
+            self._stored = self._cache.keep_prompt(llama, self._answer_tokens or llama.n_ctx())
+
+    def save_state(self) -> LlamaState:
+        """Return the state of the Llama; during a completion without scores, and empty if all blocks are stored."""
+        llama = self._owner()
+        if not self._completing:
+            return type(llama).save_state(llama)
+        stored, self._stored = self._stored, None
+        return self._cache.handed(llama, stored)
+
+    def _make_room(self, llama: Llama, tokens: int) -> None:
+        """Drop queued prompts if the scores of `tokens`, and of GROWTH_TOKENS more, need their memory.
+
+        With logits_all, `Llama` has a row of scores for each token, and llama.cpp one for each token of a batch; both use
+        memory only from the first access on.
+        """
+        if llama._logits_all:
+            tokens = min(tokens + GROWTH_TOKENS, llama.n_ctx())
+            rows = [min(count, llama.n_ctx()) + min(count, llama.n_batch) for count in (self._scored, tokens)]
+            self._cache.make_room(max(0, rows[1] - rows[0]) * llama.scores.shape[1] * _SCORE_BYTES)
 
 
 _set_any_cache = Llama.set_cache

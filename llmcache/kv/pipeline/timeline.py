@@ -39,7 +39,6 @@ class Timeline:
         self._paused_ns = 0
 
     def now_ns(self) -> int:
-        """Return the time of the machine's clock, without pauses."""
         return time.perf_counter_ns() - self._paused_ns
 
     @contextmanager
@@ -81,22 +80,18 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans, ordered by their begin."""
         return sorted(self._spans, key=lambda span: (span.begin_ns, span.end_ns))
 
     @property
     def steps(self) -> list[int]:
-        """The decode steps that have spans, ascending."""
         return sorted({span.step for span in self._spans})
 
     def last_step(self) -> Timeline:
-        """Return a timeline with the spans of the last step."""
         made = Timeline(self.emulated)
         made._spans = [span for span in self._spans if span.step == self.steps[-1]]
         return made
 
     def clear(self) -> None:
-        """Remove all spans, for instance after a warm-up."""
         self._spans.clear()
 
     def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Policies of KV eviction. Each has a file, except those in `baselines`; the table below lists all."""
+"""Policies of KV eviction, by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ POLICIES: dict[str, str] = {
     "prefetch": "baselines:Prefetch",
     "leoam": "baselines:LeoAM",
     "hillinfer": "hillinfer:HillInfer",
-    "quest": "quest:Quest",
-    "icecache": "icecache:IceCache",
-    "mass": "mass:Mass",
+    "quest": "indexed:Quest",
+    "icecache": "indexed:IceCache",
+    "mass": "indexed:Mass",
     "oracle": "baselines:Oracle",
-    "kelle": "kelle:Kelle",
+    "kelle": "h2o:Kelle",
 }
 
 

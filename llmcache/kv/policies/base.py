@@ -97,6 +97,9 @@ class Remembered(Protocol):
     def size_bytes(self) -> int:
         """Memory in bytes."""
 
+    def bytes_at(self, tokens: int) -> int:
+        """Return the memory in bytes of one layer and sequence for `tokens` tokens."""
+
     def crop(self, tokens: int) -> None:
         """Remove the tokens from number `tokens` on."""
 
@@ -116,8 +119,12 @@ class TokenTable(Generic[Kind]):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all rows, including unused room."""
         return sum(table.nbytes for tables in self._tables for table in tables)
+
+    def bytes_at(self, tokens: int) -> int:
+        """Return the memory in bytes of one layer and sequence for `tokens` rows."""
+        table = self._tables[0][0]
+        return math.prod(table.shape[1:]) * table.itemsize * (tokens + max(SLACK, tokens // 8))
 
     def rows(self, layer: int, sequence: int, count: int) -> NDArray[Kind]:
         """Return a writable view of the first `count` rows [count, *shape]."""
@@ -232,6 +239,10 @@ class KvPolicy(ABC):
     def index_bytes(self) -> int:
         """Memory of the per-token state."""
         return sum(table.size_bytes for table in self.remembered)
+
+    def index_bytes_at(self, tokens: int) -> int:
+        """Return the memory of the per-token state of one layer and sequence for a context of `tokens` tokens, at most."""
+        return sum(table.bytes_at(tokens) for table in self.remembered)
 
     # For subclasses
 

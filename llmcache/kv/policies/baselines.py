@@ -15,7 +15,7 @@ from llmcache.kv.kernels import top, top_shared
 from llmcache.kv.pipeline import widened
 from llmcache.kv.pipeline.timeline import CPU, EVALUATE
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, one_of
-from llmcache.kv.policies.evaluation import HierarchicalEvaluation
+from llmcache.kv.policies.hillinfer import HierarchicalEvaluation
 from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
 PROMISING = 2
@@ -34,7 +34,6 @@ class Full(KvPolicy):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the middle."""
         return len(self.store.middle) * self.page_tokens
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
@@ -131,11 +130,9 @@ class Prefetch(KvPolicy):
     ahead = True
 
     def begin(self) -> None:
-        """See `KvPolicy.begin`."""
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the tokens whose keys have the best scores."""
         return Selection(self._evaluation.important(layer, queries, tokens))
 
 
@@ -158,21 +155,18 @@ class LeoAM(KvPolicy):
     ahead = True
 
     def begin(self) -> None:
-        """See `KvPolicy.begin`."""
         store, knobs = self.store, ScorerSettings(self.settings.combine, self.store.config.threads)
         self.indexes = PageIndexes(store, lambda first: ChunkScorer(store.shape, first, knobs))
         self.remembered.append(self.indexes)
         self._evaluation = HierarchicalEvaluation(self, parallel=False)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the best tokens of the promising pages."""
         self._index(layer)
         with self.timeline.span(CPU, EVALUATE, layer, self.store.step):
             pages = [self._pages(layer, sequence, of_sequence, tokens) for sequence, of_sequence in enumerate(queries)]
         return Selection(self._evaluation.important(layer, queries, tokens, pages))
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Compute the abstracts of pages that are now in the middle."""
         self._index(layer)
 
     def _index(self, layer: int) -> None:

@@ -1,16 +1,33 @@
-"""IndexedPolicy: the base class of policies with an index of keys: updates, padding, and layers without an index."""
+"""Policies with an index of keys: the base class IndexedPolicy, Quest, Mass and IceCache."""
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.arrays import Floats, Int64s
-from llmcache.kv.index.scorers import PageIndexes, Scorer
-from llmcache.kv.policies.base import KvPolicy, PolicySettings, setting
+from llmcache.errors import DataError
+from llmcache.kv.index.dci import DciSettings, load_indexes, path_of, save_indexes
+from llmcache.kv.index.scorers import (
+    SCORERS,
+    AutoScorer,
+    DciScorer,
+    ExactScorer,
+    PageIndexes,
+    QuestScorer,
+    Scorer,
+    ScorerSettings,
+    ValueSums,
+)
+from llmcache.kv.kernels import left_out, top, top_shared, weights
+from llmcache.kv.pipeline import widened
+from llmcache.kv.policies.base import KvPolicy, PolicySettings, one_of, setting
 from llmcache.kv.tiers import Selection, side_by_side
 
 
@@ -122,12 +139,213 @@ class IndexedPolicy(KvPolicy):
         return scorer.top(queries, count)
 
     def cropped(self, tokens: int) -> None:
-        """Follow the store, and discard choices."""
         super().cropped(tokens)
         self._choices.clear()
 
     def reordered(self, index: Int64s) -> None:
-        """Follow the store, and discard choices."""
         super().reordered(index)
         self._starts = self._starts[index]
         self._choices.clear()
+
+
+class Quest(IndexedPolicy):
+    """Quest: the pages whose keys could have the largest products, without reading the keys.
+
+        select:   bounds of all pages of the middle, from the smallest and largest number of each channel; the best pages
+        attended: summaries of the pages that have left the window
+
+    Summaries (2 of a page's 16 rows of keys, as float32) are in host memory.
+
+    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, sections 2.2 and 5.
+    Differs from Quest: there, the first two layers have full attention; here, only with `full_layers`.
+    """
+
+    name = "quest"
+    title = "Quest"
+    whole_pages = True
+
+    def begin(self) -> None:
+        knobs = ScorerSettings(combine=self.settings.combine, threads=self.store.config.threads)
+        self._use(lambda first: QuestScorer(self.store.shape, first, knobs))
+
+
+@dataclass(frozen=True)
+class MassSettings(IndexedSettings):
+    """Settings of Mass.
+
+    `scorer`: the stored form of keys: "rounded" to one byte per number, "packed" in two bits, or "exact". `allocation`: a
+    budget for the heads of a "layer" together, or for each "head". `mean_share` [0, 1]: share of the attention on tokens
+    that are not chosen that goes to the mean of all values; the rest goes to the chosen tokens.
+    """
+
+    scorer: str = one_of("rounded", ("rounded", "packed", "exact"))
+    allocation: str = one_of("layer", ("layer", "head"))
+    mean_share: float = setting(0.5, lambda share: 0 <= share <= 1, "use a share from 0 to 1")
+
+
+class Mass(IndexedPolicy):
+    """Attention mass: the tokens with the largest softmax weights, summed over the query heads of a key head.
+
+        select:   products of each query head with all keys of the index, and of sink, window and tail
+                  softmax over both; sums by key head; the best tokens of the middle, for all heads of a layer together
+        attended: the page that leaves the window is indexed
+
+    A query head with concentrated attention gets its tokens, because its weights are large there; a head with uniform
+    attention has small weights everywhere. With the largest product (IceCache, HillInfer), the head with the longest queries
+    would decide for all. Key heads share the layer's budget, so one with concentrated attention leaves a part of it to
+    others. If a choice serves several layers, each key head has its own budget. Sink and window are not reserved, because
+    their important tokens are chosen like any others.
+
+    A softmax over the chosen tokens alone would give them the weight of all tokens. Instead, half of the weight of the other
+    tokens goes to the mean of the values. This weight is what remains after the newest token: one that attends to itself
+    needs no others. If all of it went to the mean, a model's loss would be larger than without, because important tokens
+    that are not chosen differ from the mean.
+
+    Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over a
+    group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget; Ribar et
+    al., SparQ Attention, 2024, section 3, algorithm 1: the mean of the values. Differs from the first: single tokens are
+    chosen by their own keys, not blocks by compressed ones. Differs from the second: tokens are not lost, each step chooses
+    again, and a head gets at most twice its even part. Differs from the third: the mean gets half of the other weight, not
+    all. The softmax excludes the newest token, which is appended after the choice, and a model's cap of logits.
+    """
+
+    name = "mass"
+    title = "Attention mass"
+    sink_tokens = 0
+    window_tokens = 0
+    settings_class = MassSettings
+    settings: MassSettings
+
+    def begin(self) -> None:
+        shape, made = self.store.shape, SCORERS[self.settings.scorer]
+        knobs = ScorerSettings(threads=self.store.config.threads)
+        self._use(lambda first: made(shape, first, knobs))
+        self.values = PageIndexes(self.store, lambda first: ValueSums(shape, first))
+        if self.settings.mean_share:
+            self._feeds(self.values)
+
+    def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
+        """Return the tokens with the largest mass, or the choice of the anchor."""
+        keys, positions = self.store.pinned_keys(layer)
+        grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
+        self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
+        if self.first.any():
+            np.copyto(self._pinned, -np.inf, where=positions < self.first[:, None, None, None])
+        # By query head, see `Selection.missed`; 0 for a sequence of which all tokens are chosen.
+        self._missed, self._sums = np.zeros((2, *queries.shape[:2]), np.float32)
+        found = super().choose(layer, queries, tokens)
+        return Selection(found.positions, (self._missed, self._sums)) if self._missed.any() else found
+
+    def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
+        """Return the share of attention of the mean value, and that mean; see `KvPolicy.unseen`."""
+        if selection.missed is None:
+            return None
+        missed, sums = selection.missed
+        grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
+        newest = np.matmul(grouped, widened(keys).swapaxes(2, 3)).reshape(queries.shape[:2])
+        left = np.exp(-np.logaddexp(0, newest * np.float32(self.scale) - sums))  # without the newest token's share
+        none = np.zeros((self.kv_heads, self.store.shape.value_dim), np.float32)
+        means = np.stack([none if known is None else known.mean for known in self.values.found[layer]])
+        return np.float32(self.settings.mean_share) * left * missed, means
+
+    def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
+        """Return `count` tokens [kv_heads, count] of `scorer`, ascending."""
+        assert isinstance(scorer, ExactScorer)
+        inside = scorer.products(queries)
+        threads = self.store.config.threads
+        mass, sums = weights(inside, self._pinned[sequence], self.scale, threads)
+        shared = self.settings.allocation == "layer" and self.settings.anchor_every == 1
+        chosen = (top_shared if shared else top)(mass, count, threads)
+        if self.settings.mean_share:
+            self._missed[sequence], self._sums[sequence] = left_out(inside, chosen, threads).reshape(-1), sums.reshape(-1)
+        return chosen + scorer.first
+
+
+log = logging.getLogger("llmcache.kv")
+
+
+@dataclass(frozen=True)
+class IceCacheSettings(IndexedSettings):
+    """Settings of IceCache.
+
+    `scorer`: "dci", "exact", "rounded" (keys of one byte per number), "quest", or "auto", which measures whether the tree is
+    faster, and otherwise scans (see `policy.whys`). `whole_pages`: choose whole pages of the tree, as in the paper, instead
+    of the best keys. `dci`: settings of the tree.
+    """
+
+    scorer: str = one_of("auto", SCORERS)
+    whole_pages: bool = False
+    dci: DciSettings = field(default_factory=DciSettings)
+
+
+class IceCache(IndexedPolicy):
+    """IceCache: keys are clustered in DCI-trees, which grow as pages leave the window; queries descend the trees.
+
+        prefilled: a tree is built for each key head while the next layer computes
+        select:    the tokens that the trees find (algorithms 3 and 4), from the union over the queries of a key head
+        attended:  the page that leaves the window is inserted (algorithm 1, lines 27 to 37)
+
+    Trees are in host memory (see `DciIndex` for their size); keys and values are in the store's tiers.
+
+    Source: icecache.txt, section 4, appendix A and B, algorithms 1 to 4. Differs from the paper: pages of the tree are not
+    pages of the store, whose file only grows and serves all heads, so that the chosen rows are fetched individually in one
+    gather; all layers keep to the budget by default (the paper: `full_layers` 2); and the union is cut to the budget.
+    """
+
+    name = "icecache"
+    title = "IceCache"
+    settings_class = IceCacheSettings
+    settings: IceCacheSettings
+
+    def begin(self) -> None:
+        settings, made = self.settings, SCORERS[self.settings.scorer]
+        self.knobs = ScorerSettings(settings.combine, self.store.config.threads, settings.whole_pages, dci=settings.dci)
+        self._use(lambda first: made(self.store.shape, first, self.knobs))
+
+    @property
+    def whys(self) -> list[str]:
+        """For each layer, the scorer of its first sequence and the reason; empty for a layer without one."""
+        firsts = [row[0] for row in self.indexes.found]
+        return ["" if scorer is None else scorer.why for scorer in firsts]
+
+    # Saving trees next to the spill file
+
+    def saved(self) -> None:
+        """Replace the trees next to the spill file; MissingRequirement if that fails."""
+        if self.store.config.path is None:
+            return
+        found: dict[tuple[int, int, int], Any] = {}
+        for layer, row in enumerate(self.indexes.found):
+            for sequence, scorer in enumerate(row):
+                tree = scorer.used if isinstance(scorer, AutoScorer) else scorer
+                if isinstance(tree, DciScorer):
+                    found |= {(layer, sequence, head): index for head, index in enumerate(tree.indexes)}
+        save_indexes(path_of(self.store.config.path), found, self._identity())
+
+    def restored(self) -> None:
+        """Restore saved trees, unless the scorer needs none; a layer without a tree builds its own.
+
+        Trees that are damaged, or of another state of the spill file, are ignored with a log message, because they can be
+        rebuilt.
+        """
+        path = self.store.config.path
+        if path is None or self.settings.scorer not in ("dci", "auto") or not path_of(path).exists():
+            return
+        try:
+            found = load_indexes(path_of(path), self._identity())
+        except DataError as error:
+            log.warning("%s: the trees are rebuilt", error.message)
+            return
+        for layer, sequence in {place[:2] for place in found}:
+            tree = DciScorer(self.store.shape, int(self._starts[sequence]), self.knobs)
+            tree.indexes = [found[layer, sequence, head] for head in range(self.kv_heads)]
+            tree.end = tree.first + len(tree.indexes[0])
+            self.indexes.found[layer][sequence] = tree
+        self.indexes.crop(self.store.length)  # the window may be larger than before
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the properties that an index and a store must share: shape, number and ids of tokens, padding, and sink."""
+        store = self.store
+        ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
+        identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}
+        return {**identity, "ids": ids, "first": self.first.tolist(), "sink": store.config.sink_pages}

@@ -105,7 +105,6 @@ class FileIdentity:
 
     @property
     def hashed_bytes(self) -> int:
-        """Number of bytes hashed so far."""
         return _hasher.job(self.path, self.stamp).hashed_bytes
 
 
@@ -175,7 +174,7 @@ def _explained() -> Iterator[None]:
 
 
 def _hash(job: _Job) -> str:
-    """Return the digest of a file, and save it. MissingRequirement: the file changed meanwhile, or cannot be read."""
+    """Return the digest of a file, and save it. MissingRequirement: the file changed during the read, or cannot be read."""
     if abs(time.time_ns() - job.stamp.ctime_ns) < TICK_NS:
         time.sleep(TICK_NS / 1e9)
     digest, size, logged_s = hashlib.blake2b(digest_size=32), job.stamp.size_bytes, time.monotonic()

@@ -53,12 +53,12 @@ class SharedTier:
                 address, socket_timeout=deadline_s, socket_connect_timeout=deadline_s, retry=None
             )
         except ValueError as error:
-            raise UsageError(f"shared: {error}", "write, for example: redis://host:6379/0") from None
+            raise UsageError(f"shared: {error}", "for example redis://host:6379/0") from None
         self._silent_until = 0.0
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Return the blocks of `keys` in order, up to the first that is missing or damaged, or would arrive after `until_s`.
+        """Return the blocks of `keys` in order, up to the first one that is missing, damaged, or not received by `until_s`.
 
         `until_s` is a time of `time.monotonic()`.
         """
@@ -97,7 +97,6 @@ class SharedTier:
         self.pushed_blocks += bool(self._asked(put, time.monotonic() + self.deadline_s))
 
     def close(self) -> None:
-        """Close the connections."""
         self._redis.close()
 
     def _block(self, key: BlockKey, until_s: float) -> Block | None:

@@ -50,7 +50,6 @@ class Strip(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
         return self.cell_bytes * self.lines
 
     def lines_in(self, data: Bytes, at: int, tokens: int) -> NDArray[np.uint8]:
@@ -75,7 +74,6 @@ class StateLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
         return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
 
     def to_json(self) -> list[list[object]]:

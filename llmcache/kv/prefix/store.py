@@ -1,7 +1,7 @@
 """BlockStore: a directory with one file for each block, which several processes read and write at once.
 
     DIR/lock                          used bytes and the newest time of use, changed only under its lock (flock)
-    DIR/MODEL/model.json, uses        what the fingerprint MODEL was computed from; counters of restores
+    DIR/MODEL/model.json, uses        the input of the fingerprint MODEL; counters of restores
     DIR/MODEL/NAME-INDEX.kv           a block; INDEX counts from 0, NAME is a hash of all tokens up to its end
     DIR/MODEL/NAME-INDEX.part         the last block of a prompt, with fewer tokens
     DIR/MODEL/NAME-INDEX.state        a whole state that ends with this block, for states that cannot be cut
@@ -90,12 +90,10 @@ class BlockKey:
 
     @property
     def base(self) -> str:
-        """Name of the block's file."""
         return f"{self.name}-{self.index}.{self.kind}"
 
     @property
     def file(self) -> str:
-        """Path of the block's file, relative to the store's directory."""
         return f"{self.model}/{self.base}"
 
 
@@ -118,7 +116,7 @@ class Entry:
 
 
 class Uses(NamedTuple):
-    """Totals of what was restored for one model."""
+    """Totals of the restores of one model."""
 
     restores: int = 0
     restored_tokens: int = 0
@@ -127,7 +125,7 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Summary of one model in a store: its blocks, their size and ages, and what was restored."""
+    """Summary of one model in a store: its blocks, their size and ages, and the totals of its restores."""
 
     fingerprint: str
     file: str  # name of the model's file; empty if `model.json` is missing
@@ -144,7 +142,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Totals of a prune: what it removed, and what remains."""
+    """Totals of a prune: the removed and the remaining blocks."""
 
     removed_blocks: int
     removed_bytes: int
@@ -192,9 +190,9 @@ class BlockStore:
                 self._sweep()
                 self._evict(account, 0)
         except FileExistsError:
-            raise UsageError(f"{self.directory}: not a directory", "name a directory for the blocks") from None
+            raise UsageError(f"{self.directory}: not a directory", "give a directory for the blocks") from None
         except OSError as error:
-            raise MissingRequirement(f"{self.directory}: {error.strerror}", "name a writable directory") from None
+            raise MissingRequirement(f"{self.directory}: {error.strerror}", "give a writable directory") from None
 
     # Reading
 
@@ -383,13 +381,12 @@ class BlockStore:
         return freed
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Remove blocks."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
-        """Remove the blocks of `model` (None: of all models), and return what was removed. OSError.
+        """Remove the blocks of `model` (None: of all models), and return the totals. OSError.
 
         With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently used
         ones until at most that many bytes remain; without both, all. Metadata of models without blocks is removed too.
@@ -408,7 +405,6 @@ class BlockStore:
     # Listing
 
     def entries(self) -> list[Entry]:
-        """Return all stored blocks, unsorted."""
         found = []
         for model in self.models():
             for item in self._files(model):
@@ -420,7 +416,6 @@ class BlockStore:
         return found
 
     def models(self) -> list[str]:
-        """Return the fingerprints of the models that have a directory."""
         with os.scandir(self.directory) as listing:
             return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
 
@@ -433,7 +428,7 @@ class BlockStore:
         return described if isinstance(described, dict) else {}
 
     def uses(self, model: str) -> Uses:
-        """Return the totals of what was restored for `model`."""
+        """Return the totals of the restores of `model`."""
         try:
             return Uses(*_USES.unpack(self._small_file(model, "uses")))
         except (OSError, struct.error):
@@ -535,7 +530,6 @@ class BlockStore:
                 os.rmdir(self.directory / model)
 
     def _sweep(self) -> None:
-        """Remove the temporary files of dead writers."""
         for model in self.models():
             for item in self._files(model):
                 if not _TEMPORARY.fullmatch(item.name):
@@ -623,7 +617,7 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
     if len(found) != 1:
         matched = "several models" if found else "no model"
         known = ", ".join(f"{model.fingerprint[:8]} ({model.file})" for model in found or models)
-        raise UsageError(f"'{name}' matches {matched}", f"name one by its fingerprint: {known}" if known else None)
+        raise UsageError(f"'{name}' matches {matched}", f"give a fingerprint: {known}" if known else None)
     return found[0]
 
 
@@ -692,7 +686,7 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
     while start < end:
         count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)
         if not count:
-            raise DataError(f"{where}: is cut off")
+            raise DataError(f"{where}: truncated")
         yield buffer[:count]
         start += count
 
@@ -706,7 +700,7 @@ def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
         while len(view):
             view = view[os.write(copy_to, view) :]
     if sum_.result() != crc:
-        raise DataError(f"{raw.path}: its checksum is wrong")
+        raise DataError(f"{raw.path}: wrong checksum")
 
 
 def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:

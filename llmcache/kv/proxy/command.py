@@ -47,7 +47,7 @@ def start(directory: str, limits: Limits, words: Sequence[str], listen: str | No
     options = Options(words[1:], os.environ)
     addresses = [address_of(listen)] if listen else options.addresses
     if options.unsupported:
-        raise UsageError(f"{options.unsupported}: the proxy does not serve it", "start it for one model, without TLS")
+        raise UsageError(f"{options.unsupported}: not supported by the proxy", "start it for one model, without TLS")
     program, store = resolve(words[0], os.environ.get("PATH")), limits.store(directory)
     spool = store.directory / SPOOL
     with _explained(spool):
@@ -95,16 +95,17 @@ def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str
     except ValueError:
         behind = Address("", 0)
     if parts.scheme not in ("", "http") or not behind.host:
-        raise UsageError(f"--url: '{url}' is no address of a server", "name it as http://127.0.0.1:8080")
+        raise UsageError(f"--url: '{url}' is not the address of a server", "for example http://127.0.0.1:8080")
     addresses = [address_of(listen or f"{LOOPBACK}:{DEFAULT_PORT}")]
     if addresses[0].port == behind.port:
-        raise UsageError(f"--listen: port {behind.port} is the server's own", "name another: --listen 127.0.0.1:8081")
+        hint = "choose another, for example --listen 127.0.0.1:8081"
+        raise UsageError(f"--listen: port {behind.port} is used by the server", hint)
     options = process_at(behind).options
     if options.unsupported:
-        raise UsageError(f"{options.unsupported}: the proxy does not serve it", "start it for one model, without TLS")
+        raise UsageError(f"{options.unsupported}: not supported by the proxy", "start it for one model, without TLS")
     saved = options.value("--slot-save-path", variable="LLAMA_ARG_SLOT_SAVE_PATH")
     if saved is None:
-        raise UsageError("the server saves no slots", "start it with --slot-save-path DIR, and name DIR by --slots-dir")
+        raise UsageError("the server does not save slots", "start it with --slot-save-path DIR, and give DIR as --slots-dir")
     store = limits.store(directory)
     with _explained(Path(slots_dir)):
         spooled = Spool(Path(slots_dir))
@@ -125,13 +126,12 @@ async def _until_signal(proxy: Proxy, addresses: Sequence[Address], options: Opt
 
 @contextlib.asynccontextmanager
 async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options) -> AsyncIterator[None]:
-    """Serve clients and watch the server while the context is open."""
     servers = []
     for address in addresses:
         try:
             servers.append(await proxy.listen(address))
         except OSError as error:
-            hint = "name another --port, or end what listens there"
+            hint = "choose another --port, or stop the program that uses this one"
             raise MissingRequirement(f"cannot listen at {address}: {error.strerror}", hint) from None
         bound = servers[-1].sockets[0].getsockname()
         say(f"listening at http://{Address(bound[0], bound[1])} for the server at {proxy.address}")
@@ -180,7 +180,7 @@ def _summarize(proxy: Proxy) -> None:
     text = (
         f"requests: {own.requests:,}; restored: {own.hits:,} ({own.reused_tokens:,} tokens reused); stored: {own.stored:,}"
     )
-    say(text + (f"; passed on: {passed}" if passed else ""))
+    say(text + (f"; forwarded without a look-up: {passed}" if passed else ""))
 
 
 def address_of(text: str) -> Address:
@@ -188,7 +188,7 @@ def address_of(text: str) -> Address:
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or LOOPBACK
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"--listen: '{text}' is no address", "name it as 127.0.0.1:8080")
+        raise UsageError(f"--listen: '{text}' is not an address", "for example 127.0.0.1:8080")
     return Address(host, int(port))
 
 
@@ -203,4 +203,4 @@ def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MissingRequirement(f"{directory}: {error.strerror}", "name a writable directory") from None
+        raise MissingRequirement(f"{directory}: {error.strerror}", "give a writable directory") from None

@@ -1,7 +1,7 @@
 """HTTP/1.1 over asyncio's streams, for a proxy that forwards bodies unchanged.
 
 Each request to the upstream server has its own connection, with `Connection: close`. An answer ends with its connection, and
-closing the connection tells the server that the client has disconnected.
+when a client disconnects, its connection to the server is closed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
-        """Parse a head without the empty line at its end. BadRequest."""
         line, *rest = data.split(b"\r\n")
         headers = []
         for each in rest:
             name, colon, value = each.partition(b":")
             if not colon or not name or name != name.strip():
-                raise BadRequest("a header cannot be understood")
+                raise BadRequest("malformed header")
             headers.append((name, value.strip()))
         return cls(line, headers)
 
@@ -63,17 +62,16 @@ class Head:
         length, coding = self.get("Content-Length"), self.get("Transfer-Encoding")
         if coding is not None:
             if length is not None or coding.lower() != "chunked":
-                raise BadRequest("the length of the body is not clear")
+                raise BadRequest("ambiguous length of the body")
             return None
         if length is None:
             return 0
         if not length.isascii() or not length.isdigit():
-            raise BadRequest("Content-Length is no number")
+            raise BadRequest("Content-Length is not a number")
         return int(length)
 
     @property
     def status(self) -> int:
-        """Status code of an answer. BadRequest."""
         try:
             return int(self.line.split(b" ", 2)[1])
         except (IndexError, ValueError):
@@ -93,17 +91,14 @@ class Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body was read."""
         return self.parts is None
 
     @property
     def path(self) -> str:
-        """Path of the target without the query."""
         return self.target.partition("?")[0]
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the client may send another request on the connection."""
         connection = (self.head.get("Connection") or "").lower()
         return "close" not in connection and (self.version == "HTTP/1.1" or "keep-alive" in connection)
 
@@ -133,10 +128,10 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
         data = await reader.readuntil(_END)
     except asyncio.IncompleteReadError as error:
         if error.partial.strip():
-            raise BadRequest("it ends within its headers") from None
+            raise BadRequest("the headers are incomplete") from None
         return None
     except asyncio.LimitOverrunError:
-        raise BadRequest("its headers are too long") from None
+        raise BadRequest("the headers are too long") from None
     return Head.parse(data.lstrip(b"\r\n")[: -len(_END)])
 
 
@@ -147,7 +142,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
         return None
     words = head.line.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise BadRequest("its first line cannot be understood")
+        raise BadRequest("malformed first line")
     method, target, version = words
     return Request(head, method, target, version, body_parts(reader, head))
 
@@ -167,7 +162,7 @@ async def body_parts(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[
             left -= len(part)
             yield part
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-        raise BadRequest("the body cannot be understood") from None
+        raise BadRequest("malformed body") from None
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

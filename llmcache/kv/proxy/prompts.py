@@ -58,12 +58,12 @@ def tokens_of(path: Path) -> Tokens:
     with open(path, "rb") as file:
         magic, _, count = _HEAD.unpack((file.read(_HEAD.size) + bytes(_HEAD.size))[: _HEAD.size])
         if magic != _MAGIC or not 0 < count < _MOST_TOKENS:
-            raise DataError(f"{path.name}: its form is not known")
+            raise DataError(f"{path.name}: unknown format")
         words = np.fromfile(file, np.dtype("<i4"), count).astype(np.int32)
     if len(words) == count > 3 and tuple(words[:2]) == _PACKED and words[2] == count - 4 and words[-1] == 0:
         words = words[3:-1]
     if len(words) not in (count, count - 4) or not len(words) or (words < 0).any():  # negative: an image, or another format
-        raise DataError(f"{path.name}: its form is not known")
+        raise DataError(f"{path.name}: unknown format")
     return words
 
 
@@ -91,13 +91,12 @@ class StoredPrompts:
         return max(found, key=self.usable, default=None)
 
     def usable(self, found: Found) -> int:
-        """Estimate how many tokens of the state can be used."""
         if self.states_only and found.common < len(found.tokens):
             return found.common // 2  # from a checkpoint of the server, if there is one
         return found.common
 
     def _known(self) -> list[tuple[BlockKey, Tokens]]:
-        """Return all stored prompts, including those that other processes have stored meanwhile."""
+        """Return all stored prompts, including those of other processes."""
         names = set()
         with contextlib.suppress(OSError):
             names = set(os.listdir(self.store.directory / self.fingerprint))
@@ -135,13 +134,12 @@ class StoredPrompts:
             return 0
         return size
 
-    def note_use(self, found: Found, tokens: int, size_bytes: int) -> None:
+    def record_use(self, found: Found, tokens: int, size_bytes: int) -> None:
         """Record that `tokens` of a stored prompt were restored."""
         with contextlib.suppress(OSError):
             self.store.used([found.key], tokens, size_bytes)
 
     def drop(self, found: Found) -> None:
-        """Remove a stored prompt that the server rejects."""
         self.store.drop([found.key])
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
@@ -164,7 +162,7 @@ class StoredPrompts:
 def room(store: BlockStore, size_bytes: int) -> str:
     """Return why a state of about `size_bytes` cannot be stored; an empty string if it can."""
     if size_bytes > store.limit_bytes:
-        return "it does not fit the limit"
+        return "it exceeds --limit"
     try:
         status = os.statvfs(store.directory)
     except OSError as error:
@@ -216,7 +214,6 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove the files of this process."""
         with contextlib.suppress(OSError):
             self._sweep_own()
 

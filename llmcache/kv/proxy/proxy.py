@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.kv.prefix.metrics import openmetrics
+from llmcache.kv.prefix import openmetrics
 from llmcache.kv.prefix.store import BlockStore
 from llmcache.kv.proxy import http
 from llmcache.kv.proxy.http import Address, Answer, BadRequest, Request
@@ -102,7 +102,6 @@ class Served:
     failed_saves: int = 0  # consecutive failures
 
     def learn(self, timings: dict[str, Any]) -> None:
-        """Update the speed of evaluation from the timings of an answer."""
         with contextlib.suppress(KeyError, TypeError):
             if timings["prompt_n"] >= LEAST_NEW:
                 self.token_s = timings["prompt_ms"] / 1e3 / timings["prompt_n"]
@@ -272,31 +271,30 @@ class Proxy:
             prompt = prompt[0]
         if not is_chat and isinstance(prompt, list):
             if any(type(token) is not int or not 0 <= token < 1 << 31 for token in prompt):
-                raise NotUnderstood("its prompt is of another kind")
+                raise NotUnderstood("the prompt is neither text nor tokens")
             return np.array(prompt, np.int32)
         if size_bytes < LEAST_TOKENS:  # a token has at least one byte
             return np.empty(0, np.int32)
         if is_chat:
-            prompt = (await self._asked("/apply-template", body, headers)).get("prompt")
+            prompt = (await self._request("/apply-template", body, headers)).get("prompt")
         if not isinstance(prompt, str):
-            raise NotUnderstood("its prompt is of another kind")
+            raise NotUnderstood("the prompt is neither text nor tokens")
         return prompt
 
     async def _tokens(self, text: str, headers: dict[str, str]) -> Tokens:
-        """Return the tokens that the server computes for a prompt. NotUnderstood."""
-        answer = await self._asked("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
+        answer = await self._request("/tokenize", {"content": text, "add_special": True, "parse_special": True}, headers)
         try:
             return np.array(answer["tokens"], np.int32)
         except (KeyError, ValueError, TypeError, OverflowError):
-            raise NotUnderstood("the server does not tokenize it") from None
+            raise NotUnderstood("the server cannot tokenize the prompt") from None
 
-    async def _asked(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
+    async def _request(self, route: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
         try:
             status, answer = await self.address.call("POST", self.prefix + route, body, headers)
         except (OSError, ValueError):
             status, answer = 0, None
         if status != 200 or not isinstance(answer, dict):
-            raise NotUnderstood(f"the server does not answer {route}")
+            raise NotUnderstood(f"the server refuses {route}")
         return answer
 
     async def _found(self, served: Served, tokens: Tokens) -> Found | None:
@@ -323,16 +321,16 @@ class Proxy:
                 log.warning("nothing is restored: %s", error)
                 return 0
         if not is_restored:
-            turn.slot.hold(turn.tokens[:0])
+            turn.slot.record(turn.tokens[:0])
             return 0
-        turn.slot.hold(found.tokens)
+        turn.slot.record(found.tokens)
         turn.slot.stored = len(found.tokens)
         self.counters.hits += 1
         self.counters.restored_tokens += found.common
         self.counters.restored_bytes += size
         self.counters.restore_s += time.perf_counter() - started
         turn.restore_s = time.perf_counter() - started
-        await asyncio.to_thread(served.prompts.note_use, found, found.common, size)
+        await asyncio.to_thread(served.prompts.record_use, found, found.common, size)
         return found.common
 
     async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
@@ -347,11 +345,11 @@ class Proxy:
             others = turn.served.slots.take_idle() if not attempt else []
             for slot in others:
                 await self.address.call("POST", f"{self.prefix}/slots/{slot.number}?action=erase", {}, turn.headers)
-                slot.hold(turn.tokens[:0])
+                slot.record(turn.tokens[:0])
             for slot in others:
                 await turn.served.slots.release(slot)
         if turn.served.slots.busy == 1:
-            log.warning("the server does not take a stored prompt of %d tokens: it is removed", len(found.tokens))
+            log.warning("the server rejects a stored prompt of %d tokens, which is removed", len(found.tokens))
             turn.served.prompts.drop(found)
         return False
 
@@ -368,12 +366,12 @@ class Proxy:
                 async for _ in answer.parts():
                     pass
         except OSError:
-            return  # the request itself shows what is wrong
+            return  # the request itself will report the error
         timings = _timings(answer.tail)
         if answer.head.status != 200 or timings is None:
             return
         cached, evaluated_s = int(timings["cache_n"]), float(timings.get("prompt_ms", 0.0)) / 1e3
-        turn.slot.hold(first)
+        turn.slot.record(first)
         turn.served.learn(timings)
         self._count_reuse(turn, cached)
         if len(first) * turn.served.save_token_s <= EARLY_COST * evaluated_s and self._is_worth(turn.slot, len(first)):
@@ -392,22 +390,22 @@ class Proxy:
             answer = turn.answers[0] if turn.answers else None
             if answer is None or answer.head.status != 200 or not len(turn.tokens):
                 if answer is None or answer.head.status == 200:
-                    turn.slot.hold(turn.tokens[:0])
+                    turn.slot.record(turn.tokens[:0])
                 return
-            turn.slot.hold(turn.tokens, turn.text)
+            turn.slot.record(turn.tokens, turn.text)
             timings = _timings(answer.tail)
             if timings is None:  # the answer was not read completely
                 count = len(turn.tokens) + answer.tail.count(b"data: ")
                 turn.slot.answered = 0
             else:
                 if turn.is_continued:
-                    turn.slot.hold(turn.tokens[: timings["cache_n"]], turn.text)
+                    turn.slot.record(turn.tokens[: timings["cache_n"]], turn.text)
                 turn.slot.answered = timings["predicted_n"]
                 count = timings["cache_n"] + timings["prompt_n"] + timings["predicted_n"] - 1
                 self._count_reuse(turn, int(timings["cache_n"]))
                 turn.served.learn(timings)
             if count >= turn.served.context_tokens - 1:  # after a context shift, the keys belong to other tokens
-                turn.slot.hold(turn.tokens[:0])
+                turn.slot.record(turn.tokens[:0])
             elif self._is_worth(turn.slot, count):
                 await self._save(turn)
         finally:
@@ -454,14 +452,13 @@ class Proxy:
             failed.pop_all()
         self.counters.save_s += seconds
         served.save_token_s = seconds / len(tokens)
-        turn.slot.hold(tokens, turn.slot.text)
+        turn.slot.record(tokens, turn.slot.text)
         turn.slot.stored = len(tokens)
         self._waiting += 1
         self._run(self._store(served, path, tokens, stack))
         return True
 
     async def _store(self, served: Served, path: Path, tokens: Tokens, stack: contextlib.ExitStack) -> None:
-        """Store a slot file, one at a time, and remove it."""
         try:
             with stack:
                 async with self._storing:
@@ -479,7 +476,7 @@ class Proxy:
         target = f"{self.prefix}/slots/{turn.slot.number}?action={action}"
         status, answer = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
         if not isinstance(answer, dict):
-            raise ValueError("the server's answer cannot be understood")
+            raise ValueError("the server returned an unexpected answer")
         return status, answer
 
     async def _is_same(self, served: Served) -> bool:
@@ -523,7 +520,7 @@ class Proxy:
         process = await asyncio.to_thread(process_at, self.address)
         status, props = await self.address.call("GET", f"{self.prefix}/props", None, self.headers)
         if status != 200 or not isinstance(props, dict):
-            raise MissingRequirement(f"the server answers {status} to /props", "its --api-key is needed")
+            raise MissingRequirement(f"/props returned status {status}", "start the proxy with the server's --api-key")
         adapters = await self._adapters()
         context = int(props.get("default_generation_settings", {}).get("n_ctx", 0))
         identity = await asyncio.to_thread(identify, process, props, adapters, context, self._ended)
@@ -555,24 +552,28 @@ class Proxy:
                 break
 
     def metrics(self) -> str:
-        """Return the counters as OpenMetrics text."""
         own = self.counters
         rows = (
-            ("lookups", "", own.lookups, "Prompts that were looked for"),
+            ("lookups", "", own.lookups, "Prompts that were looked up"),
             ("hits", "", own.hits, "Prompts of which a prefix was restored"),
             ("restored_tokens", "", own.restored_tokens, "Tokens of prompts that were restored"),
             ("restored_bytes", "bytes", own.restored_bytes, "Bytes of states that were restored"),
             ("restore_seconds", "seconds", own.restore_s, "Time of restoring"),
             ("reused_tokens", "", own.reused_tokens, "Restored tokens that the server did not evaluate, by its own count"),
-            ("saved_seconds", "seconds", own.saved_s, "Evaluating those would have taken longer (modelled)"),
+            (
+                "saved_seconds",
+                "seconds",
+                own.saved_s,
+                "Time that their evaluation would have taken, less the time of restoring (modelled)",
+            ),
             ("stored_blocks", "", own.stored, "States stored"),
             ("stored_bytes", "bytes", own.stored_bytes, "Bytes stored"),
             ("early_blocks", "", own.stored_before_answer, "States saved before the answer began"),
             ("save_seconds", "seconds", own.save_s, "Time in which the server saved slots"),
-            ("dropped_blocks", "", own.dropped, "States not stored: no room, too many waited, or it failed"),
+            ("dropped_blocks", "", own.dropped, "States not stored: no space, a full queue, or an error"),
             ("evicted_blocks", "", self.store.evicted, "States removed by this process"),
             ("requests", "", own.requests, "Requests"),
-            ("passed_requests", "", sum(own.passed.values()), "Completions passed on without looking for stored prompts"),
+            ("passed_requests", "", sum(own.passed.values()), "Completions forwarded without a look-up"),
         )
         return openmetrics(rows)
 
@@ -595,7 +596,6 @@ class _Turn:
 
     @property
     def slot_tokens(self) -> int:
-        """Least number of tokens in the slot."""
         return max(len(self.tokens), len(self.slot.tokens))
 
 
@@ -607,47 +607,45 @@ class _Client(asyncio.StreamReaderProtocol):
         self.gone = asyncio.Event()
 
     def eof_received(self) -> bool | None:
-        """Record that the client closed its side of the connection."""
         self.gone.set()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record the end of the connection."""
         self.gone.set()
         super().connection_lost(exc)
 
 
 def _body(request: Request) -> dict[str, Any]:
     if not request.is_whole:
-        raise NotUnderstood("it is too long")
+        raise NotUnderstood("the request is larger than 64 MiB")
     try:
         body = json.loads(request.body)
     except (ValueError, RecursionError):
-        raise NotUnderstood("it is no JSON") from None
+        raise NotUnderstood("the request is not a JSON object") from None
     if not isinstance(body, dict):
-        raise NotUnderstood("it is no JSON")
+        raise NotUnderstood("the request is not a JSON object")
     return body
 
 
 def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
     """Raise NotUnderstood if a completion depends on more than the tokens of one prompt, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
-        raise NotUnderstood("it wants several answers")
+        raise NotUnderstood("the request has n > 1")
     if body.get("lora"):
-        raise NotUnderstood("it names LoRA adapters")
+        raise NotUnderstood("the request selects LoRA adapters")
     if body.get("id_slot", -1) not in (-1, None):
-        raise NotUnderstood("it names its slot")
+        raise NotUnderstood("the request selects a slot")
     if body.get("cache_prompt", caches_prompts) is False:
-        raise NotUnderstood("it does not want a cache")
+        raise NotUnderstood("the request disables cache_prompt")
     if not is_chat:
         return
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise NotUnderstood("it has no messages")
+        raise NotUnderstood("the request has no messages")
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise NotUnderstood("it has images or sound")
+            raise NotUnderstood("the request has images or audio")
 
 
 def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:

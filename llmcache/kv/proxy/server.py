@@ -85,14 +85,13 @@ class Options:
         hosts = self.value("--host", variable="LLAMA_ARG_HOST") or "127.0.0.1"
         port = self.value("--port", variable="LLAMA_ARG_PORT") or str(DEFAULT_PORT)
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise UsageError(f"--port: '{port}' is no port", "name a number up to 65535")
+            raise UsageError(f"--port: '{port}' is not a port", "give a number up to 65535")
         if hosts.endswith(".sock"):
-            raise UsageError(f"--host: '{hosts}': the proxy listens at TCP addresses only", "name an address and --port")
+            raise UsageError(f"--host: '{hosts}': the proxy listens on TCP addresses only", "give an address and --port")
         return [Address(host, int(port)) for host in hosts.split(",")]
 
     @property
     def prefix(self) -> str:
-        """Prefix of the paths of all routes."""
         return (self.value("--api-prefix", variable="LLAMA_ARG_API_PREFIX") or "").rstrip("/")
 
     @property
@@ -105,7 +104,6 @@ class Options:
 
     @property
     def caches_prompts(self) -> bool:
-        """Whether the server reuses the contents of a slot by default."""
         off = self.environment.get("LLAMA_ARG_CACHE_PROMPT", "") in ("0", "false", "off", "disabled")
         return "--no-cache-prompt" not in self.words and not off and "LLAMA_ARG_NO_CACHE_PROMPT" not in self.environment
 
@@ -157,7 +155,7 @@ class Process:
             self.directory, self.name = self._process.cwd(), self._process.name()
             is_near = os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
         except (psutil.Error, OSError) as error:
-            raise MissingRequirement(f"cannot look at the server's process {pid}: {error}", _NEAR) from None
+            raise MissingRequirement(f"cannot inspect the server's process {pid}: {error}", _NEAR) from None
         if not is_near:  # its paths are not valid here
             raise MissingRequirement(f"the server's process {pid} is in another container", _NEAR)
 
@@ -185,7 +183,7 @@ class Process:
         with contextlib.suppress(OSError):
             if os.stat(path).st_mtime > self._process.create_time() + 1.0:
                 name = os.path.basename(path)
-                raise MissingRequirement(f"{name} was changed after the server has loaded it", "restart the server")
+                raise MissingRequirement(f"{name} was changed after the server loaded it", "restart the server")
         return file_digest(path, ended)
 
     @staticmethod
@@ -193,7 +191,7 @@ class Process:
         for path in paths:
             if path.endswith(" (deleted)"):
                 name = os.path.basename(path.removesuffix(" (deleted)"))
-                raise MissingRequirement(f"{name} was replaced after the server has loaded it", "restart the server")
+                raise MissingRequirement(f"{name} was replaced after the server loaded it", "restart the server")
 
 
 def process_at(address: Address) -> Process:
@@ -204,7 +202,7 @@ def process_at(address: Address) -> Process:
         named.sort(key=lambda pair: pair[0] != address.host)  # prefer the exact address: several processes may use the port
         if named:
             return Process(named[0][1])
-    raise MissingRequirement(f"{address}: its process cannot be found, and with it the settings that keys depend on", _NEAR)
+    raise MissingRequirement(f"{address}: cannot find the server's process, whose settings determine its keys", _NEAR)
 
 
 @dataclass(frozen=True)
@@ -221,11 +219,11 @@ def identify(
 ) -> Identity:
     """Return the identity of a server with these /props, /lora-adapters and tokens per slot. Waits until files are hashed.
 
-    MissingRequirement: the server cannot be identified, or `ended` was set meanwhile; OSError.
+    MissingRequirement: the server cannot be identified, or `ended` was set; OSError.
     """
     named = props.get("model_path")
     if not isinstance(named, str) or not named or props.get("role") == "router":
-        raise MissingRequirement("the server has no model of its own: it loads several", "start the proxy for each model")
+        raise MissingRequirement("the server is a router for several models", "start the proxy for each model")
     models = shard_names(process.path(named))
 
     def with_digests(word: str) -> str:
@@ -256,7 +254,7 @@ def file_digest(path: str, ended: threading.Event) -> str:
         identity = FileIdentity(path)
         while (digest := identity.digest(0.2)) is None:
             if ended.is_set():
-                raise MissingRequirement(f"{path}: it is not identified yet")
+                raise MissingRequirement(f"{path}: not identified yet")
     except OSError as error:
         raise MissingRequirement(f"{path}: {error.strerror}") from None
     return digest

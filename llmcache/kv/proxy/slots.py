@@ -40,8 +40,8 @@ class Slot:
     last_use: int = 0
     is_busy: bool = False
 
-    def hold(self, tokens: Tokens, text: str = "") -> None:
-        """Record that the slot contains `tokens`, of the prompt `text` if that is known."""
+    def record(self, tokens: Tokens, text: str = "") -> None:
+        """Record that the slot contains `tokens`, of the prompt `text`, if known."""
         self.stored = min(self.stored, common(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 
@@ -93,11 +93,9 @@ class SlotTable:
 
     @property
     def busy(self) -> int:
-        """Number of leased slots."""
         return sum(slot.is_busy for slot in self.slots)
 
     def take_idle(self) -> list[Slot]:
-        """Lease all idle slots, and return them."""
         idle = [slot for slot in self.slots if not slot.is_busy]
         for slot in idle:
             slot.is_busy = True
@@ -112,13 +110,13 @@ class SlotTable:
         """Clear the records of idle slots that have fewer now; `counts` has the server's numbers by slot (default 0)."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
-                slot.hold(NONE)
+                slot.record(NONE)
 
     def forget_idle(self) -> None:
         """Clear the records of idle slots, after a request for which the server chooses the slot."""
         for slot in self.slots:
             if not slot.is_busy:
-                slot.hold(NONE)
+                slot.record(NONE)
 
 
 def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:

@@ -115,7 +115,6 @@ class RunningChecksum:
         self._rest = np.empty(0, np.uint8)
 
     def add(self, piece: NDArray[np.uint8]) -> None:
-        """Add the next bytes."""
         if len(self._rest):
             piece = np.concatenate([self._rest, piece])
         whole = len(piece) // 32 * 32
@@ -123,7 +122,6 @@ class RunningChecksum:
         self._rest = piece[whole:].copy()
 
     def result(self) -> int:
-        """Return the checksum of all bytes so far."""
         padded = np.concatenate([self._rest, np.zeros(-len(self._rest) % 8, np.uint8)])
         return int(_finish(self._crcs, padded.view(np.uint64)))
 

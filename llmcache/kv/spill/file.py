@@ -363,7 +363,6 @@ class SpillFile(SpillReader):
         self.written_bytes += len(data)
 
     def close(self) -> None:
-        """Flush and close the file."""
         if self.raw.fd < 0:
             return
         try:

@@ -91,7 +91,6 @@ class KvShape:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The numpy type of keys and values."""
         return DTYPES[self.dtype]
 
     @property
@@ -119,7 +118,6 @@ class KvShape:
         return -(-tokens // self.page_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
         return asdict(self)
 
 
@@ -236,7 +234,6 @@ class ExtentPlan:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table, which precedes the pages."""
         return whole_blocks(self.entry_at(self.slots))
 
     def entry_at(self, slot: int) -> int:
@@ -385,7 +382,6 @@ class PageChain:
 
     @property
     def pages(self) -> int:
-        """The number of pages."""
         return len(self.epochs)
 
     def tokens_of(self, page: int, page_tokens: int) -> int:
@@ -393,7 +389,6 @@ class PageChain:
         return self.last_tokens if page == self.pages - 1 else page_tokens
 
     def add(self, entry: PageEntry) -> None:
-        """Add a page at the end."""
         of_keys = self.plan.parts[KEYS]
         self.crcs[KEYS].extend(entry.crcs[:of_keys])
         self.crcs[VALUES].extend(entry.crcs[of_keys:])
@@ -401,7 +396,6 @@ class PageChain:
         self.last_tokens = entry.tokens
 
     def entry(self, page: int, page_tokens: int) -> PageEntry:
-        """Return the entry of a page, as written to the file."""
         of_sides = zip(self.crcs, self.plan.parts, strict=True)
         crcs = tuple(crc for of_side, parts in of_sides for crc in of_side[page * parts : (page + 1) * parts])
         return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], crcs)

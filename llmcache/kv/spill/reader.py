@@ -251,12 +251,10 @@ class SpillReader:
 
     @property
     def path(self) -> Path:
-        """The path of the file."""
         return self.raw.path
 
     @property
     def shape(self) -> KvShape:
-        """The shape of the keys and values."""
         return self._layout.shape
 
     @property
@@ -271,7 +269,6 @@ class SpillReader:
 
     @property
     def sequences(self) -> list[int]:
-        """The numbers of the sequences that have pages, ascending."""
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
 
     def pages(self, sequence: int, layer: int | None = None) -> int:
@@ -503,7 +500,6 @@ class SpillReader:
         return pages
 
     def close(self) -> None:
-        """Close the file."""
         self.raw.close()
 
     def __enter__(self: Self) -> Self:

@@ -68,13 +68,17 @@ class StoreConfig:
             raise UsageError(f"cpu_pages: must be at least {pinned}, which sink and window take, not {self.cpu_pages}", hint)
 
     @property
+    def rows_bytes(self) -> int:
+        """Memory of the cached rows of a sequence, in all layers, with the tables of a `RowCache`."""
+        of_row = self.shape.token_bytes + 12 * self.shape.kv_heads
+        return self.shape.layers * self.cpu_rows * of_row
+
+    @property
     def sink_pages(self) -> int:
-        """The sink in pages."""
         return self.shape.pages_of(self.sink_tokens)
 
     @property
     def window_pages(self) -> int:
-        """The recent window in full pages."""
         return self.shape.pages_of(self.window_tokens)
 
 
@@ -97,7 +101,6 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """The number of tokens of each head, k."""
         return int(self.positions.shape[2])
 
     @staticmethod
@@ -177,13 +180,11 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, source: str, target: str, why: str, size_bytes: int) -> None:
-        """Count transferred bytes."""
         if size_bytes:
             with self._lock:
                 self.moved_bytes[source, target, why] += size_bytes
 
     def count(self, **more: int) -> None:
-        """Add to counters by name."""
         with self._lock:
             for name, count in more.items():
                 setattr(self, name, getattr(self, name) + count)

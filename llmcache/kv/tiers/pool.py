@@ -55,15 +55,13 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all slots, used or not."""
         return sum(array.nbytes for array in self.sides)
 
     @property
     def used(self) -> int:
-        """The number of pages in the pool."""
         return self._slots - len(self._free)
 
-    def know(self, numbers: int) -> None:
+    def extend_to(self, numbers: int) -> None:
         """Extend the tables to page numbers below `numbers`."""
         with self.lock:
             more = numbers - len(self.slot_of)
@@ -96,8 +94,21 @@ class Pool:
         self._free = [*range(slots - 1, self._slots - 1, -1), *self._free]
         self._slots = slots
 
+    def shrink(self) -> None:
+        """Free the memory of the slots above `most` that are not used."""
+        if self.most is None or self._slots <= self.most:
+            return
+        resident = np.flatnonzero(self.slot_of != NOT_HERE)
+        slots = max(self.most, len(resident))
+        before = self.slot_of[resident]
+        for side, array in enumerate(self.sides):
+            self.sides[side] = np.empty((slots, *array.shape[1:]), array.dtype)
+            self.sides[side][: len(resident)] = array[before]
+        self.slot_of[resident] = np.arange(len(resident))
+        self._free = [*range(slots - 1, len(resident) - 1, -1)]
+        self._slots = slots
+
     def drop(self, numbers: Int64s) -> None:
-        """Free the slots of those pages that have one."""
         slots = self.slot_of[numbers]
         # The lowest on top, so that neighboring pages get neighboring slots.
         self._free += sorted(slots[slots != NOT_HERE].tolist(), reverse=True)

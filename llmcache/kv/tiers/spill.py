@@ -68,17 +68,17 @@ class Spill:
     def is_saved(self) -> bool:
         """True if `save` has marked the file as complete or written partial pages.
 
-        `uncut` reverts both before more is written.
+        `finish_changes` reverts both before more is written.
         """
         return bool(self._partial) or (self._written is not None and self._written.saved)
 
     def _settle(self, full: int) -> None:
         """Assign places to full pages, and update the tables on disk before the pages are written."""
-        self.uncut()
+        self.finish_changes()
         first = self._settled(0)
         if first < full:
             self._state.table.settle(first, full)
-        self.note()
+        self.update_tables()
 
     def add(self, layer: int, fresh: Fresh) -> None:
         """Write new full pages; keep them in memory if that fails."""
@@ -104,7 +104,6 @@ class Spill:
         self._write_out(layer, full, lambda b, stream, pages: self._write_run(layer, stream, b, pages, fresh))
 
     def write_tokens(self) -> None:
-        """Write the unwritten full pages of tokens."""
         tokens, size = self._state.tokens, self._state.shape.page_tokens
 
         def write_run(b: int, stream: int, pages: range) -> None:
@@ -147,7 +146,6 @@ class Spill:
             self.ssd.append(stream, layer, [array[:, part] for array in fresh[1][b]])
 
     def write_all(self) -> None:
-        """Write all unwritten full pages."""
         for layer in range(self._state.shape.layers):
             self.write(layer)
         self.write_tokens()
@@ -180,29 +178,29 @@ class Spill:
         self._is_outdated = True
         if self._cuts:
             self._removes_streams |= bool(after) and any(stream not in after for stream in before)
-            self.uncut()
+            self.finish_changes()
         elif self._written is None or self._written.opened() != self._tables().opened():
-            self.note()
+            self.update_tables()
         self._is_outdated = False
 
-    def uncut(self) -> None:
+    def finish_changes(self) -> None:
         """Complete pending removals, and revert the marks and partial pages of `save`."""
         self._is_outdated = True
         if self.is_saved:
             partial, self._partial = self._partial, []
             for stream, place in partial:
                 self._cuts[stream] = min(place, self._cuts.get(stream, place))
-            self.note(closed=True)
+            self.update_tables(closed=True)
         if self._cuts:
             # The tables are needed: a partly removed stream without a sequence would look like a short sequence.
-            self.note(closed=True, needed=self._removes_streams)
+            self.update_tables(closed=True, needed=self._removes_streams)
             for stream, pages in list(self._cuts.items()):
                 _retry_once(functools.partial(self.ssd.truncate, stream, pages))
                 del self._cuts[stream]
             self._removes_streams = False
         self._is_outdated = False
 
-    def note(self, closed: bool = False, needed: bool = False) -> None:
+    def update_tables(self, closed: bool = False, needed: bool = False) -> None:
         """Write the tables if they differ from those on disk; without forks they are not written, unless `needed`."""
         now = self._tables() if closed else self._tables().opened()
         if needed or not (now.is_plain and self._written is None):
@@ -240,7 +238,7 @@ class Spill:
             self._partial = self._places_of(full)
         try:
             if not full:  # without a full page, only the tables record the number of sequences
-                self.note(needed=True)
+                self.update_tables(needed=True)
             for b, (stream, _) in enumerate(self._partial):
                 self._save_tail(b, stream, full * size, rest)
             self._flush()
@@ -309,7 +307,6 @@ class Spill:
             )
 
     def bring(self, layer: int, numbers: Int64s) -> None:
-        """Load pages into the pool, even above its limit."""
         pool = self._state.checked(layer)
         with pool.lock:
             missing = np.unique(numbers[pool.slot_of[numbers] == NOT_HERE])
@@ -318,7 +315,6 @@ class Spill:
                 pool.put(found, arrays)
 
     def down(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Drop pages of the middle from the pool."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)

@@ -39,9 +39,13 @@ MOVED = (
 
 
 class Buffers:
-    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow."""
+    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow.
+
+    `most_bytes`: larger memory is freed when it is given back; None for no limit.
+    """
 
     def __init__(self) -> None:
+        self.most_bytes: int | None = None
         self._lock = threading.Lock()
         self._free: list[Memory] = []
 
@@ -51,13 +55,15 @@ class Buffers:
             for index, (keys, values) in enumerate(self._free):
                 if keys.size >= key_bytes and values.size >= value_bytes:
                     return self._free.pop(index)
+            del self._free[:1]  # too small, and replaced by the new memory
         # An eighth more, because the next step needs slightly more than this one.
         return aligned(key_bytes + key_bytes // 8), aligned(value_bytes + value_bytes // 8)
 
     def give_back(self, memory: Memory) -> None:
-        """Return memory to the pool."""
+        if self.most_bytes is not None and sum(side.size for side in memory) > self.most_bytes:
+            return
         with self._lock:
-            self._free = [memory, *self._free][:KEPT_BUFFERS]
+            self._free = [*self._free, memory][-KEPT_BUFFERS:]
 
 
 class FileTier:
@@ -68,7 +74,7 @@ class FileTier:
 
     def __init__(self, file: SpillFile, traffic: Traffic, threads: int | None) -> None:
         self.file, self._traffic, self._threads = file, traffic, threads
-        self._buffers = Buffers()
+        self.buffers = Buffers()
 
     def pages(self, stream: int, layer: int) -> int:
         """Return the number of written pages of a layer; layer `shape.layers` stands for the tokens."""
@@ -93,13 +99,13 @@ class FileTier:
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
         """Read whole pages into reused memory: they are valid within the context."""
         sizes = self.file.shape.slot_sizes
-        memory = self._buffers.take(len(places) * sizes[0], len(places) * sizes[1])
+        memory = self.buffers.take(len(places) * sizes[0], len(places) * sizes[1])
         try:
             found = self.file.read(stream, layer, places, memory, self._threads)
             self._traffic.add("ssd", "cpu", why, len(places) * sum(sizes))
             yield found
         finally:
-            self._buffers.give_back(memory)
+            self.buffers.give_back(memory)
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
         """Read whole pages and pass them to `take` in batches, on several threads."""
@@ -134,11 +140,9 @@ class FileTier:
                     yield ScoreBlock(head, positions[part], of_head[part])
 
     def flush(self) -> None:
-        """Write all data to disk, durably."""
         self.file.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
         self.file.close()
 
 
@@ -152,7 +156,6 @@ class CsdTier:
 
     @contextlib.contextmanager
     def _command(self, why: str) -> Iterator[EmulatedCsd]:
-        """Lock the device, and count the bytes that its commands transfer."""
         with self._lock:
             if self._busy:
                 raise ValueError("score_ssd: the device is busy until all score blocks are consumed")
@@ -175,7 +178,6 @@ class CsdTier:
             device.append(stream, layer, *arrays)
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
-        """Write ids and positions of tokens over the link."""
         with self._command("spill") as device:
             device.append_tokens(stream, ids, positions)
 
@@ -186,7 +188,6 @@ class CsdTier:
 
     @contextlib.contextmanager
     def read(self, stream: int, layer: int, places: Int64s, why: str) -> Iterator[Arrays]:
-        """Read whole pages over the link."""
         with self._command(why) as device:
             found = device.read(stream, layer, places)
         yield found
@@ -210,7 +211,6 @@ class CsdTier:
             yield from device.execute(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
     def flush(self) -> None:
-        """Write all data to disk, durably."""
         with self._command("spill") as device:
             device.flush()
 
@@ -220,7 +220,6 @@ class CsdTier:
             device.restart()
 
     def close(self) -> None:
-        """Flush the file and stop the device."""
         with self._lock:
             self.device.close()
 

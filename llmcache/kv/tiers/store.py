@@ -52,7 +52,7 @@ from llmcache.kv.tiers.pool import (
 )
 from llmcache.kv.tiers.spill import Fresh, Spill
 from llmcache.kv.tiers.ssd import Buffers, CsdTier, FileTier, Memory, SsdTier, open_tier
-from llmcache.kv.tiers.table import Sequences, Snapshot, Tables, look
+from llmcache.kv.tiers.table import Sequences, Snapshot, Tables, snapshot_of
 from llmcache.papers.csd import Report, ScoreBlock
 from llmcache.papers.csd.wire import BLOCK_TOKENS
 
@@ -132,7 +132,7 @@ class KvStore(Sequences):
         Tokens after the last full page are lost without `save`. `config`: as for a new store; path and batch are taken from
         the file. DataError: the file is damaged, or from another model.
         """
-        found = look(Path(path), config.shape)
+        found = snapshot_of(Path(path), config.shape)
         return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
     def _adopt(self, spill: Spill, found: Snapshot) -> None:
@@ -143,13 +143,35 @@ class KvStore(Sequences):
         self.lengths[:] = length
         full, rest = divmod(length, self.shape.page_tokens)
         spill.adopt(full, bool(rest), found.streams)
+        self._fill(spill)
+        if rest:
+            self.table.unsettle(full)
+
+    def _fill(self, spill: Spill) -> None:
+        """Read the sink, the tail and as many of the latest pages into the pools as fit."""
         sink, bound = self.config.sink_pages, self.config.cpu_pages
-        last = 0 if bound is None else max(sink, full - (bound - sink))
+        last = 0 if bound is None else max(sink, self.length // self.shape.page_tokens - (bound - sink))
         pages = [*range(min(sink, last, self.table.pages)), *range(last, self.table.pages)]
         for layer in range(self.shape.layers):
             spill.bring(layer, self.table.table[:, pages].reshape(-1))
-        if rest:
-            self.table.unsettle(full)
+
+    def limit(self, cpu_pages: int, buffer_bytes: int) -> None:
+        """Set the limits of the pools and of a reusable buffer; between steps only.
+
+        Smaller pools drop pages and free their memory; larger ones read the latest pages from the spill file.
+        """
+        self.check_between_steps()
+        spill, before = self._movable(), self.config.cpu_pages
+        self.config = replace(self.config, cpu_pages=cpu_pages)
+        self.bound_pools()
+        for buffers in (self._buffers, spill.ssd.buffers) if isinstance(spill.ssd, FileTier) else (self._buffers,):
+            buffers.most_bytes = buffer_bytes
+        if before is not None and cpu_pages > before:
+            self._fill(spill)
+        for layer, pool in enumerate(self.pools):
+            spill.trim(layer, self.length)
+            with pool.lock:
+                pool.shrink()
 
     # Properties
 
@@ -225,7 +247,7 @@ class KvStore(Sequences):
         if self._spill is not None and fresh is not None:
             self._spill.add(layer, fresh)
         elif self._spill is not None and self._spill.is_saved:
-            self._spill.uncut()
+            self._spill.finish_changes()
         if len(full) > 1 and self._spill is not None:
             self._spill.trim(layer, end, placing=True)
 
@@ -433,7 +455,7 @@ class KvStore(Sequences):
         outs = [side[:, :, first : first + positions.shape[2]] for side in staged.sides]
         pool, table = self.checked(staged.layer), self.table.table
         with pool.lock:
-            pool.know(self.table.numbers)  # another layer may have added pages since the check
+            pool.extend_to(self.table.numbers)  # another layer may have added pages since the check
             index = pool.slot_of[table]
             if sum(out.nbytes for out in outs) < FEW_BYTES:
                 missing, repeats = copy_few(pool.sides, index, positions, outs)
@@ -619,7 +641,7 @@ class KvStore(Sequences):
         unused, copies = self.table.choose(index, bool(self.length % self.shape.page_tokens))
         for pool in self.pools:
             with pool.lock:
-                pool.know(self.table.numbers)
+                pool.extend_to(self.table.numbers)
                 for source, target in copies:
                     pool.copy(source, target)
         self.bound_pools()

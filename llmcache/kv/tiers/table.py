@@ -60,12 +60,10 @@ class PageTable:
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
         return len(self._table)
 
     @property
     def numbers(self) -> int:
-        """The upper bound of page numbers."""
         return len(self._used)
 
     @property
@@ -171,7 +169,6 @@ class PageTable:
             yield stream, order[streams == stream]
 
     def places(self, numbers: Int64s) -> Int64s:
-        """Return the places of pages in their streams."""
         return self.place[numbers].astype(np.int64)
 
     def adopt(self, sequences: list[list[tuple[int, int]]]) -> None:
@@ -236,7 +233,6 @@ class Sequences:
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
         return self.table.batch
 
     @property
@@ -268,7 +264,7 @@ class Sequences:
             raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         if not 0 <= sequence < self.batch:
             raise ValueError(f"sequence: must be from 0 to {self.batch - 1}, not {sequence}")
-        self.pools[layer].know(self.table.numbers)
+        self.pools[layer].extend_to(self.table.numbers)
         return self.pools[layer]
 
     def checked_pages(self, sequence: int, pages: Int64s | list[int], within: range) -> tuple[Int64s, Int64s]:
@@ -303,7 +299,6 @@ class Tables:
         return alike and not self.saved and not self.sidecar
 
     def opened(self) -> Tables:
-        """Return the tables with the last run of each sequence open."""
         opened = [[*runs[:-1], (runs[-1][0], OPEN)] if runs else [] for runs in self.sequences]
         return replace(self, sequences=opened)
 
@@ -316,7 +311,6 @@ class Tables:
         return spill.with_name(f"tables-{spill.name}")
 
     def write(self, spill: Path) -> None:
-        """Replace the tables of a spill file, durably."""
         path = self.path(spill)
         data = {"schema": SCHEMA, "saved": self.saved, "sequences": self.sequences, "beside": self.sidecar}
         with explained(path, "writing page tables"), files.replacing(path) as stream:
@@ -370,7 +364,7 @@ class Snapshot:
     tables: Tables | None
 
 
-def look(path: Path, shape: KvShape) -> Snapshot:
+def snapshot_of(path: Path, shape: KvShape) -> Snapshot:
     """Return the content of a spill file of `shape`; DataError if it is of another model, damaged, or has no sequence."""
     with SpillReader.open(path, shape) as file:
         tables = Tables.read(path)

@@ -22,9 +22,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from llmcache.arrays import Int64s
 from llmcache.errors import UsageError, is_interrupt
 from llmcache.kv.transformers.cache import TAG, SpillCache, SpillLayer
-from llmcache.kv.transformers.conversation import Call, Output
 from llmcache.kv.transformers.identity import identity_of
-from llmcache.kv.transformers.tensors import as_array
+from llmcache.kv.transformers.tensors import Call, Output, as_array
 
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 SDPA, EAGER = "llmcache", "llmcache_eager"
@@ -87,6 +86,9 @@ def enable(model: Any) -> Any:
     """
     if not any(_uses_interface(part) for part in model.modules()):
         raise _not_replaceable(model, "it does not go through transformers' AttentionInterface")
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        hint = "use the model without a SpillCache"
+        raise UsageError(f"model: {type(model).__name__} has a cache of its own", hint)
     inner = model.base_model
     pairs = itertools.pairwise(getattr(inner, "layers", []))
     ahead = [(layer, following) for layer, following in pairs if _can_be_estimated(layer, following)]

@@ -1,7 +1,7 @@
 """SpillCache: a KV cache for transformers' models that keeps keys and values in memory and SSD tiers.
 
 Each new token attends to a part of them. Layers with full attention are spilled and share a `Conversation`; layers with a
-sliding window stay transformers' own.
+sliding window or a recurrent state stay transformers' own.
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from llmcache.arrays import Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.pipeline import NO_TIMELINE, Timeline
 from llmcache.kv.tiers import KvStore, Traffic
-from llmcache.kv.transformers import sidecar, version_of
-from llmcache.kv.transformers.conversation import Conversation, SpillSettings, broken_off, policy_settings
+from llmcache.kv.transformers import sidecar
+from llmcache.kv.transformers.conversation import Conversation, broken_off
 from llmcache.kv.transformers.identity import identity_of
+from llmcache.kv.transformers.settings import SpillSettings, memory_size, policy_settings
 from llmcache.kv.transformers.tensors import dtype_name
+from llmcache.kv.transformers.versions import version_of
 from llmcache.papers.csd import PROFILES, CsdProfile
 
 TAG = "_llmcache_layer"
 """Attribute of keys that a cache passes to attention: the SpillLayer that they belong to."""
 
+_RECURRENT: Any = getattr(cache_utils, "LinearAttentionLayer", ())  # transformers 5 and later
+_STOCK = {getattr(cache_utils, name, None) for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")}
+"""Classes of layers that stay transformers' own; a DummyLayer stores nothing."""
 _HINT = "use transformers' own cache for this model"
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA) is",
     "attention_chunk_size": "chunked attention is",
+    "cross_attention_layers": "cross attention is",
     "num_kv_shared_layers": "layers with shared keys are",
 }
 
@@ -52,12 +59,14 @@ class SpillCache(Cache):
     attended to (default: as the policy prefers). Prompts get full attention. `options` are further settings of the policy.
 
     `path` is the spill file, which `close` keeps; if it is a directory, `close` removes the file; if None, all pages stay in
-    memory. `ssd` is "file", or "csd" for the *emulated* computational SSD with `profile`. `cpu_pages` pages of 16 tokens per
-    layer and sequence stay in memory (default: a quarter of the available memory, but at least the token budget). In
-    addition, the rows last read from the file stay in memory: up to two token budgets, at most an eighth of the context.
-    `gpu_pages`, counted over all layers and sequences, are cached in the memory of the model's device. With `lookahead`, the
-    next layer is evaluated and fetched while the current one computes; with `exact=False`, it then attends to the tokens
-    chosen for its estimated queries. UsageError names an unsupported setting, or an unsupported property of the model.
+    memory. `memory` (bytes, or "2G") limits everything that the cache holds in host memory: short contexts, pages, rows read
+    from the file, and the index of the policy. The default is a quarter of the available memory, or more if the token budget
+    needs more. Instead, `cpu_pages` limits only the pages, of 16 tokens per layer and sequence. The rows last read from the
+    file stay in memory: up to two token budgets, at most an eighth of the context. `ssd` is "file", or "csd" for the
+    *emulated* computational SSD with `profile`. `gpu_pages`, counted over all layers and sequences, are cached in the memory
+    of the model's device. With `lookahead`, the next layer is evaluated and fetched while the current one computes; with
+    `exact=False`, it then attends to the tokens chosen for its estimated queries. UsageError names an unsupported setting,
+    or an unsupported property of the model.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class SpillCache(Cache):
         ssd: str = "file",
         sink_tokens: int | None = None,
         window_tokens: int | None = None,
+        memory: int | str | None = None,
         cpu_pages: int | None = None,
         gpu_pages: int | None = None,
         profile: CsdProfile = PROFILES["none"],
@@ -85,20 +95,31 @@ class SpillCache(Cache):
         chosen = policy_settings(policy, {"alpha": alpha, "token_budget": token_budget, **options})
         settings = SpillSettings(
             *chosen, None if path is None else Path(path), ssd, sink_tokens=sink_tokens, window_tokens=window_tokens,
-            cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile, lookahead=lookahead, exact=exact, threads=threads,
-            timeline=timeline, full_tokens=full_tokens,
+            memory_bytes=memory_size(memory), cpu_pages=cpu_pages, gpu_pages=gpu_pages, profile=profile,
+            lookahead=lookahead, exact=exact, threads=threads, timeline=timeline, full_tokens=full_tokens,
         )  # fmt: skip
+        self._config = config
         super().__init__(layers=spilled_layers(config, functools.partial(Conversation, settings)))
         self.conversation = next(layer.conversation for layer in self.layers if isinstance(layer, SpillLayer))
         self._finalizer = weakref.finalize(self, Conversation.close, self.conversation)
 
-    def _stock(self) -> Any:
-        return (layer for layer in self.layers if not isinstance(layer, SpillLayer))
+    def _stock(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, SpillLayer)]
+
+    def _sliding(self) -> list[Any]:
+        return [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+
+    def _refuse_recurrent(self, what: str) -> None:
+        if any(isinstance(layer, _RECURRENT) for layer in self.layers):
+            raise UsageError(f"{what}: not possible for a model with recurrent layers", "compute the context again")
 
     @property
     def store(self) -> KvStore:
         """The store, which numbers the spilled layers only; UsageError while the cache is empty."""
         return self.conversation.store
+
+    def __repr__(self) -> str:
+        return f"SpillCache({self.conversation.describe()})"
 
     @property
     def traffic(self) -> Traffic:
@@ -111,23 +132,26 @@ class SpillCache(Cache):
         return self.conversation.ids
 
     def check(self) -> None:
-        """Raise DataError if a forward pass ended between a spilled and a sliding layer, so that their lengths differ."""
-        if any(layer.get_seq_length() != self.conversation.length for layer in self._stock()):
+        """Raise DataError if a forward pass stopped between a spilled layer and another one, which cannot be rolled back."""
+        if self.conversation.in_step and any(isinstance(layer, _RECURRENT) for layer in self.layers):
+            raise broken_off()
+        if any(layer.get_seq_length() != self.conversation.length for layer in self._sliding()):
             raise broken_off()
 
     # Interface of transformers' Cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of each sequence, padding included, over all tiers."""
-        return int(self.layers[layer_idx].get_seq_length())
+        layer = self.layers[layer_idx]
+        return int(layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else self.conversation.length)
 
     def reset(self) -> None:
         """Discard all tokens; the next conversation may have another batch size."""
         self.conversation.close()
         # Before transformers 5, a reset sliding layer keeps as many zeros as it had keys, so create new layers.
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, SpillLayer):
-                self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
+        for index, fresh in enumerate(DynamicCache(config=self._config).layers):
+            if not isinstance(self.layers[index], SpillLayer):
+                self.layers[index] = fresh
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace sequence i by sequence `beam_idx[i]`; pages are shared, not copied."""
@@ -138,15 +162,11 @@ class SpillCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every sequence by `repeats` consecutive copies."""
         if self.conversation.length:
-            self.conversation.choose(np.repeat(np.arange(self.conversation.store.batch), repeats))
-        for layer in self._stock():
-            layer.batch_repeat_interleave(repeats)
+            self.reorder_cache(torch.arange(self.conversation.store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`."""
-        self.conversation.choose(_numbers(indices))
-        for layer in self._stock():
-            layer.batch_select_indices(indices)
+        self.reorder_cache(torch.from_numpy(_numbers(indices)))
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens if `tokens` is negative, else keep the first `tokens`.
@@ -156,6 +176,7 @@ class SpillCache(Cache):
         length, tokens = self.conversation.length, int(tokens)  # transformers 5.17 passes a tensor
         if not length:
             return
+        self._refuse_recurrent("crop")
         # A sliding layer may refuse to crop, so crop those first: nothing has changed if one does.
         for layer in self._stock():
             layer.crop(tokens)
@@ -171,7 +192,8 @@ class SpillCache(Cache):
 
         The conversation can continue afterwards.
         """
-        self.conversation.save(list(self._stock()))
+        self._refuse_recurrent("save")
+        self.conversation.save(self._sliding())
 
     @classmethod
     def restore(cls, model: Any, path: str | Path, policy: str = "mass", **options: Any) -> SpillCache:
@@ -187,7 +209,8 @@ class SpillCache(Cache):
         try:
             cache.conversation.identify(identity_of(model, fresh=True))
             cache.conversation.restore(dtype_name(model.dtype))
-            sidecar.read(Path(path), cache.store, list(cache._stock()), model.device)
+            cache._refuse_recurrent("restore")
+            sidecar.read(Path(path), cache.store, cache._sliding(), model.device)
         except BaseException:
             cache.close()
             raise
@@ -254,7 +277,6 @@ class SpillLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name up to transformers 5.0
 
     def reset(self) -> None:
-        """Close the conversation of all layers."""
         self.conversation.close()
 
     def _only_together(self, *arguments: Any) -> None:
@@ -288,7 +310,8 @@ def checked_text_config(config: Any) -> Any:
         if getattr(text, name, None):
             raise UsageError(f"{name}: {kind_is} not supported", _HINT)
     for index, kind in enumerate(getattr(text, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
+        # Before transformers 5, DynamicCache ignores other types; since then, it has a class for each.
+        if kind == "chunked_attention" or not (_RECURRENT or kind in ("full_attention", "sliding_attention")):
             raise UsageError(f"layer_types: '{kind}' of layer {index} is not supported", _HINT)
     return text
 
@@ -306,13 +329,16 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
         raise UsageError(f"config: transformers makes no cache for a {text.model_type} model: {error}", _HINT) from error
     spilled = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UsageError(f"layer_types: layer {index} has no keys, but a {type(layer).__name__}", _HINT)
+        if type(layer) is not DynamicLayer and type(layer) not in _STOCK:
+            raise UsageError(f"layer_types: layer {index} is a {type(layer).__name__}, which is not supported", _HINT)
     if len(layers) != text.num_hidden_layers:
         raise UsageError(f"num_hidden_layers: only {len(layers)} of {text.num_hidden_layers} layers have keys", _HINT)
     if not spilled:
-        hint = "use transformers' own cache, which is never longer than the window"
-        raise UsageError("sliding_window: all layers have one, so there is nothing to spill", hint)
+        field, what = "layer_types", "a recurrent state"
+        if any(type(layer) is DynamicSlidingWindowLayer for layer in layers):
+            field, what = "sliding_window", "one"
+        hint = "use transformers' own cache, which does not grow with the context"
+        raise UsageError(f"{field}: all layers have {what}, so there is nothing to spill", hint)
     conversation = conversation_of(len(spilled), len(spilled) == len(layers))
     for number, index in enumerate(spilled):
         layers[index] = SpillLayer(conversation, number)

@@ -12,172 +12,52 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import secrets
+import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmcache.arrays import Floats, Int64s
 from llmcache.errors import DataError, LlmcacheError, UsageError
-from llmcache.kv.pipeline import NO_TIMELINE, KvEngine, Timeline
-from llmcache.kv.policies import policy_class
-from llmcache.kv.policies.base import KvPolicy, PolicySettings
+from llmcache.kv.pipeline import NO_TIMELINE, KvEngine
+from llmcache.kv.policies.base import KvPolicy
 from llmcache.kv.spill import KvShape, SpillReader
 from llmcache.kv.spill.raw import RawFile
-from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
-from llmcache.kv.tiers.table import look
+from llmcache.kv.tiers import KvStore
+from llmcache.kv.tiers.table import snapshot_of
 from llmcache.kv.transformers import sidecar
-from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, DenseLayers, crossing
-from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, cut_mask, dtype_name, first_tokens
-from llmcache.memory import tightest
-from llmcache.papers.csd import PROFILES, CsdProfile
+from llmcache.kv.transformers.dense import LENGTHS, NEVER, SHORT, SPILLED, DenseLayers, crossing
+from llmcache.kv.transformers.settings import MemoryBudget, SpillSettings
+from llmcache.kv.transformers.tensors import (
+    Call,
+    Output,
+    TorchFastTier,
+    as_array,
+    dtype_name,
+    first_tokens,
+    refuse_backward,
+    with_unseen,
+)
+from llmcache.units import format_size
 
-Output = tuple[torch.Tensor, torch.Tensor | None]
 UNKNOWN_ID = -1
 """Id of a token that the model received as an embedding."""
-MEMORY_SHARE = 0.25
-"""Share of the available memory for pages in front of a spill file, if `cpu_pages` is not set."""
 GPU_SHARE = 0.5
 """Share of a GPU's free memory for short contexts; prompts need the rest."""
-RECENT_BUDGETS = 2
-"""Number of token budgets of read rows that stay in memory, because consecutive tokens attend to similar rows."""
-
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
 """Number of layers and steps in a measurement; for most models, these layers exceed the CPU cache."""
 
+log = logging.getLogger("llmcache.kv")
 _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
-
-
-@dataclass(frozen=True)
-class SpillSettings:
-    """Settings of a `SpillCache`; `chosen` are those of the policy. UsageError names an invalid setting."""
-
-    policy: type[KvPolicy]
-    chosen: PolicySettings
-    path: Path | None = None
-    ssd: str = "file"
-    sink_tokens: int | None = None
-    window_tokens: int | None = None
-    cpu_pages: int | None = None
-    gpu_pages: int | None = None
-    profile: CsdProfile = field(default_factory=lambda: PROFILES["none"])
-    lookahead: bool = False
-    exact: bool = True
-    threads: int | None = None
-    timeline: Timeline = NO_TIMELINE
-    full_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sink_tokens", "window_tokens", "cpu_pages", "gpu_pages", "threads", "full_tokens"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, np.integer)):
-                raise UsageError(f"{name}: {value!r} is not a whole number", f"for example {name}=1024")
-        if self.gpu_pages is not None and self.gpu_pages < 1:
-            raise UsageError(f"gpu_pages: must be at least 1, not {self.gpu_pages}", "omit it to use no gpu tier")
-        if self.gpu_pages is not None and self.lookahead:
-            raise UsageError(
-                "gpu_pages: cannot be combined with lookahead, which fetches to the host", "give only one of them"
-            )
-        if self.full_tokens is not None and self.full_tokens < 0:
-            raise UsageError(
-                f"full_tokens: must be at least 0, not {self.full_tokens}", "use 0 to choose from the first token on"
-            )
-        if self.full_tokens and self.policy.needs_weights:
-            hint = "omit full_tokens: this policy counts the attention of every step"
-            raise UsageError(f"full_tokens: the policy {self.policy.name!r} must choose from the first token on", hint)
-        # Check against an empty shape now, so that settings that fit no model fail before the first step.
-        self.chosen.check_store(self.store_config(KvShape("none", 1, 1, 1), 1, self.path))
-
-    def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
-        """Return the configuration of the store for a model of `shape`, with the spill file `path`.
-
-        The policy sets the sink and window by default. The default pool in front of a file is a share of the available
-        memory, or the token budget if that is larger.
-        """
-        if self.ssd not in ("file", "csd"):
-            raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
-        sink = self.policy.sink_tokens if self.sink_tokens is None else self.sink_tokens
-        window = self.policy.window_tokens if self.window_tokens is None else self.window_tokens
-        pages = self.cpu_pages
-        if path is not None and pages is None:
-            least = shape.pages_of(sink) + shape.pages_of(window), shape.pages_of(self.chosen.token_budget or 0)
-            pages = max(*least, free_tokens(shape, batch) // shape.page_tokens)
-        rows = RECENT_BUDGETS * (self.chosen.token_budget or 0)
-        known = (shape, batch, sink, window, pages, path, self.ssd, self.profile)
-        return StoreConfig(*known, threads=self.threads, cpu_rows=rows, interleaved=self.policy.interleaved)
-
-    def most_full(self, shape: KvShape, batch: int, device: torch.device) -> int:
-        """Return the most tokens that may get full attention: `full_tokens` if set, else as many as fit in memory."""
-        if self.full_tokens is not None:
-            return self.full_tokens
-        if self.policy.needs_weights or self.gpu_pages is not None:
-            return 0
-        if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps freed memory
-            free_bytes = torch.cuda.mem_get_info(device)[0] + unused
-            return int(GPU_SHARE * free_bytes) // (batch * shape.layers * shape.token_bytes)
-        if self.cpu_pages is not None:
-            return self.cpu_pages * shape.page_tokens
-        return free_tokens(shape, batch) if self.path is not None else NEVER
-
-
-def free_tokens(shape: KvShape, batch: int) -> int:
-    """Return how many tokens of each sequence fit in `MEMORY_SHARE` of the available memory."""
-    return int(MEMORY_SHARE * tightest().available_bytes) // (batch * shape.layers * shape.token_bytes)
-
-
-def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy], PolicySettings]:
-    """Return the policy called `name` and its settings from `options`; UsageError names an unknown option."""
-    policy = policy_class(name)
-    known = {entry.name for entry in dataclasses.fields(policy.settings_class)}
-    for option in options:
-        if option not in known:
-            hint = f"settings of the policy {name!r}: {', '.join(sorted(known))}"
-            raise UsageError(f"{option}: unknown setting of the cache and of its policy", hint)
-    return policy, policy.settings_class(**options)
-
-
-@dataclass
-class Call:
-    """Arguments of a call of an attention function: `stock` is transformers' own, `options` its further arguments.
-
-    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only; `mask`
-    is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
-    """
-
-    module: Any
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    options: dict[str, Any]
-    stock: Callable[..., Output]
-
-    @property
-    def tokens(self) -> int:
-        """The number of new tokens of each sequence."""
-        return int(self.query.shape[2])
-
-    def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Return the output of the stock attention for the given keys, values and mask."""
-        return self.stock(self.module, self.query, key, value, mask, **self.options)
-
-    def run_chosen(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Like `run`, but without cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer."""
-        if self.query.device.type != "cuda":
-            return self.run(key, value, mask)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return self.run(key, value, mask)
 
 
 class Conversation:
@@ -197,16 +77,18 @@ class Conversation:
         self.engine: KvEngine | None = None  # None before the first step
         self._dense: DenseLayers | None = None  # while the context is short; the store then has its beginning, or nothing
         self._most_full, self._is_measured = 0, False
+        self._budget: MemoryBudget | None = None
+        self._fitted = 0  # the tokens up to which the division of the memory is valid
         self._own_file: Path | None = None  # a temporary file in a directory
         self._padding_known = False
         self._is_restored = False
         self._done: set[int] = set()
         self._expected: int | None = None
+        self.in_step = False  # a forward pass has begun and not ended
         self._thread = 0  # the thread that runs the present step
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, padding included."""
         if self._dense is not None:
             return self._dense.length
         return self._store.length if self._store is not None else 0
@@ -233,6 +115,27 @@ class Conversation:
         """Bytes of keys and values in host memory, or on the device while the context is short; without the index."""
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
+
+    def describe(self) -> str:
+        """Return the policy, the tokens, the memory and the spill file in effect, for `repr` and the log."""
+        name = self.settings.policy.name
+        if self._store is None or self.engine is None:
+            return f"{name}, empty"
+        store, policy = self._store, self.engine.policy
+        held = format_size(self.memory_bytes + policy.index_bytes)
+        limit = "" if self._budget is None else f" of {format_size(self._budget.memory_bytes)}"
+        full = "any length" if self._most_full >= NEVER else f"up to {self._most_full:,} tokens"
+        parts = [name, f"{self.length:,} tokens", f"{held}{limit} in memory", f"full attention {full}"]
+        if self._budget is not None and not self._budget.flexible:
+            parts.append(f"at most {self._budget.longest:,} tokens")
+        if store.config.path is not None:
+            if self._dense is None:
+                parts.append(f"then {store.config.cpu_pages} pages of {store.shape.page_tokens} tokens per layer")
+            parts.append(f"SSD file {store.config.path}")
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(store.config.path.parent).free
+                parts[-1] += f" ({format_size(free)} free on its disk)"
+        return ", ".join(parts)
 
     @property
     def needs_identity(self) -> bool:
@@ -261,10 +164,14 @@ class Conversation:
         Keys of a forward pass that failed before its attention are discarded.
         """
         self._expected, self._step_tokens, self._thread = None, (ids, positions), threading.get_ident()
+        if self._budget is not None and self._dense is None and ids is not None:
+            self._budget.check(self.length + ids.shape[1])
+        self.in_step = True
 
     def check_step(self) -> None:
         """Raise UsageError if a forward pass has ended without the attention of every spilled layer."""
         self._check_thread()
+        self.in_step = False
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
         if missing:
             hint = "call enable(model), call reset() of the cache, and run all layers"
@@ -284,8 +191,12 @@ class Conversation:
         if not self._done:
             self._update_padding(engine.policy, call.mask)
             if self._dense is not None and not self._stays_full(call):
+                if self._budget is not None:
+                    self._budget.check(self.length + call.tokens)
                 self._hand_over(engine)
-                self._dense = None
+                self._dense, self._fitted = None, 0
+            if self._dense is None:
+                self._fit(self.length + call.tokens)
         if self._dense is not None:
             output = call.run(*self._dense.append(layer, call.key, call.value), call.mask)
         elif call.tokens > 1 or self.length == 0:
@@ -293,7 +204,7 @@ class Conversation:
         else:
             output = self._attend_chosen(engine, layer, call)
         if self.length:
-            _refuse_backward(output[0])
+            refuse_backward(output[0])
         self._done.add(layer)
         if len(self._done) == self.layers:
             self._done = set()
@@ -305,15 +216,33 @@ class Conversation:
         """Return whether this step has full attention; measure the break-even once the context exceeds `SHORT`."""
         tokens = self.length + call.tokens
         if SHORT < tokens <= self._most_full and not self._is_measured:
-            self._most_full = min(self._most_full, break_even(self.settings, call))
+            # With small pools, selected tokens would be read from the file.
+            reads = self.settings.cpu_pages is not None and self.settings.cpu_pages * self.store.shape.page_tokens < SPILLED
+            self._most_full = min(self._most_full, max(break_even(self.settings, call), SPILLED if reads else 0))
             self._is_measured = True
         return tokens <= self._most_full
+
+    def _fit(self, tokens: int) -> None:
+        """Divide the memory for a context of `tokens` tokens, unless the present division is valid for it."""
+        if self._budget is None or tokens <= self._fitted:
+            return
+        if self._dense is None:
+            self._budget.check(tokens)
+        ahead = self._budget.horizon(tokens)
+        dense_bytes = self._dense.size_bytes if self._dense is not None and self._dense.is_on_host else 0
+        self._budget.restrict(ahead, dense_bytes)
+        is_first, self._fitted = self._fitted == 0, ahead
+        if is_first and self._dense is None:
+            log.info("%s", self.describe())
 
     def _hand_over(self, engine: KvEngine) -> None:
         """Append to the store the tokens that only `_dense` has; the call can be repeated after an error."""
         dense, store = self._dense, self.store
         if dense is None or store.length == dense.length:
             return
+        self._fitted = 0
+        if store.lengths.max() == store.length:  # not after a failure
+            self._fit(dense.length)
         none: Floats = np.empty((store.batch, store.shape.kv_heads, 0, store.shape.head_dim), np.float32)
         for layer in range(self.layers):
             if (start := store.layer_length(layer)) < dense.length:
@@ -324,6 +253,9 @@ class Conversation:
         if (self._dense or self.store).layer_length(layer) > self.length:
             self._roll_back()
         shape, batch = self.store.shape, self.store.batch
+        if call.mask is not None and call.mask.shape[3] != self.length + call.tokens:
+            covers = f"covers {call.mask.shape[3]} keys instead of {self.length + call.tokens}"
+            raise UsageError(f"model: its attention mask {covers}", "use transformers' own cache for this model")
         if len(call.query) != batch:
             raise UsageError(
                 f"batch: must be the {batch} sequences of the cache, not {len(call.query)}",
@@ -351,27 +283,23 @@ class Conversation:
             engine.rest()
             store = self.store
             before = store.gather(layer, store.everything)
-            sides = zip(_tensors(before, call), (keys, values), strict=True)
+            sides = zip(call.tensors(before), (keys, values), strict=True)
             keys, values = (torch.cat([old, new], 2) for old, new in sides)
         output = call.run(keys, values, call.mask)
         if before is not None:
             before.release()
-        kept_queries = call.query if engine.policy.needs_weights else call.query[:, :, :0]
-        engine.prefill(layer, as_array(kept_queries.float()), as_array(call.key), as_array(call.value))
+        queries, *new = call.arrays(with_queries=engine.policy.needs_weights)
+        engine.prefill(layer, queries, *new)
         return output
 
     def _attend_chosen(self, engine: KvEngine, layer: int, call: Call) -> Output:
-        queries = as_array(call.query[:, :, 0].float().contiguous())
-        newest = as_array(call.key)
-        gathered = engine.step(layer, queries, newest, as_array(call.value))
-        keys, values = _tensors(gathered, call)
-        mask = cut_mask(call.mask, gathered.positions, call.query)
-        run = call.run if keys.shape[2] > self.length else call.run_chosen
-        output = run(keys, values, mask)
-        unseen = engine.unseen(layer, queries, newest)
-        engine.attended(layer, _weights(call, keys, mask, output[1]) if engine.policy.needs_weights else None)
+        queries, newest, values = call.arrays()
+        gathered = engine.step(layer, queries[:, :, 0], newest, values)
+        output, weights = call.run_chosen(gathered, self.length, engine.policy.needs_weights)
+        unseen = engine.unseen(layer, queries[:, :, 0], newest)
+        engine.attended(layer, weights)
         gathered.release()
-        return output if unseen is None else (_with_unseen(output[0], *unseen), output[1])
+        return output if unseen is None else (with_unseen(output[0], *unseen), output[1])
 
     def _update_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
         """Pass the first token of each sequence to the policy, in each step until every sequence has one."""
@@ -409,7 +337,10 @@ class Conversation:
         fast = None if pages is None else TorchFastTier(pages, call.key.dtype, call.key.device)
         app, exact = settings.lookahead, settings.exact
         self.engine = KvEngine(self._store, policy, app=app, exact=exact, fast=fast, timeline=settings.timeline)
-        self._most_full = settings.most_full(self._store.shape, batch, call.key.device)
+        self._budget, self._fitted = settings.memory_budget(policy), 0
+        if self._budget is not None:
+            self._budget.restrict(self.length)
+        self._most_full = self._longest_full(call.key.device)
         # On a GPU, full attention is faster as long as the context fits in its memory.
         self._is_measured = settings.full_tokens is not None or call.key.device.type == "cuda"
         if self._stays_full(call):
@@ -417,11 +348,30 @@ class Conversation:
             if store.length:  # the tokens of a restored file
                 for layer in range(self.layers):
                     gathered = store.gather(layer, store.everything)
-                    dense.append(layer, *_tensors(gathered, call))
+                    dense.append(layer, *call.tensors(gathered))
                     gathered.release()
                 dense.commit(store.ids, store.positions)
+                self._fitted = 0
             self._dense = dense
+        if self._dense is not None or self._budget is None:
+            log.info("%s", self.describe())
         return self.engine
+
+    def _longest_full(self, device: torch.device) -> int:
+        """Return the most tokens that may get full attention: `full_tokens`, or as many as fit in memory."""
+        settings, store = self.settings, self.store
+        most = NEVER if settings.full_tokens is None else settings.full_tokens
+        if settings.full_tokens is None and (settings.policy.needs_weights or settings.gpu_pages is not None):
+            most = 0
+        elif settings.full_tokens is None and device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps freed memory
+            free_bytes = torch.cuda.mem_get_info(device)[0] + unused
+            most = int(GPU_SHARE * free_bytes) // (store.batch * store.shape.layers * store.shape.token_bytes)
+        elif settings.full_tokens is None and settings.cpu_pages is not None:
+            most = max(SPILLED, settings.cpu_pages * store.shape.page_tokens)
+        if self._budget is not None and device.type != "cuda" and (most == NEVER or not self._budget.flexible):
+            most = min(most, max(0, self._budget.full_tokens))
+        return most
 
     def _file(self) -> Path | None:
         """Return the path of the spill file; in a directory, that of a new temporary file."""
@@ -442,7 +392,7 @@ class Conversation:
             raise UsageError("path: must name a spill file", "name the file that was saved")
         with SpillReader.open(path) as file:
             shape = dataclasses.replace(file.shape, model=self.model, layers=self.layers, dtype=dtype)
-        batch = len(look(path, shape).sequences)
+        batch = len(snapshot_of(path, shape).sequences)
         self._store = KvStore.restore(path, self.settings.store_config(shape, batch, path))
         self._is_restored = True
 
@@ -478,7 +428,7 @@ class Conversation:
             return
         store, engine, self._store, self.engine, self._dense = self._store, self.engine, None, None, None
         self._done, self._expected, self._step_tokens, self._padding_known = set(), None, (None, None), False
-        self._is_restored = False
+        self._is_restored = self.in_step = False
         if engine is not None:
             engine.close()
         own_file, self._own_file = self._own_file, None
@@ -516,9 +466,12 @@ class Conversation:
         if self._dense is not None:
             self._store.crop(self._store.length)  # undo a hand-over that failed halfway
             self._dense.choose(index)
+        before = self._store.batch
         self._store.select(index)
         if self.engine is not None:
             self.engine.policy.reordered(index)
+        if self._store.batch != before:
+            self._fitted = 0
 
 
 def broken_off() -> DataError:
@@ -548,7 +501,14 @@ def break_even(settings: SpillSettings, call: Call) -> int:
     device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same result.
     """
     settings = dataclasses.replace(
-        settings, path=None, ssd="file", cpu_pages=None, gpu_pages=None, lookahead=False, timeline=NO_TIMELINE
+        settings,
+        path=None,
+        ssd="file",
+        memory_bytes=None,
+        cpu_pages=None,
+        gpu_pages=None,
+        lookahead=False,
+        timeline=NO_TIMELINE,
     )
     shapes = (call.query.shape[:2], *(side.shape[1::2] for side in (call.key, call.value)))
     kind = (settings, shapes, call.key.dtype, call.key.device)
@@ -601,43 +561,3 @@ def _remove(path: Path) -> None:
         if other.name.endswith(f"-{path.name}"):
             other.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
-
-
-def _refuse_backward(output: torch.Tensor) -> None:
-    """Make a backward pass through `output` an error: stored keys are copies, through which no gradient flows."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
-
-    if output.requires_grad:
-        output.register_hook(refuse)
-
-
-def _tensors(gathered: Gathered, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.is_tensor(gathered.keys):
-        return gathered.keys, gathered.values
-    keys, values = (as_tensor(side, call.key.dtype, call.key.device) for side in (gathered.keys, gathered.values))
-    return keys, values
-
-
-def _with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
-    """Replace `shares` [batch, heads] of an output [batch, 1, heads, dim] by `values` [batch, kv_heads, dim]."""
-    each = np.repeat(values, shares.shape[1] // values.shape[1], axis=1)
-    target, share = (torch.from_numpy(side).to(output.device) for side in (each[:, None], shares[:, None, :, None]))
-    found = torch.lerp(output.float(), target, share)
-    return found.to(output.dtype)
-
-
-def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
-    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
-    if weights is None:
-        batch, heads, _, dim = call.query.shape
-        grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
-        scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, 1, -1)
-        scores = scores * (call.options.get("scaling") or dim**-0.5)
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
-        elif mask is not None:
-            scores = scores + mask
-        weights = scores.softmax(-1)
-    return as_array(weights[:, :, 0].float().contiguous())

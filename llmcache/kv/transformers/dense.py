@@ -18,6 +18,12 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 SHORT = 1024
 """Contexts of up to this many tokens get full attention without a measurement: choosing does not pay off."""
+SPILLED = 4096
+"""Contexts of up to this many tokens do not use a spill file, if their memory is not limited in bytes.
+
+*Measured* with pools of 128 and 1,024 tokens, and 8 layers with the shape of SmolLM2 on two cores: at 2,048 tokens, a token
+takes 2.6 to 2.8 times as long as with transformers' own cache (1.4 times without a file), and at 4,096 tokens 1.0 times.
+"""
 LENGTHS = (1024, 4096)
 """Context lengths at which both methods are measured; lines through the times meet at the break-even."""
 NEVER = 1 << 62
@@ -43,9 +49,11 @@ class DenseLayers:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the keys and values, without the spare room, which the kernel has not populated."""
-        pairs = zip(self._sides, self._lengths, strict=True)
-        return sum(side[:, :, :length].numel() * side.element_size() for sides, length in pairs for side in sides)
+        return sum(side.numel() * side.element_size() for sides in self._sides for side in sides)
+
+    @property
+    def is_on_host(self) -> bool:
+        return all(side.device.type == "cpu" for sides in self._sides for side in sides)
 
     def layer_length(self, layer: int) -> int:
         """Return the tokens of a layer, including those of a step in progress."""

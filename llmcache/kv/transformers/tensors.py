@@ -1,4 +1,4 @@
-"""Conversions between tensors and numpy arrays without copies, attention masks of chosen tokens, and the GPU tier.
+"""Calls of attention functions: conversions between tensors and numpy arrays without copies, masks, and the GPU tier.
 
 Numpy has no bfloat16, so its bits are passed as uint16. The GPU tier caches the pages last sent to the device: one pair
 of arrays with one LRU order for all layers, so that a layer that needs more pages can take slots of another.
@@ -7,16 +7,21 @@ of arrays with one LRU order for all layers, so that a layer that needs more pag
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmcache.arrays import Flags, Int64s
+from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.spill.layout import DTYPES
-from llmcache.kv.tiers import repeated
+from llmcache.kv.tiers import Gathered, repeated
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -85,6 +90,89 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
     return found.masked_fill(torch.from_numpy(hidden).to(query.device), least)
 
 
+@dataclass
+class Call:
+    """Arguments of a call of an attention function: `stock` is transformers' own, `options` its further arguments.
+
+    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only; `mask`
+    is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
+    """
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+    stock: Callable[..., Output]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.query.shape[2])
+
+    def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
+        """Return the output of the stock attention for the given keys, values and mask."""
+        return self.stock(self.module, self.query, key, value, mask, **self.options)
+
+    def run_chosen(self, gathered: Gathered, length: int, weighed: bool) -> tuple[Output, Floats | None]:
+        """Return the output for the gathered rows of a context of `length` tokens and, if `weighed`, the attention weights.
+
+        On a GPU, not with cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer.
+        """
+        keys, values = self.tensors(gathered)
+        mask = cut_mask(self.mask, gathered.positions, self.query)
+        if self.query.device.type == "cuda" and keys.shape[2] <= length:
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                output = self.run(keys, values, mask)
+        else:
+            output = self.run(keys, values, mask)
+        return output, _weights(self, keys, mask, output[1]) if weighed else None
+
+    def arrays(self, with_queries: bool = True) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
+        """Return the queries as float32, or none of them, the keys and the values."""
+        queries = self.query if with_queries else self.query[:, :, :0]
+        return as_array(queries.float().contiguous()), as_array(self.key), as_array(self.value)
+
+    def tensors(self, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_tensor(gathered.keys):
+            return gathered.keys, gathered.values
+        keys, values = (as_tensor(side, self.key.dtype, self.key.device) for side in (gathered.keys, gathered.values))
+        return keys, values
+
+
+def refuse_backward(output: torch.Tensor) -> None:
+    """Make a backward pass through `output` an error: stored keys are copies, through which no gradient flows."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise UsageError("backward: a SpillCache does not support gradients", "train with transformers' own cache")
+
+    if output.requires_grad:
+        output.register_hook(refuse)
+
+
+def with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.Tensor:
+    """Replace `shares` [batch, heads] of an output [batch, 1, heads, dim] by `values` [batch, kv_heads, dim]."""
+    each = np.repeat(values, shares.shape[1] // values.shape[1], axis=1)
+    target, share = (torch.from_numpy(side).to(output.device) for side in (each[:, None], shares[:, None, :, None]))
+    found = torch.lerp(output.float(), target, share)
+    return found.to(output.dtype)
+
+
+def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
+    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
+    if weights is None:
+        batch, heads, _, dim = call.query.shape
+        grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
+        scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, 1, -1)
+        scores = scores * (call.options.get("scaling") or dim**-0.5)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+        elif mask is not None:
+            scores = scores + mask
+        weights = scores.softmax(-1)
+    return as_array(weights[:, :, 0].float().contiguous())
+
+
 class TorchFastTier:
     """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; the first page that is put sets the page size."""
 
@@ -125,7 +213,6 @@ class TorchFastTier:
         return self._keys[index], self._values[index]
 
     def drop(self, pages: Int64s) -> None:
-        """Remove pages from all layers."""
         dropped = set(pages.tolist())
         for key in [key for key in self._slots if key[1] in dropped]:
             self._free.append(self._slots.pop(key))

@@ -32,13 +32,12 @@ from typing import Any
 
 from llmcache.errors import MissingRequirement, MountProblem
 from llmcache.files import replacing
-from llmcache.procfs import status_of
+from llmcache.procfs import is_running
 
 _LONGEST_REPLY = 1 << 28
 RETRY_S = 0.1
 _LONGEST_INFO = 1 << 16
 _MOST_PIDS = 1 << 22
-_MOST_S = 1e12  # bounds values that are converted to nanoseconds
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -118,12 +117,7 @@ class Process:
         """Return False if the process has ended, or is a zombie, whose memory and descriptors are released."""
         end = select.poll()
         end.register(self.fd, select.POLLIN)
-        if end.poll(0):
-            return False
-        try:
-            return status_of(self.pid)["State"][0] not in "ZX"
-        except OSError:
-            return False
+        return not end.poll(0) and is_running(self.pid)
 
     def signal(self, number: int) -> bool:
         """Send a signal; return False if the process has ended."""
@@ -369,24 +363,3 @@ def reply_errors(mount: str) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         hint = "the daemon may be of another version: unmount and mount again"
         raise MountProblem(f"{mount}: this version of llmcache does not understand the reply of the daemon", hint) from error
-
-
-def whole(value: object) -> int:
-    """Return a number of bytes from a reply; ValueError if it is not one."""
-    if type(value) is not int or not 0 <= value < 1 << 64:
-        raise ValueError(f"{type(value).__name__} for a number of bytes")
-    return value
-
-
-def real(value: object) -> float:
-    """Return seconds, or a ratio, from a reply; ValueError if it is not a number within bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_S:
-        raise ValueError(f"{type(value).__name__} for seconds")
-    return float(value)
-
-
-def text(value: object) -> str:
-    """Return a string from a reply; TypeError if it is not one."""
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} for a string")
-    return value

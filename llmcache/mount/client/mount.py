@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmcache.errors import MissingRequirement, UsageError, printable, say, wrapped
+from llmcache.files import is_below
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.mountpoint import ask
@@ -180,7 +181,7 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
 
     MissingRequirement: mode inplace is required but impossible.
     """
-    is_hidden = source != point and os.path.commonpath([source, point]) == point
+    is_hidden = source != point and is_below(source, point)
     reason = request.not_in_place or (
         "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)
     )

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import MissingRequirement, MountProblem, UsageError
+from llmcache.files import is_below
 from llmcache.mount import syscalls
 from llmcache.mount.client import control
+from llmcache.mount.stats import MountStats, from_json
 from llmcache.procfs import IN_MEMORY, Mount, fstype_at, mounts
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ def check(source: str, path: str) -> tuple[str, str]:
     _check_directory(source, "SOURCE", None)
     _check_directory(path, "MOUNT", f"create it first: mkdir -p {path}")
     real = os.path.realpath(source)
-    if point != real and os.path.commonpath([real, point]) == real:
+    if point != real and is_below(point, real):
         raise UsageError(
             f"MOUNT {path} lies inside SOURCE {source}: the mount would contain itself",
             "mount outside SOURCE, or on SOURCE itself",
@@ -306,30 +308,40 @@ def _fusermount(point: str, lazy: bool) -> None:
 
 def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
     """Return the error for a busy mount, with the visible processes that use it."""
-    users = list(holders(mount, ignore))
-    seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in users[:8])
-    if len(users) > 8:
-        seen += f" and {len(users) - 8} more"
+    found = list(users(mount, ignore))
+    seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in found[:8])
+    if len(found) > 8:
+        seen += f" and {len(found) - 8} more"
     reason = f"in use by {seen}" if seen else "in use by a process that is not visible to this user"
     hint = f"end them first, or: llmcache umount --force {mount.point}"
     return MountProblem(f"{mount.point} is busy: {reason}", hint)
 
 
-def holders(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
+def users(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
     """Yield (pid, name, kind of use) of the processes that keep a mount busy, as far as /proc shows them to this user."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
-                how = None if ignore(int(name)) else _use(f"/proc/{name}", mount)
-                if how:
-                    with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
-                        yield int(name), comm.read().strip(), how
+    yield from _processes(lambda pid: None if ignore(pid) else _use(f"/proc/{pid}", mount))
+
+
+def users_of(directory: str) -> Iterator[tuple[int, str]]:
+    """Yield (pid, name) of other processes with open or mapped files below a real path, as far as /proc shows them."""
+    for pid, name, _ in _processes(lambda pid: _has_files(f"/proc/{pid}", directory.rstrip("/") + "/")):
+        if pid != os.getpid():
+            yield pid, name
+
+
+def _processes(use: Callable[[int], str | None]) -> Iterator[tuple[int, str, str]]:
+    """Yield (pid, name, use) of each process for which `use` returns one."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
+            if found := use(int(name)):
+                with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
+                    yield int(name), comm.read().strip(), found
 
 
 def _use(process: str, mount: Mount) -> str | None:
     for link in ("cwd", "root"):
         target = os.readlink(f"{process}/{link}")
-        if target == mount.point or target.startswith(mount.point.rstrip("/") + "/"):
+        if is_below(target, mount.point):
             fd = os.open(f"{process}/{link}", os.O_PATH | os.O_CLOEXEC)  # magic links do not involve the daemon
             try:
                 if _is_on(mount, f"/proc/self/fdinfo/{fd}"):
@@ -345,25 +357,14 @@ def _use(process: str, mount: Mount) -> str | None:
         return "mapped file" if any(mark in line for line in maps) else None
 
 
-def users_of(directory: str) -> Iterator[tuple[int, str]]:
-    """Yield (pid, name) of other processes with open or mapped files below a real path, as far as /proc shows them."""
-    below = directory.rstrip("/") + "/"
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
-                if _has_files(f"/proc/{name}", below):
-                    with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as comm:
-                        yield int(name), comm.read().strip()
-
-
-def _has_files(process: str, below: str) -> bool:
+def _has_files(process: str, below: str) -> str | None:
     for number in os.listdir(f"{process}/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"{process}/fd/{number}")
             if target.startswith(below) and not os.path.isdir(target):
-                return True
+                return "open file"
     with open(f"{process}/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        return any(f" {below}" in line for line in maps)
+        return "mapped file" if any(f" {below}" in line for line in maps) else None
 
 
 def _is_on(mount: Mount, fdinfo: str) -> bool:
@@ -377,12 +378,12 @@ def locked_bytes(file: TraceFile) -> int:
     The shards of a model are one loop, which counts for the first shard. MountProblem: no reply, or an invalid one.
     """
     for mount, base in steering(file.path, file.dev):
-        stats = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
+        document = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
         with control.reply_errors(mount.point):
-            if stats["mode"] == "arena":
-                return 0
-            own = [each for each in stats["files"] if base + each["path"] == file.path]
-            return sum(control.whole(loop["pinned_bytes"]) for each in own for loop in each["loops"])
+            stats = from_json(MountStats, document)
+        if stats.mode == "arena":
+            return 0
+        return sum(loop.pinned_bytes for each in stats.files if base + each.path == file.path for loop in each.loops)
     return 0
 
 

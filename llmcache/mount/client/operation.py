@@ -7,12 +7,13 @@ force, it unmounts in any state of the mount.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,18 +26,16 @@ from llmcache.errors import MountProblem, UsageError, printable, say
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.control import reply_errors
 from llmcache.mount.client.mountpoint import ask
-from llmcache.mount.copies import Copied
 from llmcache.mount.readahead import restore_left
+from llmcache.mount.stats import FileStats, LoopStats, MountStats, Prefetch, from_json, text
 from llmcache.procfs import Mount
 from llmcache.units import format_duration, format_percent, format_size
 
 MOUNTS_SCHEMA = "llmcache.mounts/1"
 UMOUNT_SCHEMA = "llmcache.umount/1"
 _MOUNTS_LINE = "{:<10}{:>9}{:>9}{:>9}{:>12}{:>9}  {}"
+_MOUNT_KEYS = ("mode", "uptime_s", "budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes", "hit_ratio")
 _WIDTH = 79
-# Columns of the list of mounts, and their checks: an invalid reply of one mount must not hide the others.
-_OF_MOUNT: dict[str, Callable[[object], object]] = {"mode": control.text, "uptime_s": control.real}
-_OF_MOUNT |= dict.fromkeys(("budget_bytes", "pinned_bytes", "resident_bytes", "read_bytes"), control.whole)
 _NS = 1e9
 _STOP_TIMEOUT_S = 60.0
 _KILL_AFTER_S = 10.0
@@ -44,7 +43,7 @@ _END_S = 60.0  # without force: the daemon completes its access log
 
 
 def fetch(mount: str) -> dict[str, Any]:
-    """Return the stats of the mount on a path. MountProblem: no mount, or no living daemon."""
+    """Return the stats document of the mount on a path. MountProblem: no mount, or no living daemon."""
     return ask(mount, {"op": "stats"})
 
 
@@ -52,10 +51,10 @@ def show_openmetrics(mount: str) -> None:
     """Print the counters once as OpenMetrics text, with file names, because the reader is the mount's own user."""
     from llmcache.mount.daemon.openmetrics import exposition
 
-    stats = fetch(mount)
+    document = fetch(mount)
     with reply_errors(mount):
-        text = exposition(stats, mountpoint.resolve(mount), paths=True)
-    sys.stdout.write(text)
+        exposed = exposition(from_json(MountStats, document), mountpoint.resolve(mount), paths=True)
+    sys.stdout.write(exposed)
 
 
 def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json: bool) -> None:
@@ -65,25 +64,23 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
     """
     if pause_s is not None and pause_s <= 0:
         raise UsageError("INTERVAL: must be more than 0", "for example 250ms, 1s or 1m")
-    before: dict[str, Any] | None = None
-    shown = 0
-    try:
-        while True:
-            now = fetch(mount)
-            with reply_errors(mount):
-                if as_json:
-                    print(json.dumps(now, indent=2 if pause_s is None else None), flush=True)
-                elif pause_s is None:
+    before: MountStats | None = None
+    with suppress(KeyboardInterrupt):
+        for shown in itertools.count():
+            document = fetch(mount)
+            if as_json:
+                print(json.dumps(document, indent=2 if pause_s is None else None), flush=True)
+            else:
+                with reply_errors(mount):
+                    now = from_json(MountStats, document)
+                if pause_s is None:
                     _print_table(mount, now)
                 else:
                     _print_line(now, before, header=shown % 20 == 0)
-            before = now
-            shown += 1
-            if pause_s is None or shown == count:
+                before = now
+            if pause_s is None or shown + 1 == count:
                 return
             time.sleep(pause_s)
-    except KeyboardInterrupt:
-        return
 
 
 def show_mounts(as_json: bool) -> None:
@@ -109,28 +106,17 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
     info = control.files(mount.point, mount.owner).describe()
     row = {"mount": mount.point, "source": info.get("source"), "pid": info.get("pid"), "uid": mount.owner}
     try:
-        stats = fetch(mount.point)
+        document = fetch(mount.point)
         with reply_errors(mount.point):
-            values = {key: check(stats[key]) for key, check in _OF_MOUNT.items()}
-            return {**row, "problem": None, **values, "hit_ratio": hit_ratio(stats)}
+            stats = from_json(MountStats, document)
     except MountProblem as problem:
-        return {**row, "problem": problem.message, **dict.fromkeys(_OF_MOUNT), "hit_ratio": None}
+        return {**row, "problem": problem.message, **dict.fromkeys(_MOUNT_KEYS)}
+    return {**row, "problem": None, **{key: getattr(stats, key) for key in _MOUNT_KEYS}}
 
 
-def hit_ratio(stats: dict[str, Any]) -> float | None:
-    """Return the byte hit ratio (0..1): the share of the bytes read by clients that came from memory; None if unknown.
-
-    In modes steer and inplace, hits send no request; the resident part of a loop counts once for each observed pass. If no
-    hit was observed, the ratio is unknown, not zero.
-    """
-    is_unseen = stats["mode"] != "arena" and not stats["hit_bytes"]
-    return float(stats["hit_bytes"]) / float(stats["read_bytes"]) if stats["read_bytes"] and not is_unseen else None
-
-
-def _in_time(stats: dict[str, Any]) -> str:
+def _in_time(prefetch: Prefetch) -> str:
     """Return the share of prefetched bytes that clients read in time, as text."""
-    useful, late, wasted = (int(stats["prefetch"][f"{kind}_bytes"]) for kind in ("useful", "late", "wasted"))
-    return format_percent(useful / (useful + late + wasted) if useful + late + wasted else None)
+    return format_percent(prefetch.useful_bytes / prefetch.total_bytes if prefetch.total_bytes else None)
 
 
 def _table(**columns: dict[str, Any]) -> Table:
@@ -140,124 +126,105 @@ def _table(**columns: dict[str, Any]) -> Table:
     return table
 
 
-_SERVICES = {
-    "failures": "service failures",
-    "ended": "ended services",
-    "lost_touches": "lost touches",
-    "refused_advice": "refused advice",
-}
 _NAME: dict[str, Any] = {"overflow": "ellipsis"}
 _NUMBER: dict[str, Any] = {"justify": "right"}
 
 
-def _print_table(mount: str, stats: dict[str, Any]) -> None:
+def _print_table(mount: str, stats: MountStats) -> None:
     console = Console(width=_WIDTH, file=sys.stdout, highlight=False, markup=False)
-    budget = f"budget {format_size(stats['budget_bytes'])}"
-    if stats["limit_bytes"] < stats["budget_bytes"]:
-        budget += f", limited to {format_size(stats['limit_bytes'])} by memory pressure"
-    console.print(Text(f"{printable(mount)}: mode {printable(stats['mode'])}, {budget}"))
-    if stats["metrics"]:
-        console.print(Text(f"metrics on http://{printable(stats['metrics'])}/metrics"))
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    budget = f"budget {format_size(stats.budget_bytes)}"
+    if stats.limit_bytes < stats.budget_bytes:
+        budget += f", limited to {format_size(stats.limit_bytes)} by memory pressure"
+    console.print(Text(f"{printable(mount)}: mode {printable(stats.mode)}, {budget}"))
+    if stats.metrics:
+        console.print(Text(f"metrics on http://{printable(stats.metrics)}/metrics"))
+    figures = Table(box=None, show_header=False, pad_edge=False)
     for column in ("", "right", "", "right"):
-        facts.add_column(justify="right" if column else "left")
-    size = {key: format_size(amount) for key, amount in stats.items() if key.endswith("_bytes")}
-    facts.add_row("pinned", size["pinned_bytes"], "   read by clients", size["read_bytes"])
-    facts.add_row("window", size["window_bytes"], "   read from storage", size["backing_read_bytes"])
-    facts.add_row("resident", size["resident_bytes"], "   written to storage", size["backing_write_bytes"])
-    facts.add_row("daemon", size["daemon_bytes"], "   byte hit ratio", format_percent(hit_ratio(stats)))
-    facts.add_row("CPU", f"{stats['cpu_s']:.1f} s", "   prefetch in time", _in_time(stats))
-    for text, amount in _special(stats):
-        facts.add_row("", "", f"   {text}", printable(amount))
-    if stats.get("beyond_bytes"):
-        facts.add_row("beyond budget", size["beyond_bytes"], "", "")
-    console.print(facts)
-    if stats["files"]:
-        console.print(_file_table(stats["files"]))
-    for file in stats["files"]:
-        for loop in file["loops"]:
-            for sentence in filter(None, (judgement(loop), copied(loop))):
-                console.print(Text(f"{printable(shown_name(file))}: {printable(sentence)}"))
-        if lacking := file.get("lacks_extents"):
-            note = f"not steered: no room for its {lacking:,} extents next to those of files in use"
-            console.print(Text(f"{printable(shown_name(file))}: {note}"))
-        if experts := file.get("experts"):
-            console.print(Text(f"{printable(shown_name(file))}: {_experts(experts)}"))
+        figures.add_column(justify="right" if column else "left")
+    size = format_size
+    figures.add_row("pinned", size(stats.pinned_bytes), "   read by clients", size(stats.read_bytes))
+    figures.add_row("window", size(stats.window_bytes), "   read from storage", size(stats.backing_read_bytes))
+    figures.add_row("resident", size(stats.resident_bytes), "   written to storage", size(stats.backing_write_bytes))
+    figures.add_row("daemon", size(stats.daemon_bytes), "   byte hit ratio", format_percent(stats.hit_ratio))
+    figures.add_row("CPU", f"{stats.cpu_s:.1f} s", "   prefetch in time", _in_time(stats.prefetch))
+    for label, amount in _special(stats):
+        figures.add_row("", "", f"   {label}", printable(amount))
+    if stats.beyond_bytes:
+        figures.add_row("beyond budget", size(stats.beyond_bytes), "", "")
+    console.print(figures)
+    if stats.files:
+        console.print(_file_table(stats.files))
+    for file in stats.files:
+        for note in (*(note for loop in file.loops for note in loop_notes(loop)), *_file_notes(file)):
+            console.print(Text(printable(f"{file.shown_name}: {note}")))
 
 
-def _special(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (text, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
-    for name, text in _SERVICES.items():
-        if found := stats.get("services", {}).get(name):
-            yield text, ", ".join(map(str, found)) if isinstance(found, list) else str(found)
-    if log := stats.get("access_log"):
-        yield "logged references", f"{log['rows']}, {log['lost_rows']} lost"
+def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
+    """Yield (label, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
+    services = stats.services
+    if services.failures:
+        yield "service failures", str(services.failures)
+    if services.ended:
+        yield "ended services", ", ".join(services.ended)
+    if services.lost_touches:
+        yield "lost touches", str(services.lost_touches)
+    if services.refused_advice:
+        yield "refused advice", str(services.refused_advice)
+    if log := stats.access_log:
+        yield "logged references", f"{log.rows}, {log.lost_rows} lost"
 
 
-def shown_name(file: dict[str, Any]) -> str:
-    """Return the name of a file in a reply; its path if the daemon has version 1.0, which does not send names."""
-    return control.text(file.get("name", file["path"])).lstrip("/")
+def loop_notes(loop: LoopStats) -> Iterator[str]:
+    """Yield why a loop is not fully steered, with the figures of that decision, and whether a client has copied it."""
+    if loop.left and loop.steered_pass_bytes is not None and loop.lru_pass_bytes is not None:
+        steered, lru = format_size(loop.steered_pass_bytes), format_size(loop.lru_pass_bytes)
+        yield f"left to the kernel: steering reads {steered} a pass, the page cache {lru}"
+    elif loop.left:
+        yield "left to the kernel"
+    elif loop.unused_bytes:
+        yield f"{format_size(loop.unused_bytes)} not in use"
+    if loop.copied is not None:
+        yield str(loop.copied)
 
 
-def judgement(loop: dict[str, Any]) -> str:
-    """Return why a loop is not fully steered, with the figures of that decision; empty if it is.
-
-    `loop` is from the stats document; daemons of version 1.0 do not send all keys.
-    """
-    steered, lru = loop.get("steered_pass_bytes"), loop.get("lru_pass_bytes")
-    if loop.get("left") and steered is not None and lru is not None:
-        return f"left to the kernel: steering reads {format_size(steered)} a pass, the page cache {format_size(lru)}"
-    if loop.get("left"):
-        return "left to the kernel"
-    return f"{format_size(loop['unused_bytes'])} not in use" if loop.get("unused_bytes") else ""
+def _file_notes(file: FileStats) -> Iterator[str]:
+    if file.lacks_extents:
+        yield f"not steered: no room for its {file.lacks_extents:,} extents next to those of files in use"
+    if (experts := file.experts) is not None and experts.alone:
+        yield "experts are left to the kernel"
+    elif experts is not None:
+        kept = f"{experts.kept} of {experts.count} experts cached"
+        yield f"{kept}, {format_size(experts.kept_bytes)} of {format_size(experts.size_bytes)}"
 
 
-def copied(loop: dict[str, Any]) -> str:
-    """Return the sentence about weights that a client has copied, with the flag to change; empty if none."""
-    facts = loop.get("copied")
-    if not isinstance(facts, dict):
-        return ""
-    return str(Copied(*(facts[key] for key in ("pid", "process", "cause", "copied_bytes"))))
-
-
-def _experts(experts: dict[str, Any]) -> str:
-    """Return the sentence about cached experts."""
-    if experts.get("alone"):
-        return "experts are left to the kernel"
-    kept = f"{experts['kept']} of {experts['count']} experts cached, "
-    return f"{kept}{format_size(experts['kept_bytes'])} of {format_size(experts['bytes'])}"
-
-
-def _file_table(files: list[dict[str, Any]]) -> Table:
+def _file_table(files: Iterable[FileStats]) -> Table:
     table = _table(
         file=_NAME | {"max_width": 30}, size=_NUMBER, **{"class": {}}, loop=_NUMBER, period=_NUMBER, pinned=_NUMBER
     )
     for file in files:
-        name = (Text(printable(shown_name(file))), format_size(file["size_bytes"]), printable(file["class"]))
-        for loop in file["loops"]:
-            period = f"{loop['period_s']:.2f} s" if loop["period_s"] else "-"
-            table.add_row(*name, format_size(loop["bytes"]), period, format_size(loop["pinned_bytes"]))
+        name = (Text(printable(file.shown_name)), format_size(file.size_bytes), printable(file.kind))
+        for loop in file.loops:
+            period = f"{loop.period_s:.2f} s" if loop.period_s else "-"
+            table.add_row(*name, format_size(loop.size_bytes), period, format_size(loop.pinned_bytes))
             name = (Text(), "", "")
-        if not file["loops"]:
+        if not file.loops:
             table.add_row(*name, "-", "-", "-")
     return table
 
 
-def _print_line(now: dict[str, Any], before: dict[str, Any] | None, *, header: bool) -> None:
+def _print_line(now: MountStats, before: MountStats | None, *, header: bool) -> None:
     """Print one sample: levels as they are, counters as rates since the last sample."""
-    columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
     if header:
+        columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
         print("".join(f"{name:>11}" for name in columns), flush=True)
-
-    def rate(key: str) -> str:
-        passed_s = 0.0 if before is None else now["uptime_s"] - before["uptime_s"]  # the daemon's clock: it may reply late
-        if before is None or passed_s <= 0:  # <= 0: another mount on the same path
-            return "-"
-        return format_size((now[key] - before[key]) / passed_s)
-
-    cells = [format_size(now[f"{key}_bytes"]) for key in ("pinned", "window", "daemon")]
-    cells += [rate("read_bytes"), rate("backing_read_bytes"), rate("backing_write_bytes"), _in_time(now)]
-    print("".join(f"{cell:>11}" for cell in cells), flush=True)
+    # The daemon's clock, because it may reply late. Less than before: another mount on the same path.
+    passed_s = 0.0 if before is None else now.uptime_s - before.uptime_s
+    levels = [format_size(level) for level in (now.pinned_bytes, now.window_bytes, now.daemon_bytes)]
+    rates = ["-"] * 3
+    if before is not None and passed_s > 0:
+        names = ("read_bytes", "backing_read_bytes", "backing_write_bytes")
+        rates = [format_size((getattr(now, name) - getattr(before, name)) / passed_s) for name in names]
+    print("".join(f"{cell:>11}" for cell in (*levels, *rates, _in_time(now.prefetch))), flush=True)
 
 
 def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
@@ -299,7 +266,8 @@ def _print_warm(mount: str, reply: dict[str, Any], check: bool) -> None:
     table = _table(file=_NAME | {"max_width": 34}, size=_NUMBER, to_cache=_NUMBER, cached=_NUMBER)
     for row in reply["files"]:
         sizes = (format_size(row[key]) for key in ("size_bytes", "wanted_bytes", "warm_bytes"))
-        table.add_row(Text(printable(shown_name(row)) + (" (pinned)" if row["pinned"] else "")), *sizes)
+        name = text(row.get("name", row["path"])).lstrip("/")  # a daemon of version 1.0 does not send names
+        table.add_row(Text(printable(name) + (" (pinned)" if row["pinned"] else "")), *sizes)
     console.print(table)
     kept, wanted = format_size(reply["warm_bytes"]), format_size(reply["wanted_bytes"])
     spent = "" if check else f", {format_size(reply['read_bytes'])} read in {format_duration(reply['seconds'] * _NS)}"

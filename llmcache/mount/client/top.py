@@ -1,13 +1,10 @@
 """`llmcache top`: sample a mount repeatedly, and show the samples on a terminal, as text or as JSON.
 
-A *sample* has the counters and their changes since an earlier sample, in base units. Replies are checked, because root also
-watches mounts of other users, whose daemons are not trusted. Functions that convert parts of a reply raise KeyError,
-TypeError, ValueError, OverflowError or AttributeError if a daemon of this version would not send it.
+A *sample* has the counters and their changes since an earlier sample, in base units.
 
-Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available.
-
-On a terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end
-(`q`, Ctrl-C, a signal that ends the process regularly, an error).
+Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available. On a
+terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end (`q`,
+Ctrl-C, a signal that ends the process regularly, an error).
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
@@ -37,11 +34,22 @@ from rich.text import Span, Text
 from llmcache.errors import MountProblem, UsageError, printable
 from llmcache.mount.client import control
 from llmcache.mount.client.mountpoint import ask
-from llmcache.mount.client.operation import copied, hit_ratio, judgement, shown_name
+from llmcache.mount.client.operation import loop_notes
+from llmcache.mount.stats import (
+    FileHeat,
+    HeatMap,
+    LayerExperts,
+    LayerHeat,
+    LoopStats,
+    MountStats,
+    Waits,
+    from_json,
+    hit_ratio,
+    to_json,
+)
 from llmcache.units import format_duration, format_percent, format_rate, format_size
 
 Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
-Parsed = TypeVar("Parsed", "Budget", "LoopState", "HeatLayer", "HeatFile")
 
 SCHEMA = "llmcache.top/1"
 MEMORY_S = 60.0
@@ -54,16 +62,11 @@ _LEAST_ROWS = 3  # a file with fewer rows is not shown
 _NS = 1e9
 _TITLE = "bold"
 _ZEROS = re.compile(r"\.0+(?= )")
-# Traffic counters: names in samples, and names in the stats document.
-_COUNTERS = {"read": "read", "hit": "hit", "storage_read": "backing_read", "storage_written": "backing_write"}
-_COUNTERS |= {"fetched": "stored", "refault": "refault"}
 # Fields that are summed for the layers of one row.
-_SUMS = ["tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes"]
-_SUMS += ["experts", "experts_kept"]
-STRIPS = {"pinned", "window", "pages", "cold"}
+_SUMS = ("tensors", "size_bytes", "pinned_bytes", "window_bytes", "pages_bytes", "streamed_bytes", "cold_bytes")
 PINNED, PARTLY, LITTLE, WINDOW, PAGES, STREAMED, COLD, FREE = "█", "▓", "▒", "▸", "▪", "░", "·", "·"
 STYLES = {PINNED: "green", PARTLY: "green", LITTLE: "green", WINDOW: "yellow", PAGES: "cyan", STREAMED: "", COLD: "dim"}
-_NINTHS = 9
+_NINTHS, _CELLS = 9, 16
 _PINNED_FROM, _PARTLY_FROM = 7, 4
 
 
@@ -83,6 +86,12 @@ class Budget:
     other_bytes: int
     free_bytes: int
     daemon_bytes: int
+
+    @classmethod
+    def of(cls, stats: MountStats) -> Budget:
+        other, free = min(stats.pages_bytes, stats.window_bytes), max(0, stats.limit_bytes - stats.resident_bytes)
+        sizes = (stats.budget_bytes, stats.limit_bytes, stats.pinned_bytes, stats.window_bytes - other, other, free)
+        return cls(stats.mode, *sizes, stats.daemon_bytes)
 
 
 @dataclass(frozen=True)
@@ -112,66 +121,78 @@ class MountTraffic:
     hit_ratio: float | None
     late_ratio: float | None
     wasted_ratio: float | None
-    late_waits: dict[str, Any]
-    demand_waits: dict[str, Any]
+    late_waits: Waits
+    demand_waits: Waits
+
+    @classmethod
+    def between(cls, before: MountStats | None, now: MountStats) -> MountTraffic:
+        """Return the traffic between two states of a mount; without `before`, since its start."""
+        seconds = now.uptime_s - (before.uptime_s if before else 0.0)
+        counters = {name: getattr(now, key) - (getattr(before, key) if before else 0) for name, key in _COUNTERS.items()}
+        rated = ("read_bytes", "storage_read_bytes", "storage_written_bytes", "fetched_bytes", "refault_bytes")
+        useful, late, wasted = (
+            getattr(now.prefetch, fate) - (getattr(before.prefetch, fate) if before else 0)
+            for fate in ("useful_bytes", "late_bytes", "wasted_bytes")
+        )
+        prefetched = useful + late + wasted
+        rates: dict[str, Any] = {f"{name}_per_s": counters[name] / seconds if seconds > 0 else 0.0 for name in rated}
+        return cls(
+            seconds=seconds,
+            **counters,
+            useful_bytes=useful,
+            late_bytes=late,
+            wasted_bytes=wasted,
+            **rates,
+            hit_ratio=hit_ratio(now.mode, counters["hit_bytes"], counters["read_bytes"]),
+            late_ratio=late / prefetched if prefetched else None,
+            wasted_ratio=wasted / prefetched if prefetched else None,
+            late_waits=now.waits.late.since(before.waits.late) if before else now.waits.late,
+            demand_waits=now.waits.demand.since(before.waits.demand) if before else now.waits.demand,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document. `median_s` and `p99_s` are None without waits, and beyond the last bound."""
+        document: dict[str, Any] = to_json(self)
+        for name in ("late_waits", "demand_waits"):
+            for key, share in (("median_s", 0.5), ("p99_s", 0.99)):
+                upper = getattr(self, name).quantile_s(share)
+                document[name][key] = None if upper == float("inf") else upper
+        return document
+
+
+# Counters of MountTraffic, and their names in MountStats.
+_COUNTERS = {
+    "read_bytes": "read_bytes",
+    "hit_bytes": "hit_bytes",
+    "storage_read_bytes": "backing_read_bytes",
+    "storage_written_bytes": "backing_write_bytes",
+    "fetched_bytes": "stored_bytes",
+    "refault_bytes": "refault_bytes",
+}
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """One loop. `readers`: positions of its readers in it (0..1).
-
-    `left`: the loop is left to the kernel, which reads less than steering would. `steered_pass_bytes`, `lru_pass_bytes`:
-    bytes that steering, and the page cache, read in a pass; None if unknown. `unused_bytes`: bytes of the loop's files that
-    no client has used for some passes. `copied`: the client that has copied the weights, and the cause; see `fs.copies`.
-    """
+    """One loop, with the path and the name of its first file."""
 
     path: str
     name: str
-    size_bytes: int
-    period_s: float | None
-    pinned_bytes: int
-    window_bytes: int
-    passes: int
-    guessed: bool
-    readers: tuple[float, ...]
-    left: bool = False
-    unused_bytes: int = 0
-    steered_pass_bytes: int | None = None
-    lru_pass_bytes: int | None = None
-    copied: dict[str, Any] | None = None
+    stats: LoopStats
 
-
-@dataclass(frozen=True)
-class HeatLayer:
-    """One layer, or several merged ones: bytes by state, seconds since the last request (`age_s`), and strips.
-
-    `streamed_bytes` are on storage and were read recently; `cold_bytes` were not. The strips (`cells`: pinned, window,
-    pages, cold) have a digit for each segment of the layer: the ninths of it in that state. `experts`: 0 without experts.
-    """
-
-    name: str
-    tensors: int
-    size_bytes: int
-    pinned_bytes: int
-    window_bytes: int
-    pages_bytes: int
-    streamed_bytes: int
-    cold_bytes: int
-    age_s: float | None
-    cells: dict[str, str]
-    experts: int = 0
-    experts_kept: int = 0
-
-
-@dataclass(frozen=True)
-class HeatFile:
-    """The layers of one file, in the order of computation; a file of unknown format has one layer."""
-
-    path: str
-    name: str
-    size_bytes: int
-    layers: tuple[HeatLayer, ...]
-    left_out_layers: int
+    def document(self) -> dict[str, Any]:
+        loop = self.stats
+        names = ("period_s", "pinned_bytes", "window_bytes", "passes", "guessed", "readers")
+        return {
+            "path": self.path,
+            "name": self.name,
+            "size_bytes": loop.size_bytes,
+            **{name: getattr(loop, name) for name in names},
+            "left": bool(loop.left),
+            "unused_bytes": loop.unused_bytes or 0,
+            "steered_pass_bytes": loop.steered_pass_bytes,
+            "lru_pass_bytes": loop.lru_pass_bytes,
+            "copied": to_json(loop.copied),
+        }
 
 
 @dataclass(frozen=True)
@@ -188,136 +209,49 @@ class Sample:
     total: MountTraffic
     interval: MountTraffic | None
     loops: tuple[LoopState, ...]
-    heat: tuple[HeatFile, ...]
+    heat: tuple[FileHeat, ...]
     left_out_files: int
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {
+            "schema": SCHEMA,
+            "mount": self.mount,
+            "unix_s": self.unix_s,
+            "uptime_s": self.uptime_s,
+            "budget": to_json(self.budget),
+            "total": self.total.document(),
+            "interval": None if self.interval is None else self.interval.document(),
+            "loops": [loop.document() for loop in self.loops],
+            "heat": [_heat_document(file) for file in self.heat],
+            "left_out_files": self.left_out_files,
+        }
 
 
-def _parse(kind: type[Parsed], facts: dict[str, Any], **made: Any) -> Parsed:
-    """Return a `kind` with the fields in `made`, and all other fields from a reply, each checked against its type."""
-    checks: dict[str, Callable[[Any], Any]] = {
-        "int": control.whole,
-        "float": control.real,
-        "float | None": _real_or_none,
-        "str": control.text,
-        "bool": bool,
+def _heat_document(file: FileHeat) -> dict[str, Any]:
+    return {
+        "path": file.path,
+        "name": file.shown_name,
+        "size_bytes": file.size_bytes,
+        "layers": [_layer_document(layer) for layer in file.layers],
+        "left_out_layers": file.left_out_layers,
     }
-    found = {field.name: checks[str(field.type)](facts[field.name]) for field in fields(kind) if field.name not in made}
-    return kind(**found, **made)
 
 
-def budget_of(stats: dict[str, Any]) -> Budget:
-    """Return the use of the memory, from the stats of a mount."""
-    window, limit = control.whole(stats["window_bytes"]), control.whole(stats["limit_bytes"])
-    other, free = min(control.whole(stats["pages_bytes"]), window), max(0, limit - control.whole(stats["resident_bytes"]))
-    return _parse(Budget, stats, window_bytes=window - other, other_bytes=other, free_bytes=free)
+def _layer_document(layer: LayerHeat) -> dict[str, Any]:
+    names = ("name", *_SUMS, "age_s", "cells")
+    experts = layer.experts or LayerExperts()
+    return {name: getattr(layer, name) for name in names} | {"experts": experts.count, "experts_kept": experts.kept}
 
 
-def flow_between(before: dict[str, Any] | None, now: dict[str, Any]) -> MountTraffic:
-    """Return the traffic between two stats documents; without `before`, since the start of the mount."""
-
-    def moved(key: str, within: str | None = None) -> int:
-        new, old = (now, before) if within is None else (now[within], before and before[within])
-        return control.whole(new[key]) - (control.whole(old[key]) if old else 0)
-
-    seconds = control.real(now["uptime_s"]) - (control.real(before["uptime_s"]) if before else 0.0)
-    found: dict[str, Any] = {f"{name}_bytes": moved(f"{key}_bytes") for name, key in _COUNTERS.items()}
-    found |= {f"{name}_bytes": moved(f"{name}_bytes", "prefetch") for name in ("useful", "late", "wasted")}
-    for name in ("read", "storage_read", "storage_written", "fetched", "refault"):
-        found[f"{name}_bytes_per_s"] = found[f"{name}_bytes"] / seconds if seconds > 0 else 0.0
-    prefetched = sum(found[f"{name}_bytes"] for name in ("useful", "late", "wasted"))
-    for name in ("late", "wasted"):
-        found[f"{name}_ratio"] = found[f"{name}_bytes"] / prefetched if prefetched else None
-    found["hit_ratio"] = hit_ratio({**found, "mode": now["mode"]})
-    for name in ("late", "demand"):
-        earlier = _waits(before["waits"][name]) if before else None
-        found[f"{name}_waits"] = waits_between(earlier, _waits(now["waits"][name]))
-    return MountTraffic(seconds=seconds, **found)
-
-
-def loops_of(stats: dict[str, Any]) -> tuple[LoopState, ...]:
+def loops_of(stats: MountStats) -> tuple[LoopState, ...]:
     """Return all loops: active ones first, then by size, largest first."""
-    found = [
-        _parse(
-            LoopState,
-            loop,
-            path=control.text(file["path"]),
-            name=shown_name(file),
-            size_bytes=control.whole(loop["bytes"]),
-            readers=tuple(map(control.real, loop["readers"])),
-            left=bool(loop.get("left")),  # daemons of version 1.0 do not send this key and the next ones
-            unused_bytes=control.whole(loop.get("unused_bytes", 0)),
-            steered_pass_bytes=_whole_or_none(loop.get("steered_pass_bytes")),
-            lru_pass_bytes=_whole_or_none(loop.get("lru_pass_bytes")),
-            copied=loop.get("copied"),
-        )
-        for file in stats["files"]
-        for loop in file["loops"]
-    ]
-    return tuple(sorted(found, key=lambda loop: (not loop.readers, -loop.size_bytes, loop.path)))
+    found = [LoopState(file.path, file.shown_name, loop) for file in stats.files for loop in file.loops]
+    return tuple(sorted(found, key=lambda loop: (not loop.stats.readers, -loop.stats.size_bytes, loop.path)))
 
 
-def heat_of(heat: dict[str, Any]) -> tuple[HeatFile, ...]:
-    """Return the files of a reply to {"op": "heat"}, the most recently read first."""
-    files = [file for file in heat["files"] if file["layers"]]
-    found = [_parse(HeatFile, file, name=shown_name(file), layers=tuple(map(_layer_of, file["layers"]))) for file in files]
-    return tuple(sorted(found, key=lambda file: (_age(file), file.path)))
-
-
-def _age(file: HeatFile) -> float:
+def _age(file: FileHeat) -> float:
     """Return tens of seconds since the last request of the file: coarse, so that active files keep their order."""
     return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
-
-
-def _layer_of(facts: dict[str, Any]) -> HeatLayer:
-    cells = {kind: control.text(strip) for kind, strip in facts["cells"].items()}
-    if set(cells) != STRIPS or not all(strip and set(strip) <= set("0123456789") for strip in cells.values()):
-        raise ValueError("cells")
-    experts = facts["experts"] or {}
-    count, kept = control.whole(experts.get("count", 0)), control.whole(experts.get("kept", 0))
-    return _parse(HeatLayer, facts, size_bytes=control.whole(facts["bytes"]), cells=cells, experts=count, experts_kept=kept)
-
-
-def waits_between(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Return the waits between `before` (None: the start of the mount) and `now`.
-
-    `median_s` and `p99_s` are None without waits, and beyond the last bound.
-    """
-    if before is not None:
-        counts = [count - old for count, old in zip(now["counts"], before["counts"], strict=True)]
-        now = {**now, "counts": counts, "sum_s": now["sum_s"] - before["sum_s"]}
-    uppers = {"median_s": quantile_s(now, 0.5), "p99_s": quantile_s(now, 0.99)}
-    return now | {key: None if upper == float("inf") else upper for key, upper in uppers.items()}
-
-
-def quantile_s(waits: dict[str, Any], share: float) -> float | None:
-    """Return the time in seconds that at least `share` (0..1) of the waits did not exceed: the upper bound of a bucket.
-
-    None without waits; infinity beyond the last bound.
-    """
-    passed = list(accumulate(waits["counts"]))
-    if not passed[-1]:
-        return None
-    place = next(place for place, count in enumerate(passed) if count >= max(1, share * passed[-1]))
-    return float([*waits["bounds_s"], float("inf")][place])
-
-
-def _waits(facts: dict[str, Any]) -> dict[str, Any]:
-    bounds, counts = list(map(control.real, facts["bounds_s"])), list(map(control.whole, facts["counts"]))
-    if len(counts) != len(bounds) + 1 or bounds != sorted(bounds):
-        raise ValueError("waits")
-    return {"bounds_s": bounds, "counts": counts, "sum_s": control.real(facts["sum_s"])}
-
-
-def _real_or_none(value: object) -> float | None:
-    return None if value is None else control.real(value)
-
-
-def _whole_or_none(value: object) -> int | None:
-    return None if value is None else control.whole(value)
 
 
 def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
@@ -344,7 +278,7 @@ def readers_strip(places: Iterable[float], width: int) -> Text:
     return text
 
 
-def heat_strip(layer: HeatLayer, width: int) -> Text:
+def heat_strip(layer: LayerHeat, width: int) -> Text:
     """Return the strip of a layer, `width` cells wide."""
     cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
     characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
@@ -368,37 +302,34 @@ def stretch(digits: str, width: int) -> list[int]:
     return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
 
 
-def merge(layers: Sequence[HeatLayer]) -> HeatLayer:
+def merge(layers: Sequence[LayerHeat]) -> LayerHeat:
     """Merge adjacent layers into one, named after the first and the last."""
     if len(layers) == 1:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
-    return HeatLayer(
+    experts = [layer.experts for layer in layers if layer.experts is not None]
+    return LayerHeat(
         name=f"{layers[0].name}–{layers[-1].name}",
         age_s=min(ages, default=None),
         cells={kind: _joined(layers, kind) for kind in layers[0].cells},
+        experts=LayerExperts(sum(each.kept for each in experts), sum(each.count for each in experts)),
         **{name: sum(getattr(layer, name) for layer in layers) for name in _SUMS},
     )
 
 
-def _joined(layers: Sequence[HeatLayer], kind: str) -> str:
-    """Concatenate the strips in proportion to the layer sizes, and resample them to one strip; each cell is a mean."""
-    import numpy as np  # imported here, because it is needed only on small terminals
-
-    count = len(layers[0].cells[kind])
-    widths = np.repeat([max(layer.size_bytes, 1) / count for layer in layers], count)
-    digits = np.array([int(digit) for layer in layers for digit in layer.cells[kind]])
-    ends, sums = np.cumsum([0.0, *widths]), np.cumsum([0.0, *digits * widths])
-    means = np.diff(np.interp(np.linspace(0, ends[-1], count + 1), ends, sums)) * count / ends[-1]
-    return "".join(str(min(_NINTHS, int(np.ceil(mean - 1e-6)))) for mean in means)
+def _joined(layers: Sequence[LayerHeat], kind: str) -> str:
+    """Concatenate the strips of layers, and resample them to one strip; each cell is a mean, rounded up."""
+    digits = [digit for layer in layers for digit in stretch(layer.cells[kind], _CELLS)]
+    count = len(layers)
+    return "".join(str(-(-sum(digits[at : at + count]) // count)) for at in range(0, len(digits), count))
 
 
-def fold(layers: Sequence[HeatLayer], rows: int) -> list[HeatLayer]:
+def fold(layers: Sequence[LayerHeat], rows: int) -> list[LayerHeat]:
     """Merge adjacent layers into at most `rows` rows of similar size."""
     if len(layers) <= rows:
         return list(layers)
     total = sum(layer.size_bytes for layer in layers) or 1
-    found: list[list[HeatLayer]] = [[] for _ in range(rows)]
+    found: list[list[LayerHeat]] = [[] for _ in range(rows)]
     done = 0
     for layer in layers:
         middle = done + layer.size_bytes / 2
@@ -414,59 +345,56 @@ class Watcher:
         self.mount = mount
         self._ask = asks
         self._clock = clock
-        self._past: deque[dict[str, Any]] = deque()  # without files, of which there may be thousands
-        self._heat: dict[str, Any] = {}
-        self._heat_due_s = float("-inf")
+        self._past: deque[MountStats] = deque()  # without files, of which there may be thousands
+        self._heat: HeatMap | None = None
+        self._heat_due_s = 0.0
 
     def sample(self) -> Sample:
         """Take a sample. MountProblem: the mount does not exist or has ended, or the reply is invalid."""
         try:
-            stats = self._ask(self.mount, {"op": "stats"})
             with control.reply_errors(self.mount):
+                stats = from_json(MountStats, self._ask(self.mount, {"op": "stats"}))
                 before = self._past[-1] if self._past else stats
-                if stats["uptime_s"] < before["uptime_s"] or stats["helper_pid"] != before["helper_pid"]:
+                if stats.uptime_s < before.uptime_s or stats.helper_pid != before.helper_pid:
                     self._past.clear()  # the path has a new mount
-                    self._heat_due_s = float("-inf")
-                return self._sample(stats)
+                    self._heat = None
+                return self._sample(stats, self._heat_map())
         except MountProblem as error:
             if not self._past:
                 raise
             raise MountProblem(f"{self.mount} can no longer be watched: {error.message}", error.hint) from error
 
-    def _sample(self, stats: dict[str, Any]) -> Sample:
-        heat = self._heat_reply()
+    def _sample(self, stats: MountStats, heat: HeatMap) -> Sample:
         base = self._base(stats)
         found = Sample(
             mount=self.mount,
             unix_s=time.time(),
-            uptime_s=float(stats["uptime_s"]),
-            budget=budget_of(stats),
-            total=flow_between(None, stats),
-            interval=None if base is None else flow_between(base, stats),
+            uptime_s=stats.uptime_s,
+            budget=Budget.of(stats),
+            total=MountTraffic.between(None, stats),
+            interval=None if base is None else MountTraffic.between(base, stats),
             loops=loops_of(stats),
-            heat=heat_of(heat),
-            left_out_files=int(heat["left_out_files"]),
+            heat=tuple(sorted((file for file in heat.files if file.layers), key=lambda file: (_age(file), file.path))),
+            left_out_files=heat.left_out_files,
         )
-        self._past.append({name: value for name, value in stats.items() if name != "files"})
-        while self._past[0]["uptime_s"] < stats["uptime_s"] - MEMORY_S:
+        self._past.append(replace(stats, files=()))
+        while self._past[0].uptime_s < stats.uptime_s - MEMORY_S:
             self._past.popleft()
         return found
 
-    def _heat_reply(self) -> dict[str, Any]:
-        """Return the heat; request it at most for HEAT_SHARE of the time."""
+    def _heat_map(self) -> HeatMap:
+        """Return the heat map; request it at most for HEAT_SHARE of the time."""
         began = self._clock()
-        if began >= self._heat_due_s:
-            self._heat = self._ask(self.mount, {"op": "heat"})
-            taken = self._clock() - began
-            self._heat_due_s = began + taken / HEAT_SHARE
+        if self._heat is None or began >= self._heat_due_s:
+            self._heat = from_json(HeatMap, self._ask(self.mount, {"op": "heat"}))
+            self._heat_due_s = began + (self._clock() - began) / HEAT_SHARE
         return self._heat
 
-    def _base(self, now: dict[str, Any]) -> dict[str, Any] | None:
+    def _base(self, now: MountStats) -> MountStats | None:
         """Return the latest earlier stats that are at least a period of every active loop old; else the oldest."""
-        periods = [float(loop["period_s"] or 0) for file in now["files"] for loop in file["loops"] if loop["readers"]]
-        longest = max(periods, default=0.0)
-        back_s: float = now["uptime_s"] - longest
-        whole = [past for past in self._past if past["uptime_s"] <= back_s]
+        periods = [loop.period_s or 0.0 for file in now.files for loop in file.loops if loop.readers]
+        back_s = now.uptime_s - max(periods, default=0.0)
+        whole = [past for past in self._past if past.uptime_s <= back_s]
         if whole:
             return whole[-1]
         return self._past[0] if self._past else None
@@ -536,10 +464,10 @@ def _wait_rows(sample: Sample) -> list[Text]:
     widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
     found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
     for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
-        counted = getattr(sample.total, key)
-        within = [_within(quantile_s(counted, share)) for share in (0.5, 0.99)]
-        count = sum(counted["counts"])
-        spent = format_duration(counted["sum_s"] * _NS) if count else "-"
+        waits: Waits = getattr(sample.total, key)
+        within = [_within(waits.quantile_s(share)) for share in (0.5, 0.99)]
+        count = sum(waits.counts)
+        spent = format_duration(waits.sum_s * _NS) if count else "-"
         found.append(Text(_row(widths, name, str(count), *within, spent, _share_of_time(sample.interval, key))))
     return found
 
@@ -551,7 +479,7 @@ def _row(widths: Sequence[int], name: str, *cells: str) -> str:
 
 def _share_of_time(flow: MountTraffic | None, key: str) -> str:
     """Return the total time of waits as a share of the interval; with several readers it can exceed 100 %."""
-    return format_percent(getattr(flow, key)["sum_s"] / flow.seconds if flow is not None and flow.seconds > 0 else None)
+    return format_percent(getattr(flow, key).sum_s / flow.seconds if flow is not None and flow.seconds > 0 else None)
 
 
 def _within(upper_s: float | None) -> str:
@@ -576,15 +504,13 @@ def _loops(loops: Sequence[LoopState], width: int, rows: int | None) -> list[Tex
 
 
 def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
-    """Return the row of a loop, and lines below it if it is not fully steered, or its weights were copied."""
-    period = "-" if loop.period_s is None else _coarse(loop.period_s)
-    share = format_percent(loop.pinned_bytes / loop.size_bytes if loop.size_bytes else None, 0)
-    passes = "guessed" if loop.guessed and not loop.passes else str(loop.passes)
-    row = _row(columns, loop.name, format_size(loop.size_bytes), period, share, passes)
-    found = [Text(f"{row}   ").append_text(readers_strip(loop.readers, room))]
-    facts = asdict(loop)
-    found += [Text(f"  {printable(sentence)}", "dim") for sentence in (judgement(facts), copied(facts)) if sentence]
-    return found
+    stats = loop.stats
+    period = "-" if stats.period_s is None else _coarse(stats.period_s)
+    share = format_percent(stats.pinned_bytes / stats.size_bytes if stats.size_bytes else None, 0)
+    passes = "guessed" if stats.guessed and not stats.passes else str(stats.passes)
+    row = _row(columns, loop.name, format_size(stats.size_bytes), period, share, passes)
+    found = [Text(f"{row}   ").append_text(readers_strip(stats.readers, room))]
+    return found + [Text(f"  {printable(note)}", "dim") for note in loop_notes(stats)]
 
 
 def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
@@ -600,11 +526,11 @@ def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
     return found
 
 
-def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
+def _layers(file: FileHeat, width: int, rows: int | None) -> list[Text]:
     columns = (_NAME, 9, 8, 12)
     room = width - sum(columns) - 3
     legend = Text(f"   {STREAMED} streamed", "not bold").append(f"  {COLD} cold", "dim")
-    found = [Text(_row(columns, file.name, "size", "pinned", "read"), _TITLE).append_text(legend)]
+    found = [Text(_row(columns, file.shown_name, "size", "pinned", "read"), _TITLE).append_text(legend)]
     layers = file.layers if rows is None else fold(file.layers, max(1, rows - 1))
     found += [_layer(layer, columns, room) for layer in layers]
     if file.left_out_layers and (rows is None or len(found) < rows):
@@ -612,11 +538,11 @@ def _layers(file: HeatFile, width: int, rows: int | None) -> list[Text]:
     return found
 
 
-def _layer(layer: HeatLayer, columns: Sequence[int], room: int) -> Text:
+def _layer(layer: LayerHeat, columns: Sequence[int], room: int) -> Text:
     share = format_percent(layer.pinned_bytes / layer.size_bytes if layer.size_bytes else None, 0)
     name = layer.name or "whole file"
-    if layer.experts:
-        name = f"{name} {layer.experts_kept}/{layer.experts}"
+    if layer.experts is not None and layer.experts.count:
+        name = f"{name} {layer.experts.kept}/{layer.experts.count}"
     row = _row(columns, name, format_size(layer.size_bytes), share, _ago(layer.age_s))
     return Text(f"{row}   ").append_text(heat_strip(layer, room))
 
@@ -631,7 +557,6 @@ def _ago(age_s: float | None) -> str:
 
 
 def _coarse(seconds: float) -> str:
-    """Return a duration as text in a single unit."""
     if seconds < 59.5:
         return format_duration(seconds * _NS)
     minutes = round(seconds / 60)

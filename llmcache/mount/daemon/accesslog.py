@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcache.errors import MissingRequirement, UsageError
+from llmcache.files import is_below
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def check_path(path: str, point: str) -> str:
         raise UsageError(f"--access-log: '{path}' already exists", "choose another name, or remove the file")
     if not os.path.isdir(os.path.dirname(found)):
         raise UsageError(f"--access-log: '{os.path.dirname(found)}' is not a directory", "create it first")
-    if os.path.commonpath([found, point]) == point:
+    if is_below(found, point):
         raise UsageError(f"--access-log: '{path}' is below the mount point", "choose a place outside the mount")
     return found
 

@@ -1,8 +1,7 @@
 """Server of the control socket, and the locks of the daemon. Each request, of its user or of root, has its own thread.
 
 Clients are not trusted: the length of lines, the time to send one and the number of connections are limited, and invalid
-requests are refused. An operation may call `tell` to send progress to the client; it raises ClientGone if the client has
-disconnected.
+requests are refused.
 """
 
 from __future__ import annotations
@@ -14,18 +13,20 @@ import logging
 import os
 import reprlib
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
+from llmcache.files import is_below
 from llmcache.mount.budget import settle_mode
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.control import ControlFiles
+from llmcache.mount.daemon.connections import ConnectionServer, receive
 from llmcache.mount.engine.report import heat_map
 from llmcache.mount.engine.warmup import NAMES_S, TELL_S, Tell
+from llmcache.mount.stats import to_json
 
 if TYPE_CHECKING:
     from llmcache.mount.engine.engine import Engine
@@ -38,7 +39,6 @@ _MOST_CONNECTIONS = 32
 REQUEST_S = 10.0  # time for a client to send its line
 _REPLY_S = 10.0  # time for a client to receive the reply
 RETRY_S = 0.1
-_CHUNK = 1 << 16
 ENDING_S = 30.0
 SOURCE_ENDING_S = 2.0
 
@@ -50,28 +50,37 @@ def take_lock(found: ControlFiles, point: str) -> int:
     daemon is removed, so that it is not mistaken for that of this one. MissingRequirement: the file cannot be created.
     """
     end = time.monotonic() + ENDING_S
-    while True:
-        with control.file_errors(found.lock):
-            try:
-                fd = found.open(found.lock, os.O_RDWR)
-            except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-                continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            if mountpoint.find(point) is None and time.monotonic() < end:
-                time.sleep(0.05)
-                continue
+    while (fd := _lock(found.lock, lambda: _open_lock(found), fcntl.LOCK_EX)) is None:
+        if mountpoint.find(point) is not None or time.monotonic() > end:
             pid = found.describe().get("pid")
             by = f" by pid {pid}" if pid else ""
             raise MountProblem(f"{point} is already served{by}", f"unmount it first: llmcache umount {point}") from None
+        time.sleep(0.05)
+    with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
+        os.unlink(found.info)
+    return fd
+
+
+def _open_lock(found: ControlFiles) -> int:
+    while True:
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(found.lock).st_ino == os.fstat(fd).st_ino:
-                with control.file_errors(found.info), contextlib.suppress(FileNotFoundError):
-                    os.unlink(found.info)
+            return found.open(found.lock, os.O_RDWR)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(found.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _lock(path: str, opened: Callable[[], int], how: int) -> int | None:
+    """Lock the file at `path`, which `opened` opens; return its descriptor, or None if another daemon has locked it."""
+    while True:
+        with control.file_errors(path):
+            fd = opened()
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd
         os.close(fd)  # the previous owner removed the file between open and lock
 
@@ -106,28 +115,17 @@ def unlock_source(locks: list[int]) -> None:
 
 
 def _lock_directory(directory: Path, how: int) -> int | None:
-    """Lock the lock file of a directory; return its descriptor, or None if another daemon has a conflicting lock."""
     status = directory.stat()
     path = os.path.join(control.directory(os.geteuid()), f"source-{status.st_dev:x}-{status.st_ino:x}.lock")
-    while True:
-        with control.file_errors(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        os.close(fd)  # the previous owner removed the file between open and lock
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return _lock(path, lambda: os.open(path, flags, 0o600), how)
 
 
 def _overlap(source: str) -> MountProblem:
     others = [
         point
         for point, facts in control.root_points().items()
-        if "inplace" in facts and os.path.commonpath([str(facts.get("source")), source]) in (facts.get("source"), source)
+        if "inplace" in facts and (is_below(other := str(facts.get("source")), source) or is_below(source, other))
     ]
     by = f" by the mount on {others[0]}" if others else ""
     hint = "one mount in place serves all programs that read these files, whatever path they use"
@@ -143,61 +141,43 @@ class ClientGone(Exception):
 class ControlServer:
     """Serves each request in a thread of its own until closed.
 
-    `answer(request, tell)` returns the reply; if it raises, the error is the reply. `tell` sends progress or raises
-    ClientGone.
+    `answer(request, on_progress)` returns the reply; if it raises, the error is the reply. `on_progress` sends progress to
+    the client, or raises ClientGone.
     """
 
     def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
         self._answer = answer
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old = os.umask(0o177)
         try:
             with control.file_errors(found.socket):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(found.socket)
-                self._socket.bind(found.socket)
+                listening.bind(found.socket)
         finally:
             os.umask(old)
-        self._socket.listen(16)
-        self._closed = False
-        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        threading.Thread(target=self._accept, name="control", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            # Further connections wait in the queue of the socket, until their clients' timeout.
-            self._slots.acquire()
-            connection = None
-            try:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="control-request", daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or no descriptor or thread is available
-                if connection is not None:
-                    connection.close()
-                self._slots.release()
-                time.sleep(0 if self._closed else RETRY_S)
+        listening.listen(16)
+        self._server = ConnectionServer(listening, "control", _MOST_CONNECTIONS)
+        self._server.start(self._serve)
 
     def _serve(self, connection: socket.socket) -> None:
-        def tell(progress: dict[str, Any]) -> None:
+        def on_progress(progress: dict[str, Any]) -> None:
             try:
                 connection.sendall(json.dumps({"progress": progress}).encode() + b"\n")
             except OSError as error:
                 raise ClientGone from error
 
-        try:
-            with contextlib.suppress(OSError, ClientGone), connection:
-                if control.peer(connection) not in (0, os.geteuid()):
-                    return
-                line = _request_line(connection)
-                connection.settimeout(_REPLY_S)
-                if line:
-                    connection.sendall(json.dumps(self._reply(line, tell)).encode() + b"\n")
-        finally:
-            self._slots.release()
+        if control.peer(connection) not in (0, os.geteuid()):
+            return
+        line = receive(connection, b"\n", _LONGEST_REQUEST, time.monotonic() + REQUEST_S)
+        connection.settimeout(_REPLY_S)
+        if line:
+            with contextlib.suppress(ClientGone):
+                connection.sendall(json.dumps(self._reply(line, on_progress)).encode() + b"\n")
 
-    def _reply(self, line: bytes, tell: Tell) -> dict[str, Any]:
+    def _reply(self, line: bytes, on_progress: Tell) -> dict[str, Any]:
         try:
-            return self._answer(_request(line), tell)
+            return self._answer(_request(line), on_progress)
         except ClientGone:
             raise
         except LlmcacheError as error:
@@ -208,23 +188,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop listening; requests in progress are finished by their threads."""
-        self._closed = True
-        self._socket.close()
-
-
-def _request_line(connection: socket.socket) -> bytes:
-    """Return the line that a client sends, without the newline if the client closes early or the line is too long.
-
-    TimeoutError: the line is not complete within REQUEST_S.
-    """
-    line, end = bytearray(), time.monotonic() + REQUEST_S
-    while b"\n" not in line[-_CHUNK:] and len(line) <= _LONGEST_REQUEST:
-        connection.settimeout(max(end - time.monotonic(), 1e-3))
-        piece = connection.recv(_CHUNK)
-        if not piece:
-            break
-        line += piece
-    return bytes(line.partition(b"\n")[0] + b"\n" if b"\n" in line else line)
+        self._server.close()
 
 
 def _request(line: bytes) -> dict[str, Any]:
@@ -260,23 +224,23 @@ class Requests:
         self.engine = engine
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
-            "stats": lambda _request, _tell: engine.stats() | {"metrics": metrics},
-            "heat": lambda _request, _tell: heat_map(engine.state, engine.mode, engine.tree.names.shown),
+            "stats": lambda _request, _on_progress: engine.stats() | {"metrics": metrics},
+            "heat": lambda _request, _on_progress: to_json(heat_map(engine.state, engine.mode, engine.tree.names.shown)),
             "resize": self._resize,
             "warmup": self._warm,
             "evict": self._evict,
         }
 
-    def answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """Return the reply to `request`. UsageError: unknown operation, or a field is missing or invalid."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
             raise UsageError(
                 f"op: unknown operation {reprlib.repr(name)}", f"use one of: {', '.join([*self._known, 'stop'])}"
             )
-        return self._known[name](request, tell)
+        return self._known[name](request, on_progress)
 
-    def _resize(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _resize(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"cache_bytes": N}; with "wait", return when the cache has shrunk to that size, or after SHRINK_S."""
         state, memory = self.engine.state, self.engine.state.memory
         before = memory.budget_bytes
@@ -288,16 +252,16 @@ class Requests:
         self.engine.resize(size)
         start, end = memory.used_bytes, time.monotonic() + SHRINK_S
         while wait and state.running and memory.used_bytes > memory.room_bytes and time.monotonic() < end:
-            tell({"done_bytes": start - memory.used_bytes, "total_bytes": start - memory.room_bytes})
+            on_progress({"done_bytes": start - memory.used_bytes, "total_bytes": start - memory.room_bytes})
             time.sleep(TELL_S / 4)
         used = memory.used_bytes
         return {"schema": RESIZE_SCHEMA, "before_bytes": before, "budget_bytes": size, "resident_bytes": used}
 
-    def _warm(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _warm(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"globs": […], "check": true to report only}."""
-        return self.warmer.warm(_globs(request), tell, fetch=not switch(request, "check"))
+        return self.warmer.warm(_globs(request), on_progress, fetch=not switch(request, "check"))
 
-    def _evict(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _evict(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"globs": […]}: evict the files that match (without globs, all files), except those of --pin."""
         globs, state, names = _globs(request), self.engine.state, self.engine.tree.names
         names.refresh(NAMES_S, at_once=True)
@@ -317,9 +281,9 @@ class Requests:
                 rows += [{"paths": paths, "names": [*map(names.shown, paths)], "evicted_bytes": size}]
                 files += self.engine.forget(space)
         if globs and not chosen:
-            self.warmer.named(globs, tell)  # raises UsageError unless the globs match files (that are not cached)
+            self.warmer.named(globs, on_progress)  # raises UsageError unless the globs match files (that are not cached)
         self.engine.pins.settle(UNLOCK_S)
-        self._drop(files, tell)
+        self._drop(files, on_progress)
         evicted = sum(int(str(row["evicted_bytes"])) for row in rows)
         return {
             "schema": EVICT_SCHEMA,
@@ -329,13 +293,13 @@ class Requests:
             "pinned_names": [*map(names.shown, pinned)],
         }
 
-    def _drop(self, files: list[tuple[int, int]], tell: Tell) -> None:
+    def _drop(self, files: list[tuple[int, int]], on_progress: Tell) -> None:
         """Drop the pages of whole files. It may wait for pages being read, because this thread has no pending READ."""
         done, total = 0, sum(size for _, size in files)
         for node, size in files:
             for offset in range(0, max(size, 1), DROP_BYTES):
                 last = offset + DROP_BYTES >= size
-                tell({"done_bytes": done, "total_bytes": total})
+                on_progress({"done_bytes": done, "total_bytes": total})
                 self.engine.backend.drop(node, [(offset, 0 if last else DROP_BYTES)], written=True)
                 done += min(DROP_BYTES, size - offset)
 

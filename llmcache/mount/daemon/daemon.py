@@ -38,18 +38,21 @@ from typing import IO, TYPE_CHECKING, Any
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, say
 from llmcache.mount import syscalls
 from llmcache.mount.backends.fuse import FuseBackend, Reader
-from llmcache.mount.backends.inplace import BindMount, InPlaceBackend
+from llmcache.mount.backends.inplace import InPlaceBackend
 from llmcache.mount.budget import settle_budget, settle_mode
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.daemon import controlserver, logs, openmetrics
 from llmcache.mount.daemon.accesslog import AccessLog
+from llmcache.mount.daemon.bindmount import BindMount
 from llmcache.mount.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.mount.daemon.openmetrics import MetricsEndpoint
 from llmcache.mount.daemon.parts import new_engine
 from llmcache.mount.engine.warmup import Tell, Warmup
 from llmcache.mount.readahead import ReadAhead, restore_left
 from llmcache.mount.source.tree import DEFAULT_SPILL, SourceTree, WritePolicy
+from llmcache.mount.stats import MountStats, from_json
 from llmcache.mount.vfs import libfuse
+from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.libfuse import Session
 from llmcache.mount.vfs.operations import LlmcacheOperations
 from llmcache.procfs import status_of
@@ -133,8 +136,8 @@ class Daemon:
             assert isinstance(backend, FuseBackend)
             policy = WritePolicy(request.writable, request.spill)
             operations = LlmcacheOperations(self._tree, self._engine, Reader(self._engine, backend), policy)
-            operations.on_init = self._start_and_wait
-            self._session = Session(operations, self._point, max_threads=THREADS, options=request.options)
+            callbacks = Callbacks(operations, self._start_and_wait)
+            self._session = Session(callbacks, self._point, max_threads=THREADS, options=request.options)
             self._warmer = Warmup(self._engine, operations)
         self._requests = Requests(self._engine, self._warmer, self._metrics.address if self._metrics else None)
         self._notifier: KernelNotifier | None = None
@@ -263,7 +266,9 @@ class Daemon:
                 self._files.write_info(facts)
             if self._metrics is not None:
                 names = self._request.metrics_files
-                self._metrics.start(lambda: openmetrics.exposition(self._engine.stats(), self._point, paths=names))
+                self._metrics.start(
+                    lambda: openmetrics.exposition(from_json(MountStats, self._engine.stats()), self._point, paths=names)
+                )
             return server
         except BaseException as error:  # noqa: BLE001 - ends the mount, and is raised by run()
             self._failure = error
@@ -285,17 +290,17 @@ class Daemon:
         if self._request.pinned:
             threading.Thread(target=warm, name="pin-files", daemon=True).start()
 
-    def _answer(self, request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         if request.get("op") == "stop":
             return self._stop(switch(request, "force"))
-        return self._requests.answer(request, tell)
+        return self._requests.answer(request, on_progress)
 
     def _stop(self, force: bool) -> dict[str, Any]:
         """Serve `llmcache umount`; refuse it while other processes use the mount, unless forced."""
         with self._stop_lock:
             if not force:
                 mount = mountpoint.find(self._point)
-                if mount is not None and mount.id and any(mountpoint.holders(mount, _is_own)):
+                if mount is not None and mount.id and any(mountpoint.users(mount, _is_own)):
                     raise mountpoint.busy(mount, _is_own)
                 self._engine.stop()
                 try:

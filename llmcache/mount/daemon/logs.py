@@ -22,6 +22,7 @@ import traceback
 from types import TracebackType
 
 from llmcache.errors import MissingRequirement, UsageError
+from llmcache.files import is_below
 
 log = logging.getLogger("llmcache.logs")
 
@@ -176,7 +177,7 @@ def check(target: str | None, point: str) -> str | None:
         raise UsageError(f"log: '{os.path.dirname(path)}' is not a directory", "create it first")
     if os.path.islink(path):
         raise UsageError(f"log: '{target}' is a symbolic link", "give the path of the file itself")
-    if os.path.commonpath([path, point]) == point:
+    if is_below(path, point):
         raise UsageError(f"log: '{target}' is below the mount point", "choose a place outside the mount")
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"log: '{target}' is not a file")

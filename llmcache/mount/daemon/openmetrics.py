@@ -3,10 +3,9 @@
 Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are included
 only on request, because any local process can read the endpoint.
 
-One thread accepts connections. Each connection has its own thread; at most CONNECTIONS are served at a time, for at most
-DEADLINE_S each. Further ones receive 503 at once. The text is complete before any byte is sent and no lock is held while
-sending, so a scraper that hangs blocks only its own thread. A text is reused for FRESH_S, which limits the load on the
-engine.
+At most CONNECTIONS are served at a time, for at most DEADLINE_S each. Further ones receive 503 at once. The text is complete
+before any byte is sent and no lock is held while sending, so a scraper that hangs blocks only its own thread. A text is
+reused for FRESH_S, which limits the load on the engine.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmcache.errors import MountProblem, UsageError
+from llmcache.mount.daemon.connections import ConnectionServer, receive
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+    from llmcache.mount.stats import FileStats, MountStats, Waits
 
 log = logging.getLogger("llmcache.metrics")
 
@@ -34,7 +36,6 @@ CONNECTIONS = 4
 DEADLINE_S = 5.0
 FRESH_S = 0.2
 REQUEST_BYTES = 8192
-RETRY_S = 0.1
 REFUSE_S = 0.05
 _END = b"\r\n\r\n"  # end of the head of a request or a response
 _HINT = "for example 127.0.0.1:9464 or [::1]:9464; port 0 takes any free port"
@@ -52,7 +53,7 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 _CLASSES = ("loop", "hot", "sequential", "paged")
 
-# (name without llmcache_ and unit, key in the stats document, help text)
+# (name without llmcache_ and unit, field of MountStats, help text)
 _LEVELS = (
     ("budget", "budget_bytes", "Budget of the mount."),
     ("limit", "limit_bytes", "The limit in force: the budget, or less under memory pressure."),
@@ -76,7 +77,7 @@ _COUNTERS = (
 )
 
 
-def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
+def exposition(stats: MountStats, mount: str, *, paths: bool) -> str:
     """Return the OpenMetrics text of a mount's counters; `paths`: with the loops, by file name."""
     # Imported here, because it loads a whole HTTP server.
     from prometheus_client.openmetrics.exposition import generate_latest
@@ -87,23 +88,22 @@ def exposition(stats: dict[str, Any], mount: str, *, paths: bool) -> str:
     return bytes(generate_latest(registry)).decode()  # type: ignore[no-untyped-call]
 
 
-def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
+def _mount_metrics(stats: MountStats, mount: str) -> Iterator[Metric]:
     from prometheus_client import metrics_core as metrics
 
     info = metrics.InfoMetricFamily("llmcache_mount", "The mode of the mount.", labels=["mount"])
-    info.add_metric([mount], {"mode": stats["mode"]})
+    info.add_metric([mount], {"mode": stats.mode})
     yield info
-    levels = [("uptime", "seconds", stats["uptime_s"], "Time since the mount began.")]
-    levels += [(name, "bytes", stats[key], text) for name, key, text in _LEVELS]
-    if stats["hit_bytes"] or (stats["read_bytes"] and stats["mode"] == "arena"):  # in other modes, hits may not be observed
-        ratio = stats["hit_bytes"] / stats["read_bytes"]
+    levels = [("uptime", "seconds", stats.uptime_s, "Time since the mount began.")]
+    levels += [(name, "bytes", getattr(stats, key), text) for name, key, text in _LEVELS]
+    if (ratio := stats.hit_ratio) is not None:
         levels.append(("byte_hit", "ratio", ratio, "Share of the bytes read by clients that came from memory."))
     for name, unit, value, text in levels:
         gauge = metrics.GaugeMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         gauge.add_metric([mount], value)
         yield gauge
-    counters = [("cpu", "seconds", stats["cpu_s"], "Processor time of the daemon and its helpers.")]
-    counters += [(name, "bytes", stats[key], text) for name, key, text in _COUNTERS]
+    counters = [("cpu", "seconds", stats.cpu_s, "Processor time of the daemon and its helpers.")]
+    counters += [(name, "bytes", getattr(stats, key), text) for name, key, text in _COUNTERS]
     for name, unit, value, text in counters:
         counter = metrics.CounterMetricFamily(f"llmcache_{name}", text, labels=["mount"], unit=unit)
         counter.add_metric([mount], value)
@@ -111,33 +111,33 @@ def _mount_metrics(stats: dict[str, Any], mount: str) -> Iterator[Metric]:
     text = "Errors of service threads; in mode inplace also lost touches, and refused advice on the memory of clients."
     faults = metrics.CounterMetricFamily("llmcache_faults", text, labels=["mount", "kind"])
     for kind in ("failures", "lost_touches", "refused_advice"):
-        if kind in (services := stats.get("services", {})):
-            faults.add_metric([mount, kind], services[kind])
+        if (count := getattr(stats.services, kind)) is not None:
+            faults.add_metric([mount, kind], count)
     yield faults
     text = "Read by clients. In steer and inplace the resident part of a loop counts once in each observed pass."
     read = metrics.CounterMetricFamily("llmcache_read", text, labels=["mount", "source"], unit="bytes")
-    read.add_metric([mount, "memory"], stats["hit_bytes"])
-    read.add_metric([mount, "storage"], stats["miss_bytes"])
+    read.add_metric([mount, "memory"], stats.hit_bytes)
+    read.add_metric([mount, "storage"], stats.miss_bytes)
     text = "Prefetched: read in time (useful), awaited by a client (late), or dropped unread (wasted)."
     ahead = metrics.CounterMetricFamily("llmcache_prefetch", text, labels=["mount", "outcome"], unit="bytes")
     for outcome in ("useful", "late", "wasted"):
-        ahead.add_metric([mount, outcome], stats["prefetch"][f"{outcome}_bytes"])
+        ahead.add_metric([mount, outcome], getattr(stats.prefetch, f"{outcome}_bytes"))
     text = "Waits of client requests for extents that the daemon fetched; page faults served by the kernel are not included."
     waits = metrics.HistogramMetricFamily("llmcache_wait", text, labels=["mount", "reason"], unit="seconds")
     for reason in ("late", "demand"):
-        counted = stats["waits"][reason]
-        bounds = [*map(str, counted["bounds_s"]), "+Inf"]
-        waits.add_metric([mount, reason], list(zip(bounds, accumulate(counted["counts"]), strict=True)), counted["sum_s"])
+        counted: Waits = getattr(stats.waits, reason)
+        bounds = [*map(str, counted.bounds_s), "+Inf"]
+        waits.add_metric([mount, reason], list(zip(bounds, accumulate(counted.counts), strict=True)), counted.sum_s)
     files = metrics.GaugeMetricFamily("llmcache_files", "Known files by class.", labels=["mount", "class"])
-    classes = Counter(file["class"] for file in stats["files"])
+    classes = Counter(file.kind for file in stats.files)
     for name in _CLASSES:
         files.add_metric([mount, name], classes[name])
     yield from (read, ahead, waits, files)
 
 
-# (name without llmcache_loop_ and unit, unit, key of a loop in the stats document, help text)
+# (name without llmcache_loop_ and unit, unit, field of LoopStats, help text)
 _LOOP_LEVELS = (
-    ("", "bytes", "bytes", "Bytes of the loop that clients use."),
+    ("", "bytes", "size_bytes", "Bytes of the loop that clients use."),
     ("pinned", "bytes", "pinned_bytes", "Pinned bytes of the loop."),
     ("unused", "bytes", "unused_bytes", "Bytes that no client has used for some passes: neither pinned nor prefetched."),
     ("left", "", "left", "1 if the loop is left to the kernel, 0 if it is steered."),
@@ -157,32 +157,32 @@ _LOOP_LEVELS = (
 )
 
 
-def _loop_metrics(stats: dict[str, Any], mount: str) -> list[Metric]:
+def _loop_metrics(stats: MountStats, mount: str) -> list[Metric]:
     """Return the metrics of each loop. The shards of a model are one loop, listed with the first file.
 
     Unknown values are omitted.
     """
     from prometheus_client import metrics_core as metrics
 
-    looping = [file for file in stats["files"] if file["loops"]]
-    labels = labels_of([_label(file["path"], file.get("name")) for file in looping])
-    loops = [(label, loop) for file, label in zip(looping, labels, strict=True) for loop in file["loops"]]
+    looping = [file for file in stats.files if file.loops]
+    labels = labels_of([_label(file) for file in looping])
+    loops = [(label, loop) for file, label in zip(looping, labels, strict=True) for loop in file.loops]
     passes = metrics.CounterMetricFamily("llmcache_loop_passes", "Observed passes.", labels=["mount", "file"])
     for label, loop in loops:
-        passes.add_metric([mount, label], loop["passes"])
+        passes.add_metric([mount, label], loop.passes)
     found: list[Metric] = [passes]
     for name, unit, key, text in _LOOP_LEVELS:
         full_name = f"llmcache_loop_{name}".rstrip("_")
         gauge = metrics.GaugeMetricFamily(full_name, text, labels=["mount", "file"], unit=unit)
         for label, loop in loops:
-            if loop.get(key) is not None:  # a daemon of version 1.0 does not send all keys
-                gauge.add_metric([mount, label], loop[key])
+            if (level := getattr(loop, key)) is not None:
+                gauge.add_metric([mount, label], level)
         found.append(gauge)
     return found
 
 
-def _label(path: str, name: str | None) -> str:
-    return path if name is None or name == path.lstrip("/") else name
+def _label(file: FileStats) -> str:
+    return file.path if file.name is None or file.name == file.path.lstrip("/") else file.name
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -209,66 +209,42 @@ class MetricsEndpoint:
     def __init__(self, where: str) -> None:
         """Listen on `where`, ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
         host, port = parse_address(where)
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the last one
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the last one
         try:
-            self._socket.bind((host, port))
-            self._socket.listen(16)
+            listening.bind((host, port))
+            listening.listen(16)
         except OSError as error:
-            self._socket.close()
+            listening.close()
             hint = "choose another port, or 0 for any free port"
             raise MountProblem(f"metrics: cannot listen on {where}: {error.strerror}", hint) from error
-        bound = self._socket.getsockname()
+        bound = listening.getsockname()
         self.address = f"[{bound[0]}]:{bound[1]}" if ":" in host else f"{bound[0]}:{bound[1]}"
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._server = ConnectionServer(listening, "metrics", CONNECTIONS)
         self._lock = threading.Lock()
-        self._closing = False
         self._made_s = 0.0
         self._text = b""
 
     def start(self, text: Callable[[], str]) -> None:
         """Serve the result of `text`."""
         log.info("metrics on http://%s/metrics", self.address)
-        threading.Thread(target=self._accept, args=(text,), name="metrics", daemon=True).start()
+        self._server.start(lambda connection: self._serve(connection, text), _refuse)
 
     def close(self) -> None:
         """Stop listening; open connections end by their deadline."""
-        self._closing = True
-        with contextlib.suppress(OSError):  # it fails, because the socket is not connected, but wakes the accepting thread
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self, text: Callable[[], str]) -> None:
-        while not self._closing:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if not self._closing:
-                    time.sleep(RETRY_S)  # the client has disconnected, or the process is out of descriptors
-                continue
-            if not self._free.acquire(blocking=False):
-                _refuse(connection)
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(connection, text), name="metrics-scrape", daemon=True).start()
-            except RuntimeError:  # the process, or the machine, is out of threads
-                self._free.release()
-                _refuse(connection)
+        self._server.close()
 
     def _serve(self, connection: socket.socket, text: Callable[[], str]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        try:
-            with contextlib.suppress(OSError), connection:
-                request = _read_head(connection, end)
-                if request is not None:
-                    answer = self._answer(request, text)
-                    if request.startswith(b"HEAD "):
-                        answer = answer.partition(_END)[0] + _END
-                    connection.settimeout(max(0.001, end - time.monotonic()))
-                    connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_WR)
-        finally:
-            self._free.release()
+        deadline = time.monotonic() + DEADLINE_S
+        request = receive(connection, _END, REQUEST_BYTES, deadline)
+        if not request.endswith(_END):  # the client has closed early, or the request is too long
+            return
+        answer = self._answer(request, text)
+        if request.startswith(b"HEAD "):
+            answer = answer.partition(_END)[0] + _END
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.sendall(answer)
+        connection.shutdown(socket.SHUT_WR)
 
     def _answer(self, request: bytes, text: Callable[[], str]) -> bytes:
         words = request.split(b"\r\n", 1)[0].split(b" ")
@@ -290,25 +266,12 @@ class MetricsEndpoint:
             return _response("500 Internal Server Error", b"see the log of the mount\n")
 
 
-def _read_head(connection: socket.socket, end: float) -> bytes | None:
-    """Return the request up to its empty line; None if it is late or too long."""
-    head = b""
-    while _END not in head:
-        connection.settimeout(max(0.001, end - time.monotonic()))
-        part = connection.recv(REQUEST_BYTES)
-        head += part
-        if not part or len(head) > REQUEST_BYTES or time.monotonic() > end:
-            return None
-    return head
-
-
 def _refuse(connection: socket.socket) -> None:
     """Respond with 503 after reading the request: closing a connection with unread data would discard the response."""
-    with contextlib.suppress(OSError), connection:
-        connection.settimeout(REFUSE_S)
-        with contextlib.suppress(TimeoutError):
-            connection.recv(REQUEST_BYTES)
-        connection.send(_response("503 Service Unavailable", b"too many connections\n"))
+    connection.settimeout(REFUSE_S)
+    with contextlib.suppress(TimeoutError):
+        connection.recv(REQUEST_BYTES)
+    connection.send(_response("503 Service Unavailable", b"too many connections\n"))
 
 
 def _response(status: str, body: bytes, more: str = "", content_type: str = "text/plain") -> bytes:

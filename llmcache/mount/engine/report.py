@@ -1,9 +1,9 @@
-"""The state of a mount as JSON-ready data: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
+"""The statistics of a mount: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
-Values are in base units; readers compute ratios. `snapshot` holds the lock while it reads the counters, and then for the
-files of SPACES_AT_A_TIME spaces at a time. `heat_map` holds it only to copy one space at a time (some hundred microseconds
-for a model of 100 GB), and works on the copies layer by layer, so that reader threads get the interpreter in between. The
-reply is bounded: at most ROWS_MAX layers, each with a bounded text.
+`statistics` holds the lock while it reads the counters, and then for the files of SPACES_AT_A_TIME spaces at a time.
+`heat_map` holds it only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the
+copies layer by layer, so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers,
+each with a bounded text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,26 @@ from llmcache.model.tensors import Part
 from llmcache.mount.state.interfaces import ClientReads
 from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, MoeFile, SpaceFile
 from llmcache.mount.state.state import CacheState, References
+from llmcache.mount.stats import (
+    HEAT_SCHEMA,
+    STATS_SCHEMA,
+    AccessLogStats,
+    ArenaStats,
+    ExpertStats,
+    FileHeat,
+    FileStats,
+    HeatMap,
+    LayerExperts,
+    LayerHeat,
+    LoopStats,
+    MountStats,
+    Prefetch,
+    Waits,
+    WaitsByReason,
+    from_json,
+    to_json,
+)
 from llmcache.procfs import status_of
-
-SCHEMA = "llmcache.stats/1"
-
 
 SPACES_AT_A_TIME = 100  # while the lock is held
 
@@ -36,77 +52,86 @@ NameOf = Callable[[str], str]
 def snapshot(
     state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
 ) -> dict[str, Any]:
+    """Return the document of `statistics`."""
+    document: dict[str, Any] = to_json(statistics(state, mode, helper_pids, reads, name_of))
+    return document
+
+
+def statistics(
+    state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
+) -> MountStats:
     """Return the counters and the state of all files. Takes the lock.
 
     `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
-        counters, log, memory = asdict(state.counters), state.references.log, state.memory
-        result: dict[str, Any] = {
-            "schema": SCHEMA,
-            "mode": mode,
-            "uptime_s": (time.monotonic_ns() - state.began_ns) / 1e9,
-            "budget_bytes": memory.budget_bytes,
-            "limit_bytes": memory.pin_limit_bytes,
-            "pinned_bytes": memory.pinned_bytes,
-            "window_bytes": memory.window_bytes,
-            "pages_bytes": 0,  # read by pages: headers, embedding rows, small and written files
-            "resident_bytes": memory.used_bytes,
-            "read_bytes": counters["hit_bytes"] + counters["miss_bytes"],
-            "hit_bytes": counters["hit_bytes"],
-            "miss_bytes": counters["miss_bytes"],
-            "requested_bytes": counters["requested_bytes"],
-            "backing_read_bytes": counters["backing_read_bytes"] if reads is None else sum(reads),
-            "client_read_bytes": 0 if reads is None else reads.client_bytes,
-            "backing_write_bytes": counters["backing_write_bytes"],
-            "prefetch": {f"{fate}_bytes": counters[f"prefetch_{fate}_bytes"] for fate in ("useful", "late", "wasted")},
-            "waits": {"late": state.late_waits.as_dict(), "demand": state.demand_waits.as_dict()},
-            "stored_bytes": counters["stored_bytes"],
-            "invalidated_bytes": counters["invalidated_bytes"],
-            "refault_bytes": counters["refault_bytes"],
-            "beyond_bytes": max(0, memory.used_bytes - memory.limit_bytes) if memory.opportunistic_bytes else 0,
-            "helper_pid": next(iter(helper_pids), 0),
-            "arena": _arena(state.references),
-            "services": state.services.facts(),
-            "access_log": None if log is None else {"path": log.path, "rows": log.rows, "lost_rows": log.lost},
-            "files": [],
-        }
+        counters, log, memory = state.counters, state.references.log, state.memory
+        fates = (counters.prefetch_useful_bytes, counters.prefetch_late_bytes, counters.prefetch_wasted_bytes)
+        waits = (from_json(Waits, histogram.as_dict()) for histogram in (state.late_waits, state.demand_waits))
+        found = MountStats(
+            schema=STATS_SCHEMA,
+            mode=mode,
+            uptime_s=(time.monotonic_ns() - state.began_ns) / 1e9,
+            budget_bytes=memory.budget_bytes,
+            limit_bytes=memory.pin_limit_bytes,
+            pinned_bytes=memory.pinned_bytes,
+            window_bytes=memory.window_bytes,
+            pages_bytes=0,
+            resident_bytes=memory.used_bytes,
+            read_bytes=counters.hit_bytes + counters.miss_bytes,
+            hit_bytes=counters.hit_bytes,
+            miss_bytes=counters.miss_bytes,
+            requested_bytes=counters.requested_bytes,
+            backing_read_bytes=counters.backing_read_bytes if reads is None else sum(reads),
+            client_read_bytes=0 if reads is None else reads.client_bytes,
+            backing_write_bytes=counters.backing_write_bytes,
+            prefetch=Prefetch(*fates),
+            waits=WaitsByReason(*waits),
+            stored_bytes=counters.stored_bytes,
+            invalidated_bytes=counters.invalidated_bytes,
+            refault_bytes=counters.refault_bytes,
+            beyond_bytes=max(0, memory.used_bytes - memory.limit_bytes) if memory.opportunistic_bytes else 0,
+            helper_pid=next(iter(helper_pids), 0),
+            arena=_arena(state.references),
+            services=state.services.stats(),
+            access_log=None if log is None else AccessLogStats(log.path, log.rows, log.lost),
+            files=(),
+            cpu_s=0.0,
+            daemon_bytes=0,
+        )
         held_bytes, spaces = memory.held_bytes, list(state.spaces.values())
+    pages_bytes, files = 0, list[dict[str, Any]]()
     for first in range(0, len(spaces), SPACES_AT_A_TIME):
         with state.lock:
             for space in [space for space in spaces[first : first + SPACES_AT_A_TIME] if space.alive]:
-                result["pages_bytes"] += sum(space.accounted_bytes[extent] for extent in space.partial_extents)
-                result["files"] += [_file(state, space, member, name_of) for member in space.members]
-    helper_bytes = sum(private_bytes(str(pid)) for pid in helper_pids)
-    result["cpu_s"] = cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids)
-    result["daemon_bytes"] = max(0, private_bytes("self") - held_bytes) + helper_bytes
-    return result
+                pages_bytes += sum(space.accounted_bytes[extent] for extent in space.partial_extents)
+                files += [_file(state, space, member) for member in space.members]
+    return replace(
+        found,
+        pages_bytes=pages_bytes,  # read by pages: headers, embedding rows, small and written files
+        files=tuple(FileStats(name=name_of(file["path"]), **file) for file in files),
+        cpu_s=cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids),
+        daemon_bytes=max(0, private_bytes("self") - held_bytes) + sum(private_bytes(str(pid)) for pid in helper_pids),
+    )
 
 
-def _arena(references: References) -> dict[str, int] | None:
-    """Return the core's counters, in blocks of 4 KiB of fetched extents; None without a core."""
+def _arena(references: References) -> ArenaStats | None:
     core = references.core
     if core is None:
         return None
-    return {
-        "references": core.clock,
-        "hit_blocks": core.hit_blocks,
-        "miss_blocks": core.miss_blocks,
-        "evicted_blocks": core.evicted_blocks,
-        "held_blocks": core.held_blocks,
-    }
+    return ArenaStats(core.clock, core.hit_blocks, core.miss_blocks, core.evicted_blocks, core.held_blocks)
 
 
-def _file(state: CacheState, space: LoopSpace, member: SpaceFile, name_of: NameOf) -> dict[str, Any]:
+def _file(state: CacheState, space: LoopSpace, member: SpaceFile) -> dict[str, Any]:
+    """Return the fields of FileStats, without the name. Lock held."""
     return {
         "path": member.path,
-        "name": name_of(member.path),
         "size_bytes": member.size_bytes,
-        "class": _class(space),
+        "kind": _class(space),
         "open": member.backing is not None and state.opens.get(member.backing, 0) > 0,
         "lacks_extents": space.lacks_extents,
-        "loops": [_loop(space)] if space.looping and member is space.members[0] else [],
-        "experts": None if member.moe is None else member.moe.facts(),
+        "loops": (_loop(space),) if space.looping and member is space.members[0] else (),
+        "experts": None if member.moe is None else from_json(ExpertStats, member.moe.facts()),
     }
 
 
@@ -118,20 +143,20 @@ def _class(space: LoopSpace) -> str:
     return "hot" if SINGLE in space.status and space.hot else "sequential"
 
 
-def _loop(space: LoopSpace) -> dict[str, Any]:
+def _loop(space: LoopSpace) -> LoopStats:
     learner = space.touches
-    return {
-        "bytes": min(space.used_loop_bytes, sum(member.size_bytes for member in space.members)),
-        "period_s": None if learner.period is None else learner.period / 1e9,
-        "pinned_bytes": space.pinned_bytes,
-        "window_bytes": space.plan.window_bytes,
-        "passes": learner.passes,
-        "readers": [cursor.head / space.count for cursor in space.cursors.live],
-        "guessed": learner.guessed,
-        "unused_bytes": space.use.unused.count(1) * space.extent_bytes,
-        "copied": None if space.copied is None else space.copied.facts(),
+    return LoopStats(
+        size_bytes=min(space.used_loop_bytes, sum(member.size_bytes for member in space.members)),
+        period_s=None if learner.period is None else learner.period / 1e9,
+        pinned_bytes=space.pinned_bytes,
+        window_bytes=space.plan.window_bytes,
+        passes=learner.passes,
+        readers=tuple(cursor.head / space.count for cursor in space.cursors.live),
+        guessed=learner.guessed,
+        unused_bytes=space.use.unused.count(1) * space.extent_bytes,
+        copied=space.copied,
         **judgement(space),
-    }
+    )
 
 
 def judgement(space: LoopSpace) -> dict[str, Any]:
@@ -160,7 +185,6 @@ def private_bytes(pid: str) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap") if name in fields)  # a zombie has none
 
 
-HEAT_SCHEMA = "llmcache.heat/1"
 ROWS_MAX = 1024
 CELLS = 16
 RECENT_NS = 10_000_000_000
@@ -177,9 +201,9 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copy of one space: `status` by rank, the other arrays by extent.
+    """Copy of one space: `status` by rank, the other arrays by extent. `held`: extents in the arena.
 
-    `held`: extents in the arena. `moe_files`: MoE files, each with its resident experts.
+    `moe_files`: MoE files, each with its resident experts.
     """
 
     members: tuple[SpaceFile, ...]
@@ -194,14 +218,14 @@ class _Copy:
     moe_files: tuple[tuple[MoeFile, list[int]], ...]
 
 
-def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
+def heat_map(state: CacheState, mode: str, name_of: NameOf) -> HeatMap:
     """Return the layers of every model and looping file. Takes the lock, once for each space.
 
     `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
         spaces = [space for space in state.spaces.values() if space.looping or any(m.anatomy for m in space.members)]
-    files: list[dict[str, Any]] = []
+    files: list[FileHeat] = []
     rows_left = ROWS_MAX
     for space in spaces:
         with state.lock:
@@ -210,10 +234,10 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> dict[str, Any]:
             _charge_experts(copy, moe, kept)
         for member in copy.members:
             if rows_left > 0 and member.size_bytes:
-                files.append({"name": name_of(member.path), **_heat_file(copy, member, rows_left)})
-                rows_left -= len(files[-1]["layers"])
+                files.append(_heat_file(copy, member, rows_left, name_of(member.path)))
+                rows_left -= len(files[-1].layers)
     total = sum(1 for space in spaces for member in space.members if member.size_bytes)
-    return {"schema": HEAT_SCHEMA, "mode": mode, "files": files, "left_out_files": total - len(files)}
+    return HeatMap(schema=HEAT_SCHEMA, mode=mode, files=tuple(files), left_out_files=total - len(files))
 
 
 def _copy(state: CacheState, space: LoopSpace) -> _Copy:
@@ -241,25 +265,25 @@ def _charge_experts(copy: _Copy, moe: MoeFile, kept: list[int]) -> None:
             copy.accounted_bytes[base + extent] = min(size, copy.accounted_bytes[base + extent] + part_bytes)
 
 
-def _heat_file(copy: _Copy, member: SpaceFile, rows: int) -> dict[str, Any]:
+def _heat_file(copy: _Copy, member: SpaceFile, rows: int, name: str) -> FileHeat:
     whole = Part("", 0, ((0, member.size_bytes),))
     parts = list(member.anatomy.parts()) if member.anatomy is not None else [whole]
     experts = {}
     for moe, kept in copy.moe_files:
         if moe.member is member:
             counts = Counter(moe.layout.layer_of(expert)[0] for expert in kept)
-            experts = {name: {"kept": counts[name], "count": count} for name, _, count in moe.layout.layers}
-    return {
-        "path": member.path,
-        "size_bytes": member.size_bytes,
-        "extent_bytes": copy.extent_bytes,
-        "layers": [{**_layer(copy, member, part), "experts": experts.get(part.name)} for part in parts[:rows]],
-        "left_out_layers": max(0, len(parts) - rows),
-    }
+            experts = {layer: LayerExperts(counts[layer], count) for layer, _, count in moe.layout.layers}
+    return FileHeat(
+        name=name,
+        path=member.path,
+        size_bytes=member.size_bytes,
+        extent_bytes=copy.extent_bytes,
+        layers=tuple(_layer(copy, member, part, experts.get(part.name)) for part in parts[:rows]),
+        left_out_layers=max(0, len(parts) - rows),
+    )
 
 
-def _layer(copy: _Copy, member: SpaceFile, part: Part) -> dict[str, Any]:
-    """Return one layer: bytes by kind, seconds since the last request for one of them, and the cells of its strip."""
+def _layer(copy: _Copy, member: SpaceFile, part: Part, experts: LayerExperts | None) -> LayerHeat:
     sums = dict.fromkeys((_STORAGE, _SEEN, _WINDOW, _PINNED, _PAGES), 0)
     strip = bytearray()
     seen_ns = 0
@@ -276,18 +300,19 @@ def _layer(copy: _Copy, member: SpaceFile, part: Part) -> dict[str, Any]:
                 sums[kind] += length
         seen_ns = max(seen_ns, *copy.seen_ns[extents.start : extents.stop])
         strip += kinds
-    return {
-        "name": part.name,
-        "tensors": part.tensors,
-        "bytes": part.size_bytes,
-        "pinned_bytes": sums[_PINNED],
-        "window_bytes": sums[_WINDOW],
-        "pages_bytes": sums[_PAGES],
-        "streamed_bytes": sums[_SEEN],
-        "cold_bytes": sums[_STORAGE],
-        "age_s": (copy.now_ns - seen_ns) / 1e9 if seen_ns else None,
-        "cells": {name: _cells(strip, kind) for name, kind in _CELL_KINDS.items()},
-    }
+    return LayerHeat(
+        name=part.name,
+        tensors=part.tensors,
+        size_bytes=part.size_bytes,
+        pinned_bytes=sums[_PINNED],
+        window_bytes=sums[_WINDOW],
+        pages_bytes=sums[_PAGES],
+        streamed_bytes=sums[_SEEN],
+        cold_bytes=sums[_STORAGE],
+        age_s=(copy.now_ns - seen_ns) / 1e9 if seen_ns else None,
+        cells={name: _cells(strip, kind) for name, kind in _CELL_KINDS.items()},
+        experts=experts,
+    )
 
 
 def _kinds(copy: _Copy, extents: range) -> bytes:

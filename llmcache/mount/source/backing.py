@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.mount import syscalls
-from llmcache.mount.source.tree import NOBODY_ELSE, Caller, is_at, no_read_ahead, open_again, open_for
+from llmcache.mount.source.tree import THE_DAEMON, Caller, is_at, no_read_ahead, open_again, open_for
 from llmcache.units import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class Identity:
 
     @staticmethod
     def of(status: os.stat_result) -> Identity:
-        """Return the identity in a stat result."""
         return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def settled(self) -> bool:
@@ -92,12 +91,10 @@ class Backing:
 
     @property
     def dev(self) -> int:
-        """Device of the file in SOURCE."""
         return self.identity.dev
 
     @property
     def ino(self) -> int:
-        """Inode number of the file in SOURCE."""
         return self.identity.ino
 
     @property
@@ -193,7 +190,6 @@ class Backing:
             return self.generation
 
     def sync(self, data_only: bool) -> None:
-        """fsync or fdatasync of SOURCE's file."""
         changes = self._changes  # a write in progress increments it again at its end
         (os.fdatasync if data_only else os.fsync)(self.fd)
         self._synced = max(self._synced, changes)
@@ -224,7 +220,6 @@ class Backing:
             return self.generation if self.unsettled else None
 
     def is_other(self, status: os.stat_result) -> bool:
-        """Return True if `status` is that of another file."""
         return (status.st_dev, status.st_ino) != (self.dev, self.ino)
 
     def make_writable(self, fd: int) -> None:
@@ -258,7 +253,6 @@ class Backing:
         self.kept = True
 
     def close(self) -> None:
-        """Close the descriptors. The Backing must not be used afterwards."""
         if self.kept:
             return
         os.close(self.fd)
@@ -297,7 +291,7 @@ class BackingTable:
         flags: int,
         mode: int = 0o600,
         *,
-        caller: Caller = NOBODY_ELSE,
+        caller: Caller = THE_DAEMON,
         may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
     ) -> Opened:
         """Open `name` in `dir_fd`, which is the mount's `path`. O_CREAT and O_EXCL are honored, O_APPEND and O_TRUNC not.
@@ -370,7 +364,6 @@ class BackingTable:
             raise
 
     def acquire(self, path: str) -> Backing | None:
-        """Return the open Backing of a path with another reference, or None."""
         with self._lock:
             backing = self._open.get(path)
             if backing is not None:
@@ -392,7 +385,6 @@ class BackingTable:
         return True
 
     def is_last(self, backing: Backing) -> bool:
-        """Return True if one reference is left."""
         with self._lock:
             return backing.references == 1
 

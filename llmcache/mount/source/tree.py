@@ -106,7 +106,7 @@ class Caller:
         return mode
 
 
-NOBODY_ELSE = Caller(0, 0, 0)
+THE_DAEMON = Caller(0, 0, 0)
 """The daemon itself."""
 
 
@@ -198,7 +198,7 @@ class SourceTree:
         return any(matches(name, globs) for name in self.names.all_of(path))
 
     @contextlib.contextmanager
-    def parent(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[tuple[int, str]]:
+    def parent(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[tuple[int, str]]:
         """Context manager: (descriptor of the parent directory, last component) of a path that `caller` may walk."""
         *above, name = relative(path).split("/")
         if not above:
@@ -213,7 +213,7 @@ class SourceTree:
             os.close(fd)
 
     @contextlib.contextmanager
-    def item(self, path: str, caller: Caller = NOBODY_ELSE) -> Iterator[str]:
+    def item(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[str]:
         """Context manager: a name in /proc of the file, directory or link at `path`, for calls without `dir_fd`."""
         with self.parent(path, caller) as (dir_fd, name):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -245,12 +245,10 @@ class SourceTree:
             os.close(fd)
 
     def open_directory(self, path: str) -> int:
-        """Open a directory for reading; return its descriptor."""
         with self.parent(path) as (dir_fd, name):
             return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
     def close(self) -> None:
-        """Close SOURCE."""
         self.names.close()
         os.close(self.fd)
 
@@ -309,7 +307,6 @@ class WritePolicy:
     spill: tuple[str, ...] = DEFAULT_SPILL
 
     def allows(self, path: str) -> bool:
-        """Return True if a regular file at `path` may be changed."""
         return self.everything or matches(path, self.spill)
 
     def check(self, *paths: str) -> None:

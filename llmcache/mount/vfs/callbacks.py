@@ -14,9 +14,10 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from llmcache.mount.source.tree import Caller
+from llmcache.mount.vfs.libfuse import Notifier, Pointer, request_context, request_number
 
 if TYPE_CHECKING:
     from llmcache.mount.vfs.operations import LlmcacheOperations
@@ -29,7 +30,10 @@ log = logging.getLogger("llmcache.mount")
 # Errors of the daemon's own system calls, which an application could not interpret.
 _NEVER_LEAK = {errno.EINTR, errno.EAGAIN, errno.EBADF, errno.EFAULT}
 
-_HIDDEN = b"/.fuse_hidden"
+_HIDDEN = "/.fuse_hidden"
+
+_DIRECT = {"unlink", "rmdir", "symlink", "link", "removexattr"}  # names are their only arguments
+_WITHOUT_NAMES = {"read", "write"}
 
 # Operations that change or list directories, or change attributes, run with the caller's rights (see `source.py`).
 _WITH_RIGHTS = {
@@ -38,34 +42,12 @@ _WITH_RIGHTS = {
 }
 
 
-Pointed = TypeVar("Pointed", covariant=True)
-
-
-class Pointer(Protocol[Pointed]):
-    """A ctypes pointer to a structure; false for NULL."""
-
-    @property
-    def contents(self) -> Pointed:
-        """The structure."""
-
-    def __bool__(self) -> bool: ...
-
-
 class OpenInfo(Protocol):
     """struct fuse_file_info."""
 
     fh: int
     flags: int
     keep_cache: bool
-
-
-class RequestContext(Protocol):
-    """struct fuse_context: the client of a request."""
-
-    uid: int
-    gid: int
-    pid: int
-    umask: int
 
 
 class DirectoryFiller(Protocol):
@@ -86,10 +68,6 @@ def reply_errno(error: OSError) -> int:
     return number
 
 
-def _name(path: bytes | None) -> str | None:
-    return None if path is None else os.fsdecode(path)
-
-
 def _handle(info: Pointer[OpenInfo]) -> int | None:
     return info.contents.fh if info else None
 
@@ -108,22 +86,27 @@ _RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
 
 
 class Callbacks:
-    """Callbacks for struct fuse_operations: the method `_op_<name>` serves the member `<name>`."""
+    """Callbacks for struct fuse_operations: the method `_op_<name>`, or one of `_DIRECT`, serves the member `<name>`."""
 
-    def __init__(
-        self, operations: LlmcacheOperations, context: Callable[[], Pointer[RequestContext]], request: Callable[[], int]
-    ) -> None:
-        """`context()` returns libfuse's fuse_context of this thread, `request()` the unique number of its request."""
+    def __init__(self, operations: LlmcacheOperations, on_init: Callable[[Notifier], None]) -> None:
+        """`on_init` is called when the kernel has connected; requests are served once it returns."""
         self._ops = operations
-        self._context = context
-        self._request = request
+        self._on_init = on_init
         self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
 
-    def guarded(self, name: str) -> Callable[..., int] | None:
+    def init(self, notifier: Notifier) -> None:
+        self._ops.init(notifier)
+        self._on_init(notifier)
+
+    def destroy(self) -> None:
+        self._ops.destroy()
+
+    def function(self, name: str) -> Callable[..., int] | None:
         """Return the callback for `name`. It returns OSErrors as -errno, and logs other exceptions and returns -EIO."""
-        method = getattr(self, "_op_" + name, None)
+        method = getattr(self._ops, name) if name in _DIRECT else getattr(self, "_op_" + name, None)
         if method is None:
             return None
+        has_names = name not in _WITHOUT_NAMES
 
         rights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if name in _WITH_RIGHTS:
@@ -132,6 +115,8 @@ class Callbacks:
         def call(*arguments: object) -> int:
             self._keep_thread()
             try:
+                if has_names:
+                    arguments = tuple(os.fsdecode(each) if isinstance(each, bytes) else each for each in arguments)
                 with rights():
                     return method(*arguments) or 0
             except OSError as error:
@@ -156,42 +141,42 @@ class Callbacks:
 
     # Open files
 
-    def _op_open(self, path: bytes, info: Pointer[OpenInfo]) -> None:
+    def _op_open(self, path: str, info: Pointer[OpenInfo]) -> None:
         file = info.contents
-        file.fh, file.keep_cache = self._ops.open(os.fsdecode(path), file.flags, self._caller())
+        file.fh, file.keep_cache = self._ops.open(path, file.flags, self._caller())
 
-    def _op_create(self, path: bytes, mode: int, info: Pointer[OpenInfo]) -> None:
+    def _op_create(self, path: str, mode: int, info: Pointer[OpenInfo]) -> None:
         file = info.contents
-        file.fh, file.keep_cache = self._ops.create(os.fsdecode(path), file.flags, mode, self._caller())
+        file.fh, file.keep_cache = self._ops.create(path, file.flags, mode, self._caller())
 
-    def _op_read(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
+    def _op_read(self, _path: str | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
-        return self._ops.read_into(info.contents.fh, address, size, offset, self._context().contents.pid)
+        return self._ops.read_into(info.contents.fh, address, size, offset, request_context().pid)
 
-    def _op_write(self, _path: bytes | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
+    def _op_write(self, _path: str | None, buffer: Buffer, size: int, offset: int, info: Pointer[OpenInfo]) -> int:
         address = ctypes.addressof(buffer.contents)
         return self._ops.write_from(info.contents.fh, address, size, offset, self._caller())
 
-    def _op_release(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
+    def _op_release(self, _path: str | None, info: Pointer[OpenInfo]) -> None:
         self._ops.release(info.contents.fh)
 
-    def _op_fsync(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
+    def _op_fsync(self, _path: str | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fsync(info.contents.fh, bool(data_only))
 
-    def _op_fallocate(self, _path: bytes | None, mode: int, offset: int, length: int, info: Pointer[OpenInfo]) -> None:
+    def _op_fallocate(self, _path: str | None, mode: int, offset: int, length: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
-    def _op_lseek(self, _path: bytes | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
+    def _op_lseek(self, _path: str | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
         """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel handles the others."""
         return self._ops.lseek(info.contents.fh, offset, whence)
 
     # Attributes
 
-    def _op_getattr(self, path: bytes | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
+    def _op_getattr(self, path: str | None, buffer: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_GETATTR and FUSE_LOOKUP."""
         if path is not None and _HIDDEN in path and not info:
-            self._thread.looked = self._request(), path
-        status = self._ops.getattr(_name(path), _handle(info))
+            self._thread.looked = request_number(), path
+        status = self._ops.getattr(path, _handle(info))
         target = buffer.contents
         for field in ("st_mode", "st_nlink", "st_uid", "st_gid", "st_rdev", "st_size", "st_blksize", "st_blocks"):
             setattr(target, field, getattr(status, field))
@@ -199,83 +184,68 @@ class Callbacks:
             spec = getattr(target, f"st_{field}spec")
             spec.tv_sec, spec.tv_nsec = divmod(getattr(status, f"st_{field}_ns"), 10**9)
 
-    def _op_truncate(self, path: bytes | None, length: int, info: Pointer[OpenInfo]) -> None:
+    def _op_truncate(self, path: str | None, length: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the size."""
-        self._ops.truncate(_name(path), _handle(info), length, self._caller())
+        self._ops.truncate(path, _handle(info), length, self._caller())
 
-    def _op_chmod(self, path: bytes | None, mode: int, info: Pointer[OpenInfo]) -> None:
+    def _op_chmod(self, path: str | None, mode: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the mode."""
-        self._ops.chmod(_name(path), _handle(info), mode, self._caller())
+        self._ops.chmod(path, _handle(info), mode, self._caller())
 
-    def _op_chown(self, path: bytes | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
+    def _op_chown(self, path: str | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the owner; -1 keeps a value."""
         none = 2**32 - 1
-        self._ops.chown(_name(path), _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
+        self._ops.chown(path, _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
 
-    def _op_utimens(self, path: bytes | None, times: Struct, info: Pointer[OpenInfo]) -> None:
+    def _op_utimens(self, path: str | None, times: Struct, info: Pointer[OpenInfo]) -> None:
         """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT are passed on as nanoseconds."""
         pairs = None
         if times:
             both = times.contents
             pairs = [(both.actime.tv_sec, both.actime.tv_nsec), (both.modtime.tv_sec, both.modtime.tv_nsec)]
-        self._ops.utimens(_name(path), _handle(info), pairs)
+        self._ops.utimens(path, _handle(info), pairs)
 
-    def _op_setxattr(self, path: bytes, name: bytes, value: Buffer, size: int, flags: int) -> None:
-        self._ops.setxattr(os.fsdecode(path), os.fsdecode(name), ctypes.string_at(value, size), flags)
+    def _op_setxattr(self, path: str, name: str, value: Buffer, size: int, flags: int) -> None:
+        self._ops.setxattr(path, name, ctypes.string_at(value, size), flags)
 
-    def _op_getxattr(self, path: bytes, name: bytes, buffer: Buffer, size: int) -> int:
+    def _op_getxattr(self, path: str, name: str, buffer: Buffer, size: int) -> int:
         """FUSE_GETXATTR; size 0 requests the length."""
         # The kernel itself requests system and security attributes (access lists, capabilities at writes): not secret.
-        with self._rights() if name.startswith((b"user.", b"trusted.")) else contextlib.nullcontext():
-            return _put(self._ops.getxattr(os.fsdecode(path), os.fsdecode(name)), buffer, size)
+        with self._rights() if name.startswith(("user.", "trusted.")) else contextlib.nullcontext():
+            return _put(self._ops.getxattr(path, name), buffer, size)
 
-    def _op_listxattr(self, path: bytes, buffer: Buffer, size: int) -> int:
+    def _op_listxattr(self, path: str, buffer: Buffer, size: int) -> int:
         """FUSE_LISTXATTR; size 0 requests the length."""
-        names = self._ops.listxattr(os.fsdecode(path))
+        names = self._ops.listxattr(path)
         return _put(b"".join(os.fsencode(name) + b"\0" for name in names), buffer, size)
-
-    def _op_removexattr(self, path: bytes, name: bytes) -> None:
-        self._ops.removexattr(os.fsdecode(path), os.fsdecode(name))
 
     # Names
 
-    def _op_readlink(self, path: bytes, buffer: Buffer, size: int) -> None:
-        target = os.fsencode(self._ops.readlink(os.fsdecode(path)))[: size - 1] + b"\0"
+    def _op_readlink(self, path: str, buffer: Buffer, size: int) -> None:
+        target = os.fsencode(self._ops.readlink(path))[: size - 1] + b"\0"
         ctypes.memmove(buffer, target, len(target))
 
-    def _op_mknod(self, path: bytes, mode: int, _device: int) -> None:
-        self._ops.mknod(os.fsdecode(path), mode, self._caller())
+    def _op_mknod(self, path: str, mode: int, _device: int) -> None:
+        self._ops.mknod(path, mode, self._caller())
 
-    def _op_mkdir(self, path: bytes, mode: int) -> None:
-        self._ops.mkdir(os.fsdecode(path), mode, self._caller())
+    def _op_mkdir(self, path: str, mode: int) -> None:
+        self._ops.mkdir(path, mode, self._caller())
 
-    def _op_unlink(self, path: bytes) -> None:
-        self._ops.unlink(os.fsdecode(path))
-
-    def _op_rmdir(self, path: bytes) -> None:
-        self._ops.rmdir(os.fsdecode(path))
-
-    def _op_symlink(self, target: bytes, path: bytes) -> None:
-        self._ops.symlink(os.fsdecode(target), os.fsdecode(path))
-
-    def _op_rename(self, old: bytes, new: bytes, flags: int) -> None:
+    def _op_rename(self, old: str, new: str, flags: int) -> None:
         """FUSE_RENAME2, and FUSE_UNLINK of an open file, for which libfuse looks up a free hidden name and renames to it."""
         looked, self._thread.looked = self._thread.looked, None
-        if _HIDDEN in new and looked == (self._request(), new):
-            self._ops.hide(os.fsdecode(old), os.fsdecode(new))
+        if _HIDDEN in new and looked == (request_number(), new):
+            self._ops.hide(old, new)
         else:
-            self._ops.rename(os.fsdecode(old), os.fsdecode(new), flags)
-
-    def _op_link(self, old: bytes, new: bytes) -> None:
-        self._ops.link(os.fsdecode(old), os.fsdecode(new))
+            self._ops.rename(old, new, flags)
 
     # Directories and the file system
 
-    def _op_opendir(self, path: bytes, info: Pointer[OpenInfo]) -> None:
-        info.contents.fh = self._ops.opendir(os.fsdecode(path))
+    def _op_opendir(self, path: str, info: Pointer[OpenInfo]) -> None:
+        info.contents.fh = self._ops.opendir(path)
 
     def _op_readdir(
-        self, _path: bytes | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
+        self, _path: str | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
     ) -> None:
         """FUSE_READDIR: fill the kernel's buffer with entries from `offset` on."""
         status = fill.argtypes[2]._type_()
@@ -286,15 +256,14 @@ class Callbacks:
                 status.st_mode = mode
                 if fill(buffer, os.fsencode(name), reference, position, 0):
                     return
-                listing.taken(position)
 
-    def _op_releasedir(self, _path: bytes | None, info: Pointer[OpenInfo]) -> None:
+    def _op_releasedir(self, _path: str | None, info: Pointer[OpenInfo]) -> None:
         self._ops.releasedir(info.contents.fh)
 
-    def _op_fsyncdir(self, _path: bytes | None, data_only: int, info: Pointer[OpenInfo]) -> None:
+    def _op_fsyncdir(self, _path: str | None, data_only: int, info: Pointer[OpenInfo]) -> None:
         self._ops.fsyncdir(info.contents.fh, bool(data_only))
 
-    def _op_statfs(self, _path: bytes, buffer: Struct) -> None:
+    def _op_statfs(self, _path: str, buffer: Struct) -> None:
         status = self._ops.statfs()
         target = buffer.contents
         for field in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
@@ -302,7 +271,7 @@ class Callbacks:
         target.f_namemax = status.f_namemax
 
     def _caller(self) -> Caller:
-        context = self._context().contents
+        context = request_context()
         return Caller(context.uid, context.gid, context.pid, context.umask)
 
     def _rights(self) -> AbstractContextManager[None]:

@@ -21,15 +21,12 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from llmcache.errors import MissingRequirement, MountProblem
-from llmcache.mount.vfs.callbacks import Callbacks, Pointer
 
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer as CFuncPtr
-
-    from llmcache.mount.vfs.operations import LlmcacheOperations
 
 APT_HINT = "install FUSE 3: sudo apt install fuse3"
 WAKE_SIGNAL = signal.SIGUSR2
@@ -43,6 +40,41 @@ _UNWANTED = (
     | 1 << 14  # READDIRPLUS (and 1 << 13): it would create an inode for every name in a large directory
     | 1 << 20  # HANDLE_KILLPRIV: a daemon that is root does not clear set-id bits with its writes; the kernel does
 )
+
+
+Pointed = TypeVar("Pointed", covariant=True)
+
+
+class Pointer(Protocol[Pointed]):
+    """A ctypes pointer to a structure; false for NULL."""
+
+    @property
+    def contents(self) -> Pointed:
+        """The structure."""
+
+    def __bool__(self) -> bool: ...
+
+
+class RequestContext(Protocol):
+    """struct fuse_context: the client of a request."""
+
+    uid: int
+    gid: int
+    pid: int
+    umask: int
+
+
+class Callbacks(Protocol):
+    """Functions for a session."""
+
+    def function(self, name: str) -> Callable[..., int] | None:
+        """Return the function for the member `name` of struct fuse_operations; None if there is none."""
+
+    def init(self, notifier: Notifier) -> None:
+        """Start to serve: called on FUSE_INIT."""
+
+    def destroy(self) -> None:
+        """End: called after the unmount, when no request is in progress."""
 
 
 @functools.cache
@@ -88,7 +120,24 @@ def library() -> ctypes.CDLL:
     lib.fuse_lowlevel_notify_inval_inode.argtypes = [pointer, number, offset, offset]
     lib.fuse_lowlevel_notify_store.argtypes = [pointer, number, offset, pointer, ctypes.c_int]
     lib.fuse_invalidate_path.argtypes = [pointer, ctypes.c_char_p]
+    lib.fuse_get_context.restype = ctypes.POINTER(binding().fuse_context)
     return lib
+
+
+def request_context() -> RequestContext:
+    """Return the context of the request that this thread is processing."""
+    context: RequestContext = library().fuse_get_context().contents
+    return context
+
+
+def request_number() -> int:
+    """Return the unique number of the request that this thread is processing; 0 if unknown."""
+    context = library().fuse_get_context().contents
+    request = ctypes.c_void_p.from_address(ctypes.addressof(context) + ctypes.sizeof(context)).value
+    if not request:
+        return 0
+    session, number = (ctypes.c_uint64 * 2).from_address(request)
+    return int(number) if session == library().fuse_get_session(context.fuse) else 0
 
 
 def _new(lib: ctypes.CDLL) -> CFuncPtr:
@@ -182,10 +231,9 @@ class Notifier:
 class Session:
     """One mount, from fuse_new to fuse_destroy. `run` blocks; any other thread may call `stop`."""
 
-    def __init__(self, operations: LlmcacheOperations, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
+    def __init__(self, callbacks: Callbacks, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
         self._lib = library()
-        self._binding = binding()
-        self._operations = operations
+        self._callbacks = callbacks
         self._mountpoint = mountpoint
         self._max_threads = max_threads
         self._failure: BaseException | None = None
@@ -193,31 +241,19 @@ class Session:
         self._thread = 0
         self._over = threading.Event()
         self._alive, self._turn = True, threading.Lock()  # `_turn` prevents the use of `_fuse` after fuse_destroy
-        self._table = self._callbacks()
+        self._table = self._functions()
         given = [word.partition("=")[2] for option in options for word in option.split(",") if word.startswith("max_read=")]
         self._max_read = int(given[-1]) if given and given[-1].isdecimal() else 0
         self._fuse = self._create(options)
 
-    def _callbacks(self) -> ctypes.Structure:
-        """Return struct fuse_operations, which keeps references to the callbacks."""
-        self._lib.fuse_get_context.restype = ctypes.POINTER(self._binding.fuse_context)
-        self._calls = Callbacks(self._operations, self._lib.fuse_get_context, self._request)
-        table: ctypes.Structure = self._binding.fuse_operations()
+    def _functions(self) -> ctypes.Structure:
+        table: ctypes.Structure = binding().fuse_operations()
         own: dict[str, Callable[..., int | None]] = {"init": self._initialise, "destroy": self._destroy}
         for name, prototype in ((field[0], field[1]) for field in table._fields_):
-            function = own.get(name) or self._calls.guarded(name)
+            function = own.get(name) or self._callbacks.function(name)
             if function is not None:
                 setattr(table, name, prototype(function))
         return table
-
-    def _request(self) -> int:
-        """Return the unique number of the request that this thread is processing; 0 if unknown."""
-        context_end = ctypes.addressof(self._lib.fuse_get_context().contents) + ctypes.sizeof(self._binding.fuse_context)
-        request = ctypes.c_void_p.from_address(context_end).value
-        if not request:
-            return 0
-        session, number = (ctypes.c_uint64 * 2).from_address(request)
-        return int(number) if session == self._lib.fuse_get_session(self._fuse) else 0
 
     def _create(self, options: Sequence[str]) -> int:
         words = [b"llmcachefs"] + [word for option in options for word in (b"-o", os.fsencode(option))]
@@ -231,11 +267,11 @@ class Session:
         return int(fuse)
 
     def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
-        """FUSE_INIT: configure the session and start the operations. A failure ends the loop, and `run` raises it."""
+        """FUSE_INIT: configure the session and start the callbacks. A failure ends the loop, and `run` raises it."""
         try:
             self._configure(conn.contents, config.contents)
             self._notifier = Notifier(self._fuse)
-            self._operations.init(self._notifier)
+            self._callbacks.init(self._notifier)
         except BaseException as error:  # noqa: BLE001 - run() raises it; libfuse has no way to report it
             self._failure = error
             self._lib.fuse_exit(self._fuse)
@@ -254,7 +290,7 @@ class Session:
         config.nullpath_ok = 1
 
     def _destroy(self, _private: int | None) -> None:
-        self._operations.destroy()
+        self._callbacks.destroy()
 
     def run(self) -> None:
         """Mount, serve until unmounted or stopped, unmount. Raises MountProblem if the mount fails."""

@@ -25,23 +25,30 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from llmcache import files
 from llmcache.mount import syscalls
 from llmcache.mount.source.backing import Backing, BackingTable, Opened
-from llmcache.mount.source.tree import NOBODY_ELSE, Caller, SourceTree, WritePolicy, open_again, read_only
+from llmcache.mount.source.tree import THE_DAEMON, Caller, SourceTree, WritePolicy, open_again, read_only
 
 if TYPE_CHECKING:
     from llmcache.mount.backends.fuse import Reader
     from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.vfs.libfuse import Notifier
 
 log = logging.getLogger("llmcache.mount")
 
-LOOK_S = 0.5  # interval of the checks for files that were deleted behind the mount
+
+class Notifier(Protocol):
+    """The call of the FUSE session that the operations need."""
+
+    def invalidate_path(self, path: str) -> int:
+        """Drop all pages and the attributes of the inode at a path of the mount; return 0 or -errno."""
+
+
+LOOK_S = 0.5  # interval of the checks for open files that were deleted behind the mount
 
 
 @dataclass(frozen=True)
@@ -58,54 +65,27 @@ class FileHandle:
 
         The caller's groups are not looked up: the opener's are used if it is the same user, else none.
         """
-        opener = self.rights or NOBODY_ELSE
+        opener = self.rights or THE_DAEMON
         if not caller.is_other:
-            return NOBODY_ELSE if caller.pid else opener
+            return THE_DAEMON if caller.pid else opener
         return opener if (caller.uid, caller.gid) == (opener.uid, opener.gid) else replace(caller, known_groups=())
 
 
 class Listing:
-    """An open directory. Its entries are streamed in the order of SOURCE, so memory does not grow with its size.
-
-    Offsets are counts of entries. The kernel normally continues where it stopped; for another offset (rewinddir, seekdir),
-    the directory is read again from its start.
-    """
+    """An open directory. Offsets are counts of entries; offset 0 (open, rewinddir) reads the directory again."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.lock = threading.Lock()
-        self._position = 0
-        self._pending: tuple[str, int] | None = None
-        self._items: Iterator[tuple[str, int]] = iter(())
-        self._started = False
+        self._entries: list[tuple[str, int]] = []
 
     def entries(self, offset: int) -> Iterator[tuple[int, str, int]]:
-        """Yield (offset after the entry, name, file type bits) from `offset` on; the caller confirms each with `taken`."""
-        if not self._started or offset != self._position or offset == 0:
-            self._restart(offset)
-        while True:
-            if self._pending is None:
-                self._pending = next(self._items, None)
-            if self._pending is None:
-                return
-            yield (self._position + 1, *self._pending)
-
-    def taken(self, position: int) -> None:
-        """Record that the entry that ends at `position` is in the kernel's buffer."""
-        self._position = position
-        self._pending = None
-
-    def _restart(self, offset: int) -> None:
-        os.lseek(self.fd, 0, os.SEEK_SET)
-        self._items = _scan(self.fd)
-        self._pending = None
-        self._started = True
-        self._position = sum(1 for _ in itertools.islice(self._items, offset))
-
-    def close(self) -> None:
-        """Close the directory."""
-        self._items = iter(())
-        os.close(self.fd)
+        """Yield (offset after the entry, name, file type bits) from `offset` on."""
+        if offset == 0 or not self._entries:
+            os.lseek(self.fd, 0, os.SEEK_SET)
+            self._entries = list(_scan(self.fd))
+        for position in range(offset, len(self._entries)):
+            yield (position + 1, *self._entries[position])
 
 
 def _scan(fd: int) -> Iterator[tuple[str, int]]:
@@ -159,16 +139,15 @@ class LlmcacheOperations:
         self._to_drop: dict[Backing, int] = {}  # Backing: generation; at most one entry for each
         self._drops = threading.Condition()
         self._ended = False
+        self._is_idle = False  # the maintenance thread waits, because no file is open
         self._dropper = engine.state.services.thread("maintenance", self._maintain)
-        self.on_init: Callable[[Notifier], None] = lambda _notifier: None
 
     # Life of the mount
 
     def init(self, notifier: Notifier) -> None:
-        """Start the threads after the kernel has connected; requests are served once this returns."""
+        """Start the maintenance thread after the kernel has connected."""
         self._notifier = notifier
         self._dropper.start()
-        self.on_init(notifier)
 
     def destroy(self) -> None:
         """Stop the threads and the engine after the unmount; no request is in progress."""
@@ -192,7 +171,10 @@ class LlmcacheOperations:
                 self._release_deleted()
                 next_look = time.monotonic() + LOOK_S
             with self._drops:
-                self._drops.wait_for(lambda: self._to_drop or self._ended, LOOK_S)
+                self._is_idle = True  # before `_files` is read: `_register` adds a file, and then reads `_is_idle`
+                self._is_idle = not self._files
+                if not self._to_drop and not self._ended:
+                    self._drops.wait(None if self._is_idle else LOOK_S)
                 if self._ended:
                     return
                 if not self._to_drop:
@@ -276,7 +258,6 @@ class LlmcacheOperations:
         return os.path.samestat(found, os.fstat(fd))
 
     def create(self, path: str, flags: int, mode: int, caller: Caller) -> tuple[int, bool]:
-        """Create a file; return (handle, `keep_cache`). Another process may have created it first."""
         self._policy.check(path)
         return self._open(path, flags | os.O_CREAT, mode, caller)
 
@@ -288,12 +269,16 @@ class LlmcacheOperations:
                 log.info("inode %d was changed behind the mount", backing.ino)
                 self._engine.changed(backing, 0, -1)
             if flags & os.O_TRUNC:
-                self._resize(backing, 0, rights or NOBODY_ELSE)
+                self._resize(backing, 0, rights or THE_DAEMON)
             may_keep = self._engine.opened(backing, path, pid)
             if opened.drop is not None:
                 self._queue_drop(backing, opened.drop)
             number = next(self._numbers)
             self._files[number] = FileHandle(backing, flags, pid, rights)
+            if self._is_idle:
+                with self._drops:
+                    self._is_idle = False
+                    self._drops.notify_all()
             return number, bool(may_keep and not backing.unsettled)
         except BaseException:
             self.table.release(backing)
@@ -316,7 +301,6 @@ class LlmcacheOperations:
         return self._register(Opened(backing, False, None), path, flags, caller.pid, caller.remembered())
 
     def release(self, number: int) -> None:
-        """Close a handle, after its last descriptor was closed."""
         handle = self._files.pop(number)
         self._engine.closed(handle.backing, handle.pid)
         if not self._release(handle.backing):
@@ -389,7 +373,6 @@ class LlmcacheOperations:
                 self._queue_drop(other, generation)
 
     def fsync(self, number: int, data_only: bool) -> None:
-        """Force written data to SOURCE's storage."""
         self._files[number].backing.sync(data_only)
 
     def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
@@ -413,7 +396,7 @@ class LlmcacheOperations:
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
-    def _change(self, path: str | None, number: int | None = None, caller: Caller = NOBODY_ELSE) -> Iterator[int | str]:
+    def _change(self, path: str | None, number: int | None = None, caller: Caller = THE_DAEMON) -> Iterator[int | str]:
         """Context manager: a descriptor, or a name in /proc, of a file whose attributes are to be changed. Raises EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
@@ -439,7 +422,6 @@ class LlmcacheOperations:
             yield item
 
     def getattr(self, path: str | None, number: int | None) -> os.stat_result:
-        """Return the attributes of an open file (fstat) or of a path (lstat)."""
         backing = self._backing_of(path, number)
         if backing is not None:
             return os.fstat(backing.fd)
@@ -452,7 +434,6 @@ class LlmcacheOperations:
             return os.readlink(name, dir_fd=dir_fd)
 
     def chmod(self, path: str | None, number: int | None, mode: int, caller: Caller) -> None:
-        """Change permission bits."""
         with self._change(path, number, caller) as file:
             _chmod(file, stat.S_IMODE(mode), caller)
 
@@ -462,17 +443,14 @@ class LlmcacheOperations:
             os.chown(file, uid, gid)
 
     def utimens(self, path: str | None, number: int | None, times: Sequence[tuple[int, int]] | None) -> None:
-        """Change access and modification time: (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT."""
         with self._change(path, number) as file:
             syscalls.utimens(file, times)
 
     def getxattr(self, path: str, name: str) -> bytes:
-        """Return the value of an extended attribute."""
         with self._lookup(path) as file:
             return os.getxattr(file, name)
 
     def listxattr(self, path: str) -> list[str]:
-        """Return the names of the extended attributes."""
         with self._lookup(path) as file:
             return os.listxattr(file)
 
@@ -482,14 +460,12 @@ class LlmcacheOperations:
             os.setxattr(file, name, value, flags)
 
     def removexattr(self, path: str, name: str) -> None:
-        """Remove an extended attribute."""
         with self._change(path) as file:
             os.removexattr(file, name)
 
     # Names
 
     def unlink(self, path: str) -> None:
-        """Delete a name."""
         backing = self.hidden.pop(path, None)
         if backing is not None:  # `hide` has deleted the file
             self.table.release(backing)
@@ -503,7 +479,6 @@ class LlmcacheOperations:
         self._gone(path)
 
     def rename(self, old: str, new: str, flags: int) -> None:
-        """Rename, with RENAME_NOREPLACE and RENAME_EXCHANGE."""
         self._check_file(old)
         if not self._policy.everything:
             self._policy.check(new)
@@ -563,7 +538,6 @@ class LlmcacheOperations:
         self._touched(new)
 
     def link(self, old: str, new: str) -> None:
-        """Make a hard link."""
         self._check_file(old)
         self._policy.check(new)
         with self._tree.parent(old) as (old_fd, old_name), self._tree.parent(new) as (new_fd, new_name):
@@ -580,19 +554,16 @@ class LlmcacheOperations:
             os.close(os.open(name, flags, caller.new_mode(dir_fd, stat.S_IMODE(mode)), dir_fd=dir_fd))
 
     def mkdir(self, path: str, mode: int, caller: Caller) -> None:
-        """Make a directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.mkdir(name, caller.new_mode(dir_fd, mode), dir_fd=dir_fd)
 
     def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.rmdir(name, dir_fd=dir_fd)
 
     def symlink(self, target: str, path: str) -> None:
-        """Make a symbolic link with any target."""
         self._policy.check_tree()
         with self._tree.parent(path) as (dir_fd, name):
             os.symlink(target, name, dir_fd=dir_fd)
@@ -600,25 +571,20 @@ class LlmcacheOperations:
     # Directories
 
     def opendir(self, path: str) -> int:
-        """Open a directory; return its handle."""
         number = next(self._numbers)
         self._listings[number] = Listing(self._tree.open_directory(path))
         return number
 
     def listing(self, number: int) -> Listing:
-        """Return the open directory of a handle."""
         return self._listings[number]
 
     def releasedir(self, number: int) -> None:
-        """Close a directory."""
-        self._listings.pop(number).close()
+        os.close(self._listings.pop(number).fd)
 
     def fsyncdir(self, number: int, _data_only: bool) -> None:
-        """Force a directory's entries to storage."""
         os.fsync(self._listings[number].fd)
 
     def statfs(self) -> os.statvfs_result:
-        """Return the space on SOURCE's file system."""
         return os.fstatvfs(self._tree.fd)
 
     # Shared

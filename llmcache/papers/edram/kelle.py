@@ -8,7 +8,7 @@ from typing import Any
 from llmcache.errors import UsageError
 from llmcache.kv.bench.options import DEFAULT_POLICIES
 from llmcache.kv.bench.synthetic import PolicySession, Setup, check_space, variants_of
-from llmcache.kv.policies.kelle import Kelle
+from llmcache.kv.policies.h2o import Kelle
 from llmcache.papers.edram.refresh import EdramRun, RunRecorder
 from llmcache.units import format_duration
 

@@ -106,7 +106,6 @@ class DciSettings:
 
     @property
     def directions(self) -> int:
-        """The number of random directions on which each key is projected."""
         return self.simple * self.composite if self.retrieve < 1 else 0
 
     def visited(self, keys: int, k: int) -> int:
@@ -138,7 +137,6 @@ class Scale:
         return np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
 
     def lifts(self, norms: Doubles) -> Floats:
-        """Return the last coordinates of keys with these norms."""
         return (np.sqrt(np.maximum(self.bound**2 - norms**2, 0)) / self.unit).astype(np.float32)
 
 
@@ -175,12 +173,10 @@ class DciIndex:
 
     @property
     def dim(self) -> int:
-        """The numbers of a key."""
         return int(self.tree.state[DIM])
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all arrays, including unused room."""
         return sum(array.nbytes for array in self.tree)
 
     def levels_of(self, tokens: Int64s) -> Ints:
