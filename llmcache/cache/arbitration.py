@@ -1,4 +1,4 @@
-"""Arbitration: share one budget between loops, and select the extents of a loop to pin.
+"""The plan: share one budget between loop spaces, and select the extents of each to pin.
 
 Loops are served in the order of their periods, shortest first (Source: io_caching section 4, cache allocation), because
 a byte pinned in a loop saves one read per period. A loop that is not pinned whole is streamed through a window. Pins
@@ -7,8 +7,12 @@ are *spread* over the loop, so that storage is busy all the time; with a pinned 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+
+from llmcache.cache.space import Space, SpacePlan
+from llmcache.units import BLOCK_BYTES
 
 MIN_WINDOW_BYTES = 8 << 20
 MAX_WINDOW_BYTES = 128 << 20
@@ -31,7 +35,7 @@ class Loop:
     """A loop that competes for the budget; `active` if readers use it, `period` None if not observed yet.
 
     The periods of all loops have the same unit: time, or references. `convoy`: how far several readers drift apart; 0
-    for one reader, each step multiplies the window by CONVOY_FACTOR. `first`: pinned by the user, before all others.
+    for one reader, each step multiplies the window by CONVOY_FACTOR. `user_pinned`: before all others.
     `least_window`: bytes through which the loop streams well, if there is room.
     """
 
@@ -40,7 +44,7 @@ class Loop:
     period: int | None
     active: bool
     convoy: int = 0
-    first: bool = False
+    user_pinned: bool = False
     least_window: int = MIN_WINDOW_BYTES
 
 
@@ -53,12 +57,27 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A loop's plan in extents: `extents` may be pinned, `pinned` of them are wanted, `unpinned` no longer are."""
+class Limits:
+    """The memory that a plan may use.
 
-    extents: int
-    pinned: int
-    unpinned: list[int]
+    `room_bytes` is for pins, windows and reserves; of it, at most `pins_bytes` may be pinned. `hot_bytes` of hot pages were
+    read, and `has_rows` is true if any extents are read by pages: both have a reserve.
+    """
+
+    room_bytes: int
+    pins_bytes: int
+    hot_bytes: int = 0
+    has_rows: bool = False
+    least_window_bytes: int = MIN_WINDOW_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of all looping spaces, by key. `experts_bytes` remain for the experts of MoE models; negative for none."""
+
+    spaces: Mapping[str, SpacePlan]
+    reserve_bytes: int
+    experts_bytes: int
 
 
 def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int) -> int:
@@ -81,12 +100,13 @@ def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Sha
     Loops pinned by the user come before all others.
     """
     endless = 1 << 62
-    ranked = sorted(loops, key=lambda loop: (not loop.first, not loop.active, loop.period or endless, loop.size_bytes))
+    ranked = sorted(loops, key=lambda loop: (not loop.user_pinned, not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
     left, least = budget_bytes, min(MIN_WINDOW_BYTES, budget_bytes // 4)
-    for index, loop in enumerate(ranked):
-        # Each later active loop that cannot be pinned whole still needs a window to stream through.
-        reserved = sum(min(other.size_bytes, least) for other in ranked[index + 1 :] if other.active)
+    # Each later active loop that cannot be pinned whole still needs a window to stream through.
+    reserved = sum(min(loop.size_bytes, least) for loop in ranked if loop.active)
+    for loop in ranked:
+        reserved -= min(loop.size_bytes, least) if loop.active else 0
         mine = max(0, left - min(reserved, left // 2))
         if loop.size_bytes <= mine:
             share = Share(loop.size_bytes, 0)
@@ -122,17 +142,69 @@ def spread(places: Sequence[int], count: int) -> list[int]:
     return [places[(index * total + total // 2) // count] for index in range(count)] if count > 0 else []
 
 
-def settle(order: Sequence[int], wanted: bytearray, pinned_bytes: int, extent_bytes: int, whole: bool) -> Settled:
-    """Update the marks in `wanted` (by extent) so that as many extents of `order` are wanted as fit into `pinned_bytes`.
+def plan(spaces: Iterable[Space], competing: Mapping[str, bool], limits: Limits) -> Plan:
+    """Return the plan for looping `spaces`.
 
-    Only the difference changes, spread over the loop, so that remaining pins are not read again. `whole`: all extents,
-    whatever their size (the last extent of a file may be short).
+    Those whose key is in `competing` share the budget; the value is true if readers use the space. Nothing of the others
+    stays pinned. Only the difference to the current plan changes, spread over the loop, so that remaining pins are not read
+    again. In arena, unused extents stay pinned while there is room for them.
     """
-    count = len(order) if whole else min(len(order), pinned_bytes // extent_bytes)
-    held = [extent for extent in order if wanted[extent]]
-    for extent in spread([extent for extent in order if not wanted[extent]], count - len(held)):
-        wanted[extent] = 1
-    unpinned = spread(held, len(held) - count)
-    for extent in unpinned:
-        wanted[extent] = 0
-    return Settled(len(order), count, unpinned)
+    spaces = list(spaces)
+    loops = [
+        Loop(
+            space.key,
+            space.loop_bytes,
+            space.learner.period,
+            competing[space.key],
+            space.convoy,
+            space.user_pinned,
+            limits.least_window_bytes,
+        )
+        for space in spaces
+        if space.key in competing
+    ]
+    reserved = reserve_bytes(limits.room_bytes, limits.hot_bytes, limits.has_rows)
+    budget = max(0, limits.room_bytes - reserved)
+    # Windows may exceed the budget by an allowance; pins may not, and the kernel may lock less.
+    shares = cap_pins(share_budget(budget, loops), limits.pins_bytes)
+    pinned_bytes = sum(share.pinned_bytes for share in shares.values())
+    spare = max(0, limits.pins_bytes - pinned_bytes)
+    plans: dict[str, SpacePlan] = {}
+    for space in spaces:
+        plans[space.key], spare = _plan_of(space, shares.get(space.key, Share(0, 0)), spare)
+    experts = budget - pinned_bytes - sum(share.window_bytes for share in shares.values())
+    return Plan(plans, reserved, experts)
+
+
+def _plan_of(space: Space, share: Share, spare: int) -> tuple[SpacePlan, int]:
+    """Return the plan of one space, and the rest of the `spare` bytes for unused extents."""
+    wanted, unused = space.wanted, space.learner.use.unused
+    stale = _both(wanted, unused)
+    unpin: list[int] = []
+    for extent in stale:
+        size_bytes = space.blocks(extent) * BLOCK_BYTES
+        if extent in space.held and size_bytes <= spare:
+            spare -= size_bytes
+        else:
+            unpin.append(extent)
+    extents = space.count - space.single.count(1) - unused.count(1)
+    loop_bytes = space.loop_bytes
+    is_whole = bool(loop_bytes) and share.pinned_bytes >= loop_bytes  # the last extent of a file may be short
+    count = extents if is_whole else min(extents, share.pinned_bytes // space.extent_bytes)
+    more = count - (wanted.count(1) - len(stale))
+    pin: list[int] = []
+    if more:
+        order = space.learner.order.extent_at
+        in_loop = [extent for extent in order if not (space.single[extent] or unused[extent])]
+        if more > 0:
+            pin = spread([extent for extent in in_loop if not wanted[extent]], more)
+        else:
+            unpin += spread([extent for extent in in_loop if wanted[extent]], -more)
+    return SpacePlan(share.pinned_bytes, share.window_bytes, pin, unpin, extents, count), spare
+
+
+def _both(first: bytes | bytearray, second: bytes | bytearray) -> list[int]:
+    if 1 not in second:
+        return []
+    both = int.from_bytes(first, "little") & int.from_bytes(second, "little")
+    return list(compress(range(len(first)), both.to_bytes(len(first), "little"))) if both else []

@@ -60,7 +60,6 @@ class Intervals:
         return sum(octave.count for octave in self._octaves.values())
 
     def add(self, ns: int, blocks: int) -> None:
-        """Count one interval of `ns` nanoseconds in which `blocks` blocks (at least 1) were accessed."""
         blocks, ns = max(1, blocks), max(0, ns)
         octave = self._octaves.setdefault(min(OCTAVES - 1, blocks.bit_length()), _Octave())
         octave.count += 1
@@ -68,7 +67,6 @@ class Intervals:
         octave.times_ns.append(ns)
 
     def copy(self) -> Intervals:
-        """Return an independent copy, for the second half of a region that is split."""
         twin = Intervals()
         for key, octave in self._octaves.items():
             twin._octaves[key] = _Octave(octave.count, octave.blocks, deque(octave.times_ns, RECENT))
@@ -155,7 +153,6 @@ class PassRecorder:
         return len(self._extents)
 
     def record_access(self, extent: int, now: int) -> Pass | None:
-        """Record a touch of `extent` at `now`; return the pass that it ends, or None."""
         if extent >= len(self._places):
             self._places.frombytes(bytes(self._places.itemsize * (extent + 1 - len(self._places))))
         place = self._places[extent]
@@ -200,14 +197,16 @@ class LoopOrder:
     """A permutation of the extents 0..count-1, initially in file order: `rank_of[extent]` and `extent_at[rank]`."""
 
     def __init__(self, count: int) -> None:
-        self.extent_at = array("I", range(count))
-        self.rank_of = self.extent_at[:]
+        self.reset(count)
 
     def __len__(self) -> int:
         return len(self.extent_at)
 
+    def reset(self, count: int) -> None:
+        self.extent_at = array("I", range(count))
+        self.rank_of = self.extent_at[:]
+
     def extend(self, count: int) -> None:
-        """Add extents at the end, up to `count` in all."""
         more = array("I", range(len(self), count))
         self.extent_at.extend(more)
         self.rank_of.extend(more)
@@ -289,7 +288,6 @@ class RecentUse:
         self._usual.extend(b"\1" * more)
 
     def touch(self, extent: int) -> None:
-        """Record that a reader has touched `extent`."""
         gap = self.passes - self._last[extent]
         if not gap:
             return
@@ -307,12 +305,10 @@ class RecentUse:
         return self._last[max(0, extent - RUN_NEAR) : extent].count(self.passes) >= RUN
 
     def end_pass(self) -> None:
-        """Count a pass."""
         self.passes += 1
         self.returned, self._returned_now = self._returned_now, 0
 
     def untouched(self, extent: int) -> int:
-        """Return the number of whole passes since the last touch of `extent`."""
         return max(0, self.passes - self._last[extent] - 1)
 
     def excuse(self, extents: Iterable[int]) -> None:
@@ -337,7 +333,6 @@ class RecentUse:
         return found
 
     def is_late(self, extent: int) -> bool:
-        """Return True if a used extent was not touched for longer than usual."""
         return self.untouched(extent) >= self._usual[extent] and not self.unused[extent]
 
 
@@ -365,6 +360,14 @@ class LoopLearner:
         self._unproved: Sequence[int] = ()  # the last pass in an order other than the current one
         # the longest pass over a space that is not known to loop; re-reading one page does not make it a loop
         self._scan: Pass | None = None
+
+    def resize(self, count: int) -> None:
+        """Change the number of extents of a written file; with fewer than before, start again in file order."""
+        if count > len(self.order):
+            self.order.extend(count)
+        else:
+            self.order.reset(count)
+        self.use.resize(count)
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
         """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""
@@ -528,7 +531,6 @@ class CursorTable:
         return None
 
     def reset(self) -> None:
-        """Remove all cursors, because the ranks have a new meaning."""
         self.live.clear()
         self.suspects.clear()
         self.laggards = 0
@@ -559,5 +561,4 @@ class CursorTable:
         return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
 
     def expire(self, before_ns: int) -> None:
-        """Remove cursors last touched before `before_ns`."""
         self.live = [cursor for cursor in self.live if cursor.last_ns >= before_ns]

@@ -1,115 +1,24 @@
-"""Steering: a deterministic state machine, for the mount (mode arena) and the simulator, that selects extents to pin.
+"""The loop spaces of a mount or of a simulated one, and the events that change them.
 
-Its input is a sequence of references to extents (one for each time that a mount fetches an extent, for a reader or as a
-prefetch) and events: facts about files, opens, and budget changes. The clock is the number of references. The same
-sequence always gives the same verdicts, so that replaying an access log repeats the decisions of the mount. No I/O, no
-threads, no time; the caller holds the lock.
+`Spaces` holds the facts in all modes. `Steering` adds what mode arena and the simulator need: a deterministic state machine
+whose input is a sequence of references to extents (one for each time that a mount fetches an extent, for a reader or as a
+prefetch) and events. Its clock is the number of references. The same sequence always gives the same verdicts, so that
+replaying an access log repeats the decisions of the mount. No I/O, no threads, no time; the caller holds the lock.
 
-Rules: a loop space loops after two passes, or at once if its header says so. `share_budget` serves active loops first,
+Rules: a loop space loops after two passes, or at once if its header says so. `arbitration.plan` serves active loops first,
 shorter periods (in references) before longer ones. The pinned extents of a loop are spread over it. A wanted extent is
 pinned from its next reference on, and evicted when a plan assigns its memory to others.
-
-A loop space is one file, or all shards of one model; extents are numbered across all its files.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from llmcache.cache.arbitration import (
-    WINDOW_ALLOWANCE_BYTES,
-    Loop,
-    Settled,
-    Share,
-    cap_pins,
-    reserve_bytes,
-    settle,
-    share_budget,
-)
-from llmcache.cache.loops import LoopLearner
+from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES, Limits, plan
+from llmcache.cache.space import Space, SpacePart
 from llmcache.units import BLOCK_BYTES
-
-LARGE_EXTENT = 1 << 20
-SMALL_EXTENT = 128 << 10
-LARGE_FILE_BYTES = 32 << 20  # files of at least this size have large extents
-LEAST_LOOP_BYTES = 4 << 20  # smaller files are hot (tokenizers), model or not; larger ones can turn out to loop
-EXTENTS_MAX = 1 << 18  # per space: state and plans grow with the extents. Beyond 256 GiB extents become larger
-LARGEST_EXTENT = 4 << 20  # the largest that is fetched whole; a space of more than 1 TiB is read page by page
-HUGE_BYTES = 2 << 20  # size of a huge page, and of the extents of a large file in mode inplace
-
-
-def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
-    """Return the extent size (bytes) for a loop space of `size_bytes`, so that it has at most `most` extents.
-
-    Large spaces have extents of `large` bytes, or a multiple.
-    """
-    least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
-    return least * max(1, -(-size_bytes // (least * most)))
-
-
-@dataclass(frozen=True)
-class SpacePart:
-    """One file of a loop space, with the extents `base` .. `base + count - 1`."""
-
-    size_bytes: int
-    base: int
-    count: int
-
-
-class Space:
-    """Facts and state of one loop space.
-
-    `single` extents are read page by page and never pinned; `hot` extents are single too.
-    """
-
-    def __init__(self, key: str, extent_bytes: int, parts: Sequence[SpacePart], single: bool) -> None:
-        self.key = key
-        self.extent_bytes = extent_bytes
-        self.parts = tuple(parts)
-        self.count = sum(part.count for part in parts)
-        self.size_bytes = BLOCK_BYTES * sum(-(-part.size_bytes // BLOCK_BYTES) for part in parts)
-        self.single = bytearray([single]) * self.count
-        self.hot: set[int] = set()
-        self.learner = LoopLearner(self.count)
-        self.wanted = bytearray(self.count)
-        self.held: set[int] = set()
-        self.pages: dict[int, int] = {}  # hot extent -> number of its bytes read
-        self.open = True
-        self.convoy = 0
-        self.first = False  # the user pinned it
-        self.left = False  # left to LRU, which reads less
-        self.last = 0  # clock of the last reference
-        self.share = Share(0, 0)
-        self.settled = Settled(0, 0, [])
-
-    @property
-    def loop_bytes(self) -> int:
-        """Bytes that are part of the loop, without unused extents; 0 if the space does not loop."""
-        if not self.learner.looping:
-            return 0
-        return max(0, self.size_bytes - (self.single.count(1) + self.learner.use.unused.count(1)) * self.extent_bytes)
-
-    @property
-    def visible(self) -> int:
-        """Number of extents that a whole pass references."""
-        return self.single.count(0) - self.learner.use.unused.count(1)
-
-    def blocks(self, extent: int) -> int:
-        """Return the number of 4 KiB blocks of `extent` (the last one of a file may be short)."""
-        part = self.part_of(extent)
-        size = min(self.extent_bytes, part.size_bytes - (extent - part.base) * self.extent_bytes)
-        return max(0, -(-size // BLOCK_BYTES))
-
-    def part_of(self, extent: int) -> SpacePart:
-        """Return the file that contains `extent`; IndexError beyond the last."""
-        for part in self.parts:
-            if extent < part.base + part.count:
-                return part
-        raise IndexError(f"extent: must be from 0 to {self.count - 1}, not {extent}")
-
 
 HIT, KEPT, MISS = range(3)
 """Verdicts: already pinned; read from storage and now pinned; read from storage and not pinned."""
@@ -118,17 +27,151 @@ IDLE_PERIODS = 2  # a loop that misses two periods has ended or is idle
 
 Ranges = Iterable[Sequence[int]]
 Event = Sequence[Any]
-"""A name of `Steering.EVENTS` and its arguments, with JSON types."""
+"""The JSON form of an event: the name of a method, and its arguments."""
+
+_EVENTS: set[str] = set()
+_Self = TypeVar("_Self", bound="Spaces")
+_Arguments = ParamSpec("_Arguments")
 
 
-class Steering:
+def _event(method: Callable[Concatenate[_Self, _Arguments], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
+    """Make calls of a method events: their JSON form is written to the journal first."""
+    name = method.__name__
+    _EVENTS.add(name)
+
+    def recorded(self: _Self, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
+        assert not named, "the JSON form has no names of arguments"
+        self.journal((name, *arguments))
+        method(self, *arguments, **named)
+
+    recorded.__name__, recorded.__doc__ = name, method.__doc__
+    return recorded
+
+
+class Spaces:
+    """The loop spaces by key. `journal` receives each event, for the access log; `due` is set when a new plan is due."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.spaces: dict[str, Space] = {}
+        self.with_single: set[str] = set()  # keys of the spaces with extents that are read by pages
+        self.clock = 0
+        self.due = False
+        self._added = 0
+        self.journal: Callable[[Event], None] = lambda _event: None
+
+    def apply(self, event: Event) -> None:
+        """Apply an event in its JSON form. ValueError for a name that is not one of an event."""
+        name, *arguments = event
+        if name not in _EVENTS:
+            raise ValueError(f"event: must be one of {', '.join(sorted(_EVENTS))}, not {name!r}")
+        getattr(self, name)(*arguments)
+
+    @_event
+    def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
+        """Add a space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
+        self._add(Space(key, extent_bytes, (SpacePart(*part) for part in parts), kind))
+
+    def add(self, space: Space) -> None:
+        """Add a space that the caller has made: the event `space`."""
+        parts = [(part.size_bytes, part.base, part.count) for part in space.parts]
+        self.journal(("space", space.key, space.extent_bytes, parts, space.kind))
+        self._add(space)
+
+    def _add(self, space: Space) -> None:
+        space.last, space.open = self.clock, True
+        self._added += 1
+        space.number = self._added
+        self.spaces[space.key] = space
+        if 1 in space.single:
+            self.with_single.add(space.key)
+        self.due = True
+
+    @_event
+    def guess(self, key: str, single: Ranges, hot: Ranges, order: Ranges) -> None:
+        """Apply a guess from a header, or from the use of extents.
+
+        Arguments are ranges (first, end) of extents: single ones, hot ones, and the order of the rest.
+        """
+        space = self.spaces[key]
+        extents = _extents(order, space.count)
+        if extents or not space.learner.looping:
+            space.set_predicted_order(extents)
+        space.hot.update(_extents(hot, space.count))
+        self._make_single(space, _extents(single, space.count))
+        if 1 in space.single:
+            self.with_single.add(key)
+
+    @_event
+    def open(self, key: str) -> None:
+        self._set_open(self.spaces[key], True)
+
+    @_event
+    def close(self, key: str) -> None:
+        self._set_open(self.spaces[key], False)
+
+    @_event
+    def convoy(self, key: str, steps: int) -> None:
+        """Widen the space's window by `steps`, because its readers drift apart; 0 when they stay together."""
+        self.spaces[key].convoy = steps
+        self.due = True
+
+    @_event
+    def limit(self, limit_bytes: int) -> None:
+        self._set_limit(limit_bytes)
+
+    @_event
+    def end(self, key: str) -> None:
+        self.with_single.discard(key)
+        self._remove(self.spaces.pop(key))
+
+    @_event
+    def first(self, key: str) -> None:
+        """Mark the space as pinned by the user: it comes before all others, open or not."""
+        self.spaces[key].user_pinned = True
+        self.due = True
+
+    @_event
+    def leave(self, key: str) -> None:
+        """Pin nothing of the space until `steer`, because steering reads more of it than LRU would."""
+        self.spaces[key].left = True
+        self.due = True
+
+    @_event
+    def steer(self, key: str) -> None:
+        self.spaces[key].left = False
+        self.due = True
+
+    @_event
+    def plan(self) -> None:
+        """Make a due plan now, for a caller that needs it before the next reference."""
+        self._plan_if_due()
+
+    def _set_open(self, space: Space, is_open: bool) -> None:
+        space.open, space.last = is_open, self.clock
+        self.due = True
+
+    def _make_single(self, space: Space, extents: Sequence[int]) -> None:
+        space.make_single(extents)
+        self.due = True
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.due = True
+
+    def _remove(self, space: Space) -> None:
+        self.due = True
+
+    def _plan_if_due(self) -> None:
+        pass  # the mount makes its own plans
+
+
+class Steering(Spaces):
     """The state machine. `limit_bytes` is the budget for pinned extents; counts are in blocks of 4 KiB.
 
     `on_evict(key, extent)` is called for each evicted extent, `on_plan()` after each new plan. Without `judges_use`,
     unused extents stay part of their loop, as in mounts up to version 1.0.
     """
-
-    EVENTS = ("space", "guess", "open", "close", "convoy", "limit", "end", "lost", "first", "plan", "hold", "leave", "steer")
 
     def __init__(
         self,
@@ -138,18 +181,17 @@ class Steering:
         *,
         judges_use: bool = True,
     ) -> None:
-        self.limit_bytes = limit_bytes
-        self.spaces: dict[str, Space] = {}
-        self.clock = 0
+        super().__init__(limit_bytes)
         self.hit_blocks = 0
         self.miss_blocks = 0
         self.evicted_blocks = 0
         self.held_blocks = 0
-        self._on_evict = on_evict
-        self._on_plan = on_plan
-        self._due = False
+        self.experts_bytes = 0  # left by the current plan for experts
+        self._hot_bytes = 0  # of hot pages that were read
+        self._looping: dict[str, Space] = {}
+        self.on_evict = on_evict
+        self.on_plan = on_plan
         self._judges_use = judges_use
-        self._spare_bytes = 0  # left by the current plan for unused extents
         self._ranked: list[object] = []
 
     # References
@@ -162,14 +204,15 @@ class Steering:
         done = space.learner.record_access(extent, self.clock)
         if done is not None:
             lesson = space.learner.learn(done, space.visible)
+            if space.learner.looping:
+                self._looping[key] = space
             use = space.learner.use
             if self._judges_use and space.learner.looping:
                 use.judge(extent for extent in range(space.count) if not space.single[extent])
-            self._due = self._due or lesson.changed or use.changed
-            self._due = self._due or (lesson.counts and self._ranked != _ranking(self._loops()))
+            self.due = self.due or lesson.changed or use.changed
+            self.due = self.due or (lesson.counts and self._ranked != _ranking(self._competing()))
             use.changed = False
-        if self._due:
-            self._plan()
+        self._plan_if_due()
         blocks = space.blocks(extent)
         if extent in space.held:
             self.hit_blocks += blocks
@@ -186,81 +229,18 @@ class Steering:
         self.miss_blocks += blocks
         space = self.spaces[key]
         if extent in space.hot:
-            space.pages[extent] = min(space.extent_bytes, space.pages.get(extent, 0) + blocks * BLOCK_BYTES)
+            before = space.pages.get(extent, 0)
+            space.pages[extent] = min(space.extent_bytes, before + blocks * BLOCK_BYTES)
+            self._hot_bytes += space.pages[extent] - before
 
     def is_single(self, key: str, extent: int) -> bool:
         """Return True if `extent` is read page by page; extents past the end are those of a growing file."""
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
-    def holds(self, key: str, extent: int) -> bool:
-        """Return True if `extent` of space `key` is pinned."""
-        space = self.spaces.get(key)
-        return space is not None and extent in space.held
+    # More events
 
-    def wants(self, key: str, extent: int) -> bool:
-        """Return True if the current plan pins `extent` of space `key`; the next reference may change the plan."""
-        space = self.spaces.get(key)
-        return space is not None and bool(space.wanted[extent])
-
-    # Events
-
-    def apply(self, event: Event) -> None:
-        """Apply one event: the name of a method below and its arguments. ValueError for a name that is not in EVENTS."""
-        name, *arguments = event
-        if name not in self.EVENTS:
-            raise ValueError(f"event: must be one of {', '.join(self.EVENTS)}, not {name!r}")
-        getattr(self, name)(*arguments)
-
-    def space(self, key: str, extent_bytes: int, parts: Ranges, kind: str) -> None:
-        """Add a space: `parts` are (size_bytes, base, count) of its files; `kind` is "loop", "hot", "written" or "paged"."""
-        space = Space(key, extent_bytes, [SpacePart(*part) for part in parts], single=kind != "loop")
-        space.last = self.clock
-        if kind == "hot":
-            space.hot.update(range(space.count))
-        self.spaces[key] = space
-        self._due = True
-
-    def guess(
-        self, key: str, single: Iterable[Sequence[int]], hot: Iterable[Sequence[int]], order: Iterable[Sequence[int]]
-    ) -> None:
-        """Apply a header's guess, as ranges (first, end) of extents: single ones, hot ones, and the order of the rest."""
-        space = self.spaces[key]
-        space.learner.set_predicted_order(_extents(order, space.count))
-        space.hot.update(_extents(hot, space.count))
-        for extent in _extents(single, space.count):
-            space.single[extent], space.wanted[extent] = 1, 0
-            if extent in space.held:
-                self._evict(space, extent)
-        self._due = True
-
-    def open(self, key: str) -> None:
-        """Record that a client has opened a file of the space."""
-        self.spaces[key].open, self.spaces[key].last = True, self.clock
-        self._due = True
-
-    def close(self, key: str) -> None:
-        """Record that no client has a file of the space open: its extents make room for active loops."""
-        self.spaces[key].open, self.spaces[key].last = False, self.clock
-        self._due = True
-
-    def convoy(self, key: str, steps: int) -> None:
-        """Widen the space's window by `steps`, because its readers drift apart; 0 when they stay together."""
-        self.spaces[key].convoy = steps
-        self._due = True
-
-    def limit(self, limit_bytes: int) -> None:
-        """Set a new budget, and evict at once what no longer fits."""
-        self.limit_bytes = limit_bytes
-        self._plan()
-
-    def end(self, key: str) -> None:
-        """Remove the space: its file was changed or removed, or has been closed for long."""
-        space = self.spaces.pop(key)
-        for extent in sorted(space.held):
-            self._evict(space, extent)
-        self._due = True
-
+    @_event
     def lost(self, key: str, extent: int) -> None:
         """Unmark an extent that was to be pinned but could not be read. It was never resident, so this is no eviction."""
         space = self.spaces[key]
@@ -268,26 +248,7 @@ class Steering:
             space.held.remove(extent)
             self.held_blocks -= space.blocks(extent)
 
-    def first(self, key: str) -> None:
-        """Mark the space as pinned by the user: it comes before all others, open or not."""
-        self.spaces[key].first = True
-        self._due = True
-
-    def leave(self, key: str) -> None:
-        """Pin nothing of the space until `steer`, because steering reads more of it than LRU would."""
-        self.spaces[key].left = True
-        self._due = True
-
-    def steer(self, key: str) -> None:
-        """Steer the space again."""
-        self.spaces[key].left = False
-        self._due = True
-
-    def plan(self) -> None:
-        """Make a due plan now, for a caller that needs it before the next reference."""
-        if self._due:
-            self._plan()
-
+    @_event
     def hold(self, key: str, extent: int) -> None:
         """Record that an extent was read before a client requested it (a warm-up); it is pinned if the plan wants it."""
         space = self.spaces[key]
@@ -295,82 +256,85 @@ class Steering:
             space.held.add(extent)
             self.held_blocks += space.blocks(extent)
 
+    def _make_single(self, space: Space, extents: Sequence[int]) -> None:
+        super()._make_single(space, extents)
+        if space.learner.looping:
+            self._looping[space.key] = space
+        for extent in filter(space.held.__contains__, extents):
+            self._evict(space, extent)
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._make_plan()  # at once, to evict what no longer fits
+
+    def _remove(self, space: Space) -> None:
+        for extent in sorted(space.held):
+            self._evict(space, extent)
+        self._looping.pop(space.key, None)
+        self._hot_bytes -= sum(space.pages.values())
+        self.due = True
+
     # The plan
 
-    def _loops(self) -> list[Loop]:
-        looping = [
-            space
-            for space in self.spaces.values()
-            if space.loop_bytes and not space.left and (space.open or space.held or space.first)
-        ]
-        active = self._active(looping)
-        return [Loop(s.key, s.loop_bytes, s.learner.period, s.key in active, s.convoy, s.first) for s in looping]
+    def _plan_if_due(self) -> None:
+        if self.due:
+            self._make_plan()
 
-    def _active(self, looping: list[Space]) -> set[str]:
-        """Return the keys of loops referenced within two periods: their own, or those of a slower loop that is active.
+    def _loops(self) -> list[Space]:
+        return sorted(self._looping.values(), key=lambda space: space.number)
 
-        Loops alternate (a draft model and its target): one is idle while the other makes a pass.
+    def _competing(self) -> list[tuple[Space, bool]]:
+        """Return the loops that share the budget, each with whether it is active.
+
+        A loop is active if it was referenced within two periods: its own, or those of a slower loop that is active. Loops
+        alternate (a draft model and its target), so one is idle while the other makes a pass.
         """
-        active = set()
+        competing = [
+            space
+            for space in self._loops()
+            if space.loop_bytes and not space.left and (space.open or space.held or space.user_pinned)
+        ]
+        active: set[str] = set()
         longest = 0
-        for space in sorted(looping, key=lambda space: -_period(space)):
+        for space in sorted(competing, key=lambda space: -_period(space)):
             longest = max(longest, _period(space))
             if space.open and self.clock - space.last <= IDLE_PERIODS * longest:
                 active.add(space.key)
             elif not active:
                 longest = 0
-        return active
+        return [(space, space.key in active) for space in competing]
 
-    def _plan(self) -> None:
-        self._due = False
-        loops = self._loops()
-        self._ranked = _ranking(loops)
-        budget = self.limit_bytes + WINDOW_ALLOWANCE_BYTES
-        hot = sum(sum(space.pages.values()) for space in self.spaces.values())
-        reserve = reserve_bytes(budget, hot, any(1 in space.single for space in self.spaces.values()))
-        shares = cap_pins(share_budget(max(0, budget - reserve), loops), self.limit_bytes)
-        self._spare_bytes = max(0, self.limit_bytes - sum(share.pinned_bytes for share in shares.values()))
-        for space in self.spaces.values():
-            if space.learner.looping:
-                self._settle(space, shares.get(space.key, Share(0, 0)))
-        self._on_plan()
-
-    def _settle(self, space: Space, share: Share) -> None:
-        whole = bool(space.loop_bytes) and share.pinned_bytes >= space.loop_bytes
-        space.share, unused = share, space.learner.use.unused
-        stale = [extent for extent in range(space.count) if unused[extent] and space.wanted[extent]]
-        for extent in stale:
-            space.wanted[extent] = 0
-        order = [extent for extent in space.learner.order.extent_at if not (space.single[extent] or unused[extent])]
-        space.settled = settle(order, space.wanted, share.pinned_bytes, space.extent_bytes, whole)
-        # Unused extents stay while there is room for them.
-        for extent in filter(space.held.__contains__, stale):
-            size_bytes = space.blocks(extent) * BLOCK_BYTES
-            if size_bytes > self._spare_bytes:
+    def _make_plan(self) -> None:
+        self.due = False
+        competing = self._competing()
+        self._ranked = _ranking(competing)
+        room_bytes = self.limit_bytes + WINDOW_ALLOWANCE_BYTES
+        limits = Limits(room_bytes, self.limit_bytes, self._hot_bytes, bool(self.with_single))
+        made = plan(self._loops(), {space.key: is_active for space, is_active in competing}, limits)
+        self.experts_bytes = made.experts_bytes
+        for key, plan_of_space in made.spaces.items():
+            space = self.spaces[key]
+            space.adopt(plan_of_space)
+            for extent in filter(space.held.__contains__, plan_of_space.unpin):
                 self._evict(space, extent)
-            else:
-                space.wanted[extent] = 1
-                self._spare_bytes -= size_bytes
-        for extent in space.settled.unpinned:
-            if extent in space.held:
-                self._evict(space, extent)
+        self.on_plan()
 
     def _evict(self, space: Space, extent: int) -> None:
         space.held.remove(extent)
         self.held_blocks -= space.blocks(extent)
         self.evicted_blocks += space.blocks(extent)
-        self._on_evict(space.key, extent)
+        self.on_evict(space.key, extent)
 
 
 def _period(space: Space) -> int:
-    """Return the period in references; before one is observed, that of a lone reader."""
     return space.learner.period or space.count
 
 
-def _ranking(loops: list[Loop]) -> list[object]:
+def _ranking(competing: list[tuple[Space, bool]]) -> list[object]:
     """Return the data that the order of service depends on: a new plan is due when it changes."""
-    ranked = sorted(loops, key=lambda loop: (not loop.first, loop.period is None, loop.period or 0, loop.size_bytes))
-    return [(loop.key, loop.active, loop.period is None) for loop in ranked]
+    periods = [(space, is_active, space.learner.period) for space, is_active in competing]
+    periods.sort(key=lambda each: (not each[0].user_pinned, each[2] is None, each[2] or 0, each[0].loop_bytes))
+    return [(space.key, is_active, period is None) for space, is_active, period in periods]
 
 
 def _extents(ranges: Ranges, count: int) -> array[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from llmcache import memory
 from llmcache.doctor.check import FAILED, LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
-from llmcache.mount.engine.budget import settle_budget
+from llmcache.mount.budget import settle_budget
 from llmcache.units import format_size
 
 

@@ -22,8 +22,8 @@ from llmcache.mount.client import control
 from llmcache.mount.daemon.controlserver import ControlServer, Requests
 from llmcache.mount.engine import warmup
 from llmcache.mount.engine.warmup import Warmup
+from llmcache.mount.source.tree import SourceTree, WritePolicy
 from llmcache.mount.vfs.operations import LlmcacheOperations
-from llmcache.mount.vfs.source import SourceTree, WritePolicy
 from tests.conftest import examples
 from tests.fuzz.mutations import ODD, documents, mutated, written
 from tests.fuzz.target import Target, bounded, refusal

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
+from llmcache.cache.space import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
 from llmcache.kv.spill import KvShape, SpillFile
@@ -30,10 +30,11 @@ from llmcache.mount.backends.files import MappedFile
 from llmcache.mount.backends.inplace import InPlaceBackend
 from llmcache.mount.backends.touches import FILES, why_not
 from llmcache.mount.client import control, mountpoint
+from llmcache.mount.daemon.parts import new_engine
 from llmcache.mount.engine.engine import Engine
 from llmcache.mount.engine.warmup import Warmup
 from llmcache.mount.readahead import read_ahead_file
-from llmcache.mount.vfs.source import Caller, SourceTree
+from llmcache.mount.source.tree import Caller, SourceTree
 from llmcache.procfs import mounts
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
@@ -602,8 +603,8 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         assert resume.wait(60)
         return os.fstat(mapping.backing.fd).st_size
 
-    monkeypatch.setattr(MappedFile, "bring", populate_slowly)
-    engine = Engine(CACHE, "inplace", SourceTree(str(source)))
+    monkeypatch.setattr(MappedFile, "populate", populate_slowly)
+    engine = new_engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
     engine.start(None, str(source))
@@ -639,7 +640,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
 
 def test_a_file_truncated_to_zero_is_closed(empty: Path) -> None:
     random_file(empty / "loop.bin", 8 * MIB)
-    engine = Engine(CACHE, "inplace", SourceTree(str(empty)))
+    engine = new_engine(CACHE, "inplace", SourceTree(str(empty)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
     try:
@@ -656,7 +657,7 @@ def test_a_file_truncated_to_zero_is_closed(empty: Path) -> None:
 @contextmanager
 def steering(source: Path) -> Iterator[tuple[Engine, InPlaceBackend]]:
     """Yield an engine in place in this process; its own reads are those of a warm-up."""
-    engine = Engine(CACHE, "inplace", SourceTree(str(source)))
+    engine = new_engine(CACHE, "inplace", SourceTree(str(source)))
     backend = engine.backend
     assert isinstance(backend, InPlaceBackend)
     engine.start(None, str(source))

@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from llmcache.errors import MountProblem
+from llmcache.mount.backends.sentinel import is_dead
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.mountpoint import ask
 from llmcache.mount.client.operation import end_mount
-from llmcache.mount.daemon.sentinel import is_dead
 from llmcache.procfs import mounts
 from tests.mount.conftest import Mounted, Mounter
 from tests.mount.live import llmcache, run_json, wait_for

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.mount.client import mountpoint
-from llmcache.mount.vfs.source import Caller
+from llmcache.mount.source.tree import Caller
 from tests.mount.conftest import Mounted, Mounter, mounting
 from tests.mount.fault_rig import small_disk
 from tests.mount.live import llmcache, wait_for

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.mount.backends import sentinel
 from llmcache.mount.client import control, mountpoint
-from llmcache.mount.daemon import sentinel
 from tests.mount.fault_rig import faulty
 from tests.mount.faulty import Rule, held_by, write_rules
 from tests.mount.live import Live, live, random_file

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmcache.bpf.libbpf import has_tracepoint
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.space import HUGE_BYTES
 from llmcache.mount.backends import touches as touches_module
 from llmcache.mount.backends.touches import QUIET_NS, Touches, why_not
 from tests.mount.live import MIB, random_file

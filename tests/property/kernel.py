@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcache.mount.backends.fuse import Reader
-from llmcache.mount.engine.budget import PressureGauge
+from llmcache.mount.budget import PressureGauge
 from llmcache.mount.engine.engine import Engine
-from llmcache.mount.vfs.backing import Backing
+from llmcache.mount.source.backing import Backing
 
 PAGE = 4096
 READ_AHEAD_PAGES = 32

@@ -16,8 +16,8 @@ import pytest
 
 from llmcache.cache.arbitration import WINDOW_ALLOWANCE_BYTES
 from llmcache.mount.backends.fuse import FuseBackend, Reader
-from llmcache.mount.engine.engine import Engine
-from llmcache.mount.vfs.source import SourceTree
+from llmcache.mount.daemon.parts import new_engine
+from llmcache.mount.source.tree import SourceTree
 from tests.property.kernel import CalmGauge, File, Kernel, Pins, open_backing, wait_until
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ class Rig:
     def __init__(self, directory: Path, mode: str, budget_bytes: int = BUDGET) -> None:
         self.directory = directory
         self.kernel = Kernel()
-        self.engine = self.kernel.engine = Engine(budget_bytes, mode, SourceTree(str(directory)))
+        self.engine = self.kernel.engine = new_engine(budget_bytes, mode, SourceTree(str(directory)))
         assert isinstance(self.engine.backend, FuseBackend)
         self.reader = self.kernel.reader = Reader(self.engine, self.engine.backend)
         self.content: dict[str, bytes] = {}
@@ -82,7 +82,7 @@ class Rig:
 
     def until_pinned(self, file: File) -> None:
         """Read passes over a loop until part of it is pinned; a pin that missed one pass is made in the next."""
-        wait_until(lambda: self._swept(file) and self.engine.state.pinned_bytes() > 0, "something is pinned")
+        wait_until(lambda: self._swept(file) and self.engine.state.memory.pinned_bytes > 0, "something is pinned")
 
     def _swept(self, file: File) -> bool:
         self.sweep(file)
@@ -92,7 +92,7 @@ class Rig:
         """Check that the engine counts at least as many resident bytes as the kernel has."""
         with self.engine.state.lock, self.kernel.lock:
             resident = self.kernel.resident_bytes()
-            assert self.engine.state.resident_bytes >= resident
+            assert self.engine.state.memory.resident_bytes >= resident
 
     def charges_add_up(self) -> None:
         """Check that every accounted byte is in a loop space or a pending invalidation, once no eviction runs."""
@@ -101,25 +101,27 @@ class Rig:
     def _adds_up(self) -> bool:
         state = self.engine.state
         with state.lock:
-            charged = sum(sum(space.accounted_bytes) for space in state.spaces.values())
-            return state.resident_bytes == charged + sum(debt[3] for debt in state.pending_invalidations)
+            state.memory.verify(state.spaces.values())
+            return state.memory.pending_bytes == sum(each.charged for each in state.memory.pending)
 
     def settled(self) -> bool:
         """Return whether memory is within the budget and no load or eviction runs."""
         state = self.engine.state
         with state.lock, self.kernel.lock:
-            held = self.kernel.resident_bytes() + state.held_bytes + state.pool.count * MIB
-            busy = state.jobs or state.pending_invalidations or any(space.loading for space in state.spaces.values())
-            return held <= state.budget_bytes + SLACK and state.used_bytes <= state.budget_bytes + SLACK and not busy
+            memory = state.memory
+            held = self.kernel.resident_bytes() + memory.held_bytes + state.pool.count * MIB
+            busy = state.jobs or memory.pending or any(space.loading for space in state.spaces.values())
+            limit_bytes = memory.budget_bytes + SLACK
+            return held <= limit_bytes and memory.used_bytes <= limit_bytes and not busy
 
 
 @contextmanager
 def running(directory: Path, mode: str, monkeypatch: pytest.MonkeyPatch, budget_bytes: int = BUDGET) -> Iterator[Rig]:
     """Yield a rig with a running engine; the pin helper, the gauge and the mount table are replaced."""
     kernels: list[Kernel] = []
-    monkeypatch.setattr("llmcache.mount.engine.engine.PinService", lambda attached, *_: Pins(kernels, attached))
+    monkeypatch.setattr("llmcache.mount.daemon.parts.PinService", lambda attached, *_: Pins(kernels, attached))
     monkeypatch.setattr("llmcache.mount.engine.engine.PressureGauge", CalmGauge)
-    monkeypatch.setattr("llmcache.mount.backends.fuse.find", lambda _point: Mock(dev=0))
+    monkeypatch.setattr("llmcache.mount.daemon.parts.find", lambda _point: Mock(dev=0))
     monkeypatch.setattr("llmcache.mount.backends.fuse.start_sentinel", lambda _entry: Mock())
     rig = Rig(directory, mode, budget_bytes)
     kernels.append(rig.kernel)

@@ -14,15 +14,16 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
 
 from llmcache.mount.backends.fuse import FuseBackend
 from llmcache.mount.engine.warmup import Tell, Warmup
+from llmcache.mount.source.tree import SourceTree, WritePolicy
+from llmcache.mount.state.space import LoopSpace
 from llmcache.mount.vfs.operations import LlmcacheOperations
-from llmcache.mount.vfs.source import SourceTree, WritePolicy
 from tests.property.kernel import PAGE, READ_AHEAD_PAGES, READER_PID, File, wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 
@@ -80,7 +81,7 @@ def test_an_unexpected_error_of_a_loader_does_not_disturb_readers(rig: Rig, monk
     assert not services.stats().ended
     rig.sweep(file, 3)
     failing = itertools.repeat(True)
-    file = rig.file("other", LOOP)
+    file = rig.file("other", LOOP, attached=False)  # steering may end before it is attached
     swept_until(lambda: not rig.engine.state.running, "steering has ended")
     assert services.stats().ended
     rig.sweep(file)
@@ -99,8 +100,8 @@ def test_a_loop_is_pinned_and_released(rig: Rig) -> None:
 
     wait_until(reads_less, "a pass reads less than the whole file")
     rig.engine.removed("/loop")
-    wait_until(lambda: state.used_bytes == 0 and not rig.kernel.resident_bytes(), "everything is released")
-    assert state.pinned_bytes() == 0
+    wait_until(lambda: state.memory.used_bytes == 0 and not rig.kernel.resident_bytes(), "everything is released")
+    assert state.memory.pinned_bytes == 0
 
 
 def test_a_loop_over_part_of_a_loaded_file_is_pinned_if_it_fits(rig: Rig) -> None:
@@ -137,7 +138,7 @@ def test_a_smaller_budget_holds(rig: Rig) -> None:
     rig.engine.resize(BUDGET)
     rig.sweep(file)
     wait_until(rig.settled, "memory is within the smaller budget")
-    assert rig.engine.state.pinned_bytes() <= BUDGET
+    assert rig.engine.state.memory.pinned_bytes <= BUDGET
     rig.bound_holds()
 
 
@@ -249,6 +250,35 @@ def test_a_warmup_evicts_an_earlier_loop_without_readers(rig: Rig, monkeypatch: 
     wait_until(lambda: not any(space.cursors.live for space in spaces), "readers are forgotten")
     wanted, warm = warmed(rig, "loop")
     assert wanted == warm > BUDGET // 2
+
+
+class Unwalkable(dict[str, LoopSpace]):
+    """The spaces of a mount, in which keys can be looked up, but which cannot be searched."""
+
+    def _refuse(self) -> NoReturn:
+        raise AssertionError("a walk over all files, whose time grows with their number")
+
+    __iter__ = keys = values = items = _refuse
+
+
+def test_reads_do_not_take_longer_because_many_files_are_known(rig: Rig) -> None:
+    """No thread walks over all of them: readers, loaders, the evictor, the planner, and the maintenance thread."""
+    for number in range(20):
+        closed(rig, rig.file(f"known{number}", 70_000))
+    known = rig.engine.state.spaces
+    with rig.engine.state.lock:
+        rig.engine.state.spaces = unwalkable = Unwalkable(known)
+    try:
+        file = rig.file("loop", LOOP)
+        rig.until_pinned(file)
+        rig.sweep(file, 2)
+        rig.engine.resize(BUDGET // 2)
+        closed(rig, file)
+        rig.sweep(rig.file("new", 9 * MIB))
+        assert not rig.engine.state.services.failures
+    finally:
+        with rig.engine.state.lock:
+            rig.engine.state.spaces = dict(dict.items(unwalkable))
 
 
 def test_without_memory_everything_is_read_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_closing_a_file_does_not_wait_for_a_store(tmp_path: Path, monkeypatch: p
     with running(tmp_path, "steer", monkeypatch) as rig:
         file = rig.file("file", 2 * MIB)
         space, member = rig.engine.state.owners[file.backing]
-        bringer = WarmupWorker(rig.engine.state, rig.engine.backend, rig.engine.holder, [(space, member, 0)])
+        bringer = WarmupWorker(rig.engine.state, rig.engine.backend, rig.engine.pin_store, [(space, member, 0)])
         warming = threading.Thread(target=bringer.run, args=(lambda _progress: None,), daemon=True)
         closing = threading.Thread(target=rig.engine.closed, args=(file.backing, 1), daemon=True)
         with storing(rig, warming.start):
@@ -232,7 +232,7 @@ def test_a_file_replaced_by_a_rename_is_released(rig: Rig, tmp_path: Path) -> No
     rig.kernel.files["no name"] = replaced
     rig.engine.renamed("/new", "/file")
     new.backing.path = "/file"
-    assert rig.engine.state.pinned_bytes() == 0
+    assert rig.engine.state.memory.pinned_bytes == 0
     assert [file["size_bytes"] for file in rig.engine.stats()["files"]] == [3 * MIB]
     rig.sweep(new)
     rig.charges_add_up()
@@ -240,10 +240,10 @@ def test_a_file_replaced_by_a_rename_is_released(rig: Rig, tmp_path: Path) -> No
 
 def test_closes_of_a_dead_pin_helper_are_not_counted_as_closes_of_clients(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     file, state, pins = rig.file("file", LOOP), rig.engine.state, rig.engine.pins
-    helper = pins.pid
+    (helper,) = pins.pids
     assert rig.engine.opened(file.backing, "/file", helper) and state.opens[file.backing] == 1
     # the new helper starts before the kernel has reported all closes of the old one
-    monkeypatch.setattr(pins, "pid", helper + 1)
+    monkeypatch.setattr(pins, "pid", helper + 1)  # of the rig's replacement
     rig.engine.closed(file.backing, helper)
     assert state.opens[file.backing] == 1 and file.backing in state.owners
     rig.engine.opened(file.backing, "/file", helper)  # another process with the same number

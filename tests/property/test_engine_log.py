@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmcache.cache.steering import HIT, Steering
-from llmcache.mount.backends.holders import ArenaPinStore
+from llmcache.mount.backends.pins import ArenaPinStore
 from tests.property.kernel import wait_until
 from tests.property.rig import BUDGET, LOOP, MIB, Rig, in_threads, looper, reader, running
 from tests.property.test_engine_changes import change_behind
@@ -132,8 +132,7 @@ def test_the_log_reproduces_the_state_of_the_core(
 ) -> None:
     with running(tmp_path, "arena", monkeypatch) as rig:
         log = ListLog()
-        # ListLog has the methods of AccessLog that the engine calls.
-        rig.engine.state.references.log = log  # type: ignore[assignment]
+        rig.engine.state.references.log = log
         work(rig)
         wait_until(lambda: matches_log(rig, log), "no load runs")
 
@@ -144,11 +143,12 @@ def matches_log(rig: Rig, log: ListLog) -> bool:
     with state.lock:
         if state.jobs or any(space.loading for space in state.spaces.values()):
             return False
-        core, holder = state.references.core, rig.engine.holder
-        assert core is not None and isinstance(holder, ArenaPinStore)
+        core, pin_store = state.references.core, rig.engine.pin_store
+        assert core is not None and isinstance(pin_store, ArenaPinStore)
         assert state_of(replayed_core(log, BUDGET)) == state_of(core)
+        state.memory.verify(state.spaces.values())
         cached = {(key, extent) for key, space in core.spaces.items() for extent in space.held}
-        assert set(holder.regions) == cached
-        assert state.held_bytes == sum(region.size for region in holder.regions.values())
+        assert set(pin_store.regions) == cached
+        assert state.memory.held_bytes == sum(region.size for region in pin_store.regions.values())
         assert core.clock > 0 and core.held_blocks * 4096 <= core.limit_bytes
         return True

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.cache.arbitration import Loop, settle, share_budget, spread
-from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS, Steering, extent_bytes_for
+from llmcache.cache.arbitration import Limits, Loop, plan, share_budget, spread
+from llmcache.cache.space import LARGE_EXTENT, Space, SpacePart, extent_bytes_for
+from llmcache.cache.steering import HIT, KEPT, MISS, Steering
 from llmcache.units import BLOCK_BYTES
 from tests.conftest import examples
 
@@ -113,9 +114,9 @@ def test_a_loop_hits_its_share_from_the_fourth_pass(extents: int, limit: int) ->
 def test_warmed_extents_hit_at_their_first_reference() -> None:
     core = new_core(20, 40 * LARGE_EXTENT)
     core.guess("0", [], [], [(0, 40)])
-    assert not any(core.wants("0", extent) for extent in range(40)), "without a reference, only plan() makes a plan"
+    assert not any(core.spaces["0"].wanted[extent] for extent in range(40)), "without a reference, only plan() makes a plan"
     core.plan()
-    wanted = [extent for extent in range(40) if core.wants("0", extent)]
+    wanted = [extent for extent in range(40) if core.spaces["0"].wanted[extent]]
     assert 12 <= len(wanted) <= 20
     for extent in range(40):
         core.hold("0", extent)  # unwanted extents are not cached
@@ -269,12 +270,16 @@ def unevenness(places: list[int], pinned: set[int]) -> float:
 
 
 @given(st.permutations(range(64)), st.lists(st.integers(0, 64), min_size=1, max_size=12))
-def test_settling_pins_changes_only_the_difference(places: list[int], targets: list[int]) -> None:
-    wanted, pinned = bytearray(len(places)), set[int]()
+def test_a_plan_changes_only_the_difference(places: list[int], targets: list[int]) -> None:
+    space = Space("loop", MIB, [SpacePart(64 * MIB, 0, 64)])
+    space.learner.set_predicted_order(())
+    space.learner.order.adopt(places)
+    pinned = set[int]()
     for step, target in enumerate(targets):
-        settled = settle(places, wanted, target, extent_bytes=1, whole=False)
-        before, pinned = pinned, {place for place in places if wanted[place]}
-        assert set(settled.unpinned) == before - pinned
+        made = plan([space], {"loop": False}, Limits(target * MIB, target * MIB)).spaces["loop"]
+        space.adopt(made)
+        before, pinned = pinned, {place for place in places if space.wanted[place]}
+        assert set(made.unpin) == before - pinned and set(made.pin) == pinned - before
         assert pinned <= before or before <= pinned
-        assert settled.pinned == len(pinned) == target
+        assert made.pinned == len(pinned) == target
         assert unevenness(places, pinned) <= step + 2  # each change adds at most about one extent

@@ -23,8 +23,8 @@ from llmcache.memory import (
     machine_memory,
     tightest,
 )
-from llmcache.mount.engine import budget
-from llmcache.mount.engine.budget import (
+from llmcache.mount import budget
+from llmcache.mount.budget import (
     DAEMON_BYTES,
     LEAST_LIMIT_BYTES,
     MIN_BUDGET_BYTES,

@@ -9,15 +9,14 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.steering import Steering
-from llmcache.mount.backends.base import ClientReads
-from llmcache.mount.backends.holders import LockedPinStore
 from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.backends.pins import LockedPinStore
 from llmcache.mount.engine import evidence
 from llmcache.mount.engine.evidence import EXPOSURE_MAX_PASSES, EXPOSURE_REST, Judge
-from llmcache.mount.engine.experts import MoeFile
 from llmcache.mount.engine.planner import Planner
 from llmcache.mount.engine.report import judgement
-from llmcache.mount.engine.space import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, LoopSpace
+from llmcache.mount.state.interfaces import ClientReads
+from llmcache.mount.state.space import ABSENT, PINNED, SINGLE, SPARSE, TOUCHED, LoopSpace, MoeFile
 from tests.unit.fs_parts import MIB, mixture_of, new_group, new_state, open_it
 
 TOUCH_NS = 1_000_000
@@ -100,13 +99,14 @@ class Mount:
         self.storage = Storage(clock, in_place=in_place)
         self.state = new_state(limit * MIB)
         self.state.least_window_bytes = MIB
-        self.holder = LockedPinStore(self.state, Mock())
-        self.planner = Planner(self.state, self.holder)
-        self.judge = Judge(self.state, self.storage, self.holder, self.planner.plan)  # type: ignore[arg-type]
+        self.pin_store = LockedPinStore(self.state, Mock())
+        self.planner = Planner(self.state, self.pin_store)
+        self.judge = Judge(self.state, self.storage, self.pin_store, self.planner.plan)  # type: ignore[arg-type]
         if experts:
             self.space = mixture_of(self.state, experts=2, mib=1, first_byte=extents * MIB).space
             for extent in range(extents):
                 self.space.set_state(extent, ABSENT)
+                self.space.single[extent] = 0
             self.space.set_predicted_order([])
         else:
             self.space = new_group(self.state, "model", extents, looping=True)
@@ -145,12 +145,12 @@ class Mount:
         space, state = self.space, self.state
         self.storage.read += space.extent_bytes
         held = space.status.count(PINNED) + 1  # extents left to the kernel are resident, but not counted
-        while (len(space.touched) + held) * space.extent_bytes > state.limit_bytes and space.touched:
+        while (len(space.touched) + held) * space.extent_bytes > state.memory.limit_bytes and space.touched:
             unused = (each for each in space.touched if space.use.unused[each])
-            state.resident_bytes -= space.forget(next(unused, next(iter(space.touched))))
-        state.account(space, extent, space.extent_bytes)
+            state.memory.forget(space, [next(unused, next(iter(space.touched)))])
+        state.memory.account(space, extent, space.extent_bytes)
         space.touch(extent, self.clock.now_ns)
-        self.holder.pin_ready(space)
+        self.pin_store.pin_ready(space)
 
     def read_in(self, extents: Iterable[int], passes: int) -> int:
         """Return the MiB read from storage during `passes` passes."""
@@ -163,7 +163,7 @@ class Mount:
 
     @property
     def pinned(self) -> set[int]:
-        return set(self.holder.pinned(self.space))
+        return set(self.pin_store.pinned(self.space))
 
     @property
     def unused(self) -> set[int]:
@@ -345,7 +345,7 @@ def test_a_space_that_is_pinned_whole_keeps_only_extents_in_use(clock: Clock) ->
 def test_a_space_that_is_pinned_whole_is_judged_without_a_pass(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)
-    mount.state.limit_bytes = mount.state.pin_limit_bytes = 64 * MIB
+    mount.state.memory.limit_bytes = mount.state.memory.pin_limit_bytes = 64 * MIB
     mount.state.shadow.resize(64 * MIB)
     mount.planner.plan()
     mount.read(WHOLE, 3)
@@ -393,7 +393,7 @@ def moved(clock: Clock, **more: bool) -> Mount:
     mount = Mount(clock, 24, 80, **more)
     mount.read(range(80), 2)
     mount.read(range(20), 12)
-    assert mount.pinned == set(range(20)) and mount.state.used_bytes == mount.state.limit_bytes
+    assert mount.pinned == set(range(20)) and mount.state.memory.used_bytes == mount.state.memory.limit_bytes
     return mount
 
 
@@ -416,7 +416,7 @@ def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
 
 def test_a_moving_working_set_with_free_memory_changes_nothing(clock: Clock) -> None:
     mount = moved(clock)
-    mount.state.limit_bytes = 100 * MIB
+    mount.state.memory.limit_bytes = 100 * MIB
     mount.read(range(40, 60))
     assert not mount.is_left() and mount.pinned >= set(range(20))
 

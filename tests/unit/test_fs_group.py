@@ -11,20 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcache.cache.loops import RECENT, Cursor, Pass
-from llmcache.mount.backends.base import PinStore
 from llmcache.mount.backends.fuse import FuseBackend
 from llmcache.mount.engine.loader import Loader
 from llmcache.mount.engine.planner import Planner
-from llmcache.mount.engine.space import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, LoopSpace, SpaceFile
-from llmcache.mount.engine.state import CacheState
+from llmcache.mount.state.accounting import Invalidation
+from llmcache.mount.state.interfaces import PinStore
+from llmcache.mount.state.space import MISSES_MAX, PINNED, READY, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.state.state import CacheState
 from tests.mount.live import wait_for
-from tests.unit.fs_parts import MIB, NoHolder, bring, new_group, new_state, open_it
+from tests.unit.fs_parts import MIB, NoPinStore, bring, new_group, new_state, open_it
 
 SIZE = 12
-
-
-def held(state: CacheState) -> int:
-    return sum(sum(space.accounted_bytes) for space in state.spaces.values())
 
 
 def test_extents_are_numbered_across_members() -> None:
@@ -41,19 +38,17 @@ def test_charges_are_bounded_and_add_up(steps: list[tuple[str, int]]) -> None:
     space = new_group(state, "file", SIZE)
     for now, (step, extent) in enumerate(steps):
         if step == "charge":
-            state.account(space, extent, MIB // 3)
+            state.memory.account(space, extent, MIB // 3)
         elif step == "touch":
             space.touch(extent, now)
         elif step == "ready":
             bring(state, space, [extent], READY, now)
         else:
-            state.resident_bytes -= space.forget(extent)
+            state.memory.forget(space, [extent])
             assert space.accounted_bytes[extent] == 0
-        assert state.resident_bytes == held(state)
-        assert all(charge <= MIB for charge in space.accounted_bytes)
-    for extent in range(SIZE):
-        state.resident_bytes -= space.forget(extent)
-    assert state.resident_bytes == 0
+        state.memory.verify([space])
+    state.memory.forget(space, range(SIZE))
+    assert state.memory.resident_bytes == 0
     assert not (space.ready or space.touched or space.partial_extents or space.trips)
 
 
@@ -63,7 +58,7 @@ def test_extents_that_are_repeatedly_dropped_untouched_are_not_prefetched() -> N
     for _ in range(MISSES_MAX):
         assert space.next_absent(0, SIZE) == 1
         bring(state, space, [1], READY, 0)
-        state.resident_bytes -= space.forget(1)
+        state.memory.forget(space, [1])
     assert space.state(1) == SPARSE
     assert space.next_absent(0, SIZE) == 2
 
@@ -142,14 +137,14 @@ def test_drops_wake_only_loaders_that_wait_for_room(monkeypatch: pytest.MonkeyPa
     state, woken = new_state(10**8), list[int]()
     loader = Loader(state, FuseBackend(state, cast(PinStore, None)))
     monkeypatch.setattr(state.work, "notify", woken.append)
-    loader._drop([(1, 0, 4096, 0)])
+    loader._drop([Invalidation(1, 0, 4096)])
     assert not woken
     space = looping(state, "loop", 4, 1)
     space.record_access(0, time.monotonic_ns(), True)
-    state.resident_bytes = 2 * state.room_bytes
+    state.memory.pend(1, 0, 0, 2 * state.memory.room_bytes)
     with state.lock:
         assert loader._soonest() is None and state.crowded
-    loader._drop([(1, 0, 4096, 0), (2, 0, 4096, 0)])
+    loader._drop([Invalidation(1, 0, 4096), Invalidation(2, 0, 4096)])
     assert woken == [2] and not state.crowded
 
 
@@ -161,11 +156,11 @@ def looping(state: CacheState, name: str, extents: int, period_ns: int) -> LoopS
     return space
 
 
-def planned(state: CacheState) -> NoHolder:
-    holder = NoHolder()
+def planned(state: CacheState) -> NoPinStore:
+    pin_store = NoPinStore()
     with state.lock:
-        Planner(state, holder).plan()  # type: ignore[arg-type]  # implements what planning needs of a Holder
-    return holder
+        Planner(state, pin_store).plan()  # type: ignore[arg-type]  # implements what planning needs of a pin store
+    return pin_store
 
 
 def wanted(space: LoopSpace) -> set[int]:
@@ -177,7 +172,7 @@ def test_a_loop_that_fits_is_pinned_whole() -> None:
     space = looping(state, "loop", 60, 10**9)
     planned(state)
     assert wanted(space) == set(range(60))
-    assert space.window_bytes == 0
+    assert space.plan.window_bytes == 0
 
 
 def test_a_larger_loop_is_pinned_in_part_within_the_budget() -> None:
@@ -185,14 +180,14 @@ def test_a_larger_loop_is_pinned_in_part_within_the_budget() -> None:
     space = looping(state, "loop", 200, 10**9)
     planned(state)
     before = wanted(space)
-    assert len(before) > 64 and space.window_bytes > 0 and len(before) * MIB + space.window_bytes <= 128 * MIB
+    assert len(before) > 64 and space.plan.window_bytes > 0 and len(before) * MIB + space.plan.window_bytes <= 128 * MIB
     assert max(later - earlier for earlier, later in pairwise(sorted(before))) <= 3, "spread"
     assert planned(state).released == [] and wanted(space) == before, "stable"
-    state.limit_bytes //= 2
-    holder = planned(state)
-    assert wanted(space) < before and set(holder.released) == before - wanted(space)
-    assert len(wanted(space)) * MIB + space.window_bytes <= state.limit_bytes
-    state.limit_bytes *= 2
+    state.memory.limit_bytes //= 2
+    pin_store = planned(state)
+    assert wanted(space) < before and set(pin_store.released) == before - wanted(space)
+    assert len(wanted(space)) * MIB + space.plan.window_bytes <= state.memory.limit_bytes
+    state.memory.limit_bytes *= 2
     assert planned(state).released == [] and len(wanted(space)) == len(before)
 
 
@@ -203,9 +198,9 @@ def test_an_open_loop_replaces_a_closed_one() -> None:
     assert wanted(old)
     state.opens.clear()
     new = looping(state, "new", 60, 10**10)
-    holder = planned(state)
+    pin_store = planned(state)
     assert wanted(new) == set(range(60))
-    assert set(holder.released) == set(range(60)) - wanted(old)
+    assert set(pin_store.released) == set(range(60)) - wanted(old)
     assert len(wanted(old)) <= 4
 
 
@@ -213,12 +208,12 @@ def test_a_refused_lock_keeps_the_window() -> None:
     """If the kernel locks no more memory, the loop is still streamed."""
     state = new_state(100 * MIB)
     space = looping(state, "loop", 200, 10**9)
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]
+    planner = Planner(state, NoPinStore())  # type: ignore[arg-type]
     planner.pinnable_bytes = 0
     with state.lock:
         planner.plan()
     assert not wanted(space)
-    assert space.window_bytes >= 8 * MIB
+    assert space.plan.window_bytes >= 8 * MIB
 
 
 TICK_NS = 100_000_000
@@ -235,7 +230,7 @@ def read_by(state: CacheState, programs: int) -> LoopSpace:
 
 def watched(state: CacheState, space: LoopSpace, seconds: float, ages_ns: tuple[int, int], *, in_place: bool = True) -> int:
     """Return the convoy after `seconds`, where `ages_ns` is the time since each reader was last seen."""
-    planner = Planner(state, NoHolder())  # type: ignore[arg-type]  # nothing is pinned or released here
+    planner = Planner(state, NoPinStore())  # type: ignore[arg-type]  # nothing is pinned or released here
     for now_ns in range(TICK_NS, int(seconds * 1e9), TICK_NS):
         for cursor, age_ns in zip(space.cursors.live, ages_ns, strict=True):
             cursor.last_ns = now_ns - age_ns

@@ -11,13 +11,14 @@ from typing import cast
 
 import pytest
 
-from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT
-from llmcache.mount.backends.base import BUFFER_BYTES, BufferPool, PinStore
+from llmcache.cache.space import EXTENTS_MAX, LARGEST_EXTENT
 from llmcache.mount.backends.fuse import FuseBackend
 from llmcache.mount.engine.grouping import EXTENTS_ROOM, PAGED_EXTENTS, Grouping
-from llmcache.mount.engine.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
-from llmcache.mount.vfs.backing import Backing
-from llmcache.mount.vfs.source import SourceTree
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import SourceTree
+from llmcache.mount.state.buffers import BUFFER_BYTES, BufferPool
+from llmcache.mount.state.interfaces import PinStore
+from llmcache.mount.state.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
 from tests.fuzz.target import light
 from tests.unit.fs_parts import MIB, new_state
 from tests.unit.gguf_bytes import Gguf
@@ -232,15 +233,14 @@ def test_headers_are_read_one_at_a_time_without_blocking_other_files(files: File
 def test_a_growing_file_keeps_a_bounded_number_of_extents() -> None:
     state = new_state(1 << 40)
     member = SpaceFile("/new.kv", 0, 0, 1, node=1)
-    space = LoopSpace("0", [member], 128 << 10)
-    space.status, space.written = bytearray([SINGLE]), True
+    space = LoopSpace("0", [member], 128 << 10, "written")
     state.spaces["0"] = space
     charged = 0
     with light(4 * MIB):
         for shift in range(16, 62, 3):
             space.grow(1 << shift)
             extent = space.count - 1
-            state.account(space, extent, 4096)
+            state.memory.account(space, extent, 4096)
             space.partial_extents.pop(extent, None)
             space.partial_extents[extent] = shift
             charged += 4096
@@ -248,7 +248,7 @@ def test_a_growing_file_keeps_a_bounded_number_of_extents() -> None:
     assert {len(each) for each in (space.status, space.accounted_bytes, space.seen_ns, space.wanted, space.order)} == {
         space.count
     }
-    assert state.resident_bytes == sum(space.accounted_bytes) == charged
+    assert state.memory.resident_bytes == sum(space.accounted_bytes) == charged
     assert set(space.charged_extents()) == set(space.partial_extents) and set(space.status) == {SINGLE}
     assert list(space.partial_extents.values()) == sorted(space.partial_extents.values())
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from llmcache.model.tensors import Experts, LayerMap, ModelLayout, Tensor
 from llmcache.mount.engine.report import CELLS, ROWS_MAX, heat_map
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
-from llmcache.mount.engine.state import CacheState
+from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace
+from llmcache.mount.state.state import CacheState
 from llmcache.mount.stats import LayerExperts, to_json
 from tests.property.rig import LOOP, running
 from tests.unit.fs_parts import MIB, new_group, new_state

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.space import HUGE_BYTES
 from llmcache.mount import syscalls
 from llmcache.mount.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
 from llmcache.mount.readahead import read_ahead_file
-from llmcache.mount.vfs.backing import Backing
+from llmcache.mount.source.backing import Backing
 
 SIZE = 5 * HUGE_BYTES + 12345
 
@@ -61,13 +61,13 @@ def mapping(tmp_path: Path) -> Iterator[MappedFile]:
 
 def test_bring_reads_exactly_the_requested_range(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
-    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
+    assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
     while syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
-    assert mapping.bring(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
-    mapping.bring(5 * HUGE_BYTES, 12345)  # the end of the file
+    assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
+    mapping.populate(5 * HUGE_BYTES, 12345)  # the end of the file
     while syscalls.cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert syscalls.cached_blocks(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
@@ -177,7 +177,7 @@ def test_a_program_that_has_closed_a_file_is_removed_from_its_readers() -> None:
     )
     space = Mock(last_pid=2, last_ns=time.monotonic_ns())
     file = Mock(space=space, unplaced=False, programs={1: peek, 2: loop}, looked_ns=0, key=(1, 1))
-    files = Mock(by_number={1: file})
+    files = Mock(in_use={1: file})
     Files._check_use(files)
     files._leave.assert_called_once_with(file, 1)
     del file.programs[1]

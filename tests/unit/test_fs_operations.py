@@ -16,10 +16,10 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.mount.services import Services
-from llmcache.mount.vfs.backing import Backing
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import THE_DAEMON, Caller, SourceTree, WritePolicy
 from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.operations import LlmcacheOperations
-from llmcache.mount.vfs.source import THE_DAEMON, Caller, SourceTree, WritePolicy
 from tests.property.kernel import wait_until
 from tests.unit.kv_parts import unmount
 

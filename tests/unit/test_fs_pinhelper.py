@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from llmcache.memory import UNLIMITED, lockable_bytes
-from llmcache.mount.backends import holders, pinhelper
-from llmcache.mount.backends.holders import PinService
+from llmcache.mount.backends import pinhelper, pins
 from llmcache.mount.backends.pinhelper import Helper, HighLimits
+from llmcache.mount.backends.pins import PinService
 from tests.property.kernel import wait_until
 from tests.unit.fs_parts import MIB
 
@@ -174,7 +174,7 @@ def test_unlocked_ranges_are_not_locked_again(helper: Helper) -> None:
 
 FIRST_PROCESS = """
 import os, sys
-from llmcache.mount.backends.holders import PinService
+from llmcache.mount.backends.pins import PinService
 assert os.getpid() == 1
 service = PinService(lambda _path, _node: None, print, print)
 service.start(sys.argv[1])
@@ -280,7 +280,7 @@ PAGE = 4096
 @pytest.fixture
 def map_count() -> int:
     """Return the maximum number of mappings per process; skip the test if it cannot be reached."""
-    count = int(holders.MAP_COUNT.read_text())
+    count = int(pins.MAP_COUNT.read_text())
     if count > 1 << 17:
         pytest.skip(f"vm.max_map_count is {count}")
     return count
@@ -343,7 +343,7 @@ def test_a_full_helper_gets_no_more_ranges(service: PinService, tmp_path: Path, 
     """Adjacent ranges go to the same helper while it has mappings left for the holes that unlocks may make."""
     count = tmp_path / "max_map_count"
     count.write_text("8\n")
-    monkeypatch.setattr(holders, "MAP_COUNT", count)
+    monkeypatch.setattr(pins, "MAP_COUNT", count)
     service.stop()
     service.start(str(tmp_path))
     service.attach("/a")

@@ -14,7 +14,7 @@ import pytest
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.mount.backends import samples
 from llmcache.mount.backends.fuse import FuseBackend
-from llmcache.mount.backends.holders import LockedPinStore
+from llmcache.mount.backends.pins import LockedPinStore
 from llmcache.mount.backends.samples import PROBES, FilePrograms, Samples
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, mixture_of, new_state
@@ -55,14 +55,14 @@ def test_requests_identify_the_programs_that_read_a_file(tmp_path: Path, monkeyp
         assert program.stdin is not None and program.stdout is not None
         thread = int(program.stdout.readline())
         assert programs.of_node(status.st_ino) is None
-        programs.ask(status.st_ino, thread)
+        programs.request(status.st_ino, thread)
         file = programs.of_node(status.st_ino)
         assert file is not None and thread != program.pid == file.readers[0].pid
         assert file.key == (status.st_dev, status.st_ino) and file.readers[0].maps(*file.key)
-        programs.ask(status.st_ino, program.pid)
+        programs.request(status.st_ino, program.pid)
         assert programs.of_node(status.st_ino) is file and len(file.readers) == 1
         program.stdin.close()
-    programs.ask(status.st_ino, thread)
+    programs.request(status.st_ino, thread)
     assert programs.of_node(status.st_ino) is file and file.readers == []
     programs.close()
     assert programs.of_node(status.st_ino) is None

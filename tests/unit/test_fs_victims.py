@@ -8,14 +8,13 @@ from unittest.mock import Mock
 import pytest
 
 from llmcache.cache.arbitration import ROWS_RESERVE_BYTES
-from llmcache.mount.backends.base import BUFFER_BYTES, BufferPool, MemoryRegion
 from llmcache.mount.backends.fuse import REFAULTS_MAX, FuseBackend, Reader
-from llmcache.mount.backends.holders import LockedPinStore
-from llmcache.mount.engine import experts
-from llmcache.mount.engine.experts import COMING_NS, WINDOW_BYTES
+from llmcache.mount.backends.pins import LockedPinStore
 from llmcache.mount.engine.planner import ABANDONED_NS, LAG_NS, choose_victims
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, TOUCHED
-from llmcache.mount.engine.state import CacheState
+from llmcache.mount.state import space as spaces
+from llmcache.mount.state.buffers import BUFFER_BYTES, BufferPool, MemoryRegion
+from llmcache.mount.state.space import ABSENT, COMING_NS, LOADING, PINNED, READY, TOUCHED, WINDOW_BYTES
+from llmcache.mount.state.state import CacheState
 from llmcache.units import BLOCK_BYTES
 from tests.unit.fs_parts import MIB, bring, mixture_of, new_group, new_state, open_it, stray
 
@@ -24,12 +23,12 @@ LONG_AGO = NOW - 10 * ABANDONED_NS
 
 
 def victims(state: CacheState) -> list[tuple[str, int]]:
-    return [(space.key, extent) for space, _node, _offset, _length, extent in choose_victims(state, NOW)]
+    return [(space.key, extent) for space, extent in choose_victims(state, NOW)]
 
 
 def squeeze(state: CacheState, bytes_to_go: int) -> None:
     """Set a limit that requires evicting `bytes_to_go`."""
-    state.limit_bytes = state.used_bytes - bytes_to_go
+    state.memory.limit_bytes = state.memory.used_bytes - bytes_to_go
 
 
 def test_spare_memory_is_used_and_only_what_others_need_is_released() -> None:
@@ -37,15 +36,15 @@ def test_spare_memory_is_used_and_only_what_others_need_is_released() -> None:
     space = new_group(state, "file", 32)
     bring(state, space, list(range(4)), TOUCHED, LONG_AGO)
     with state.lock:
-        state.set_opportunistic(12 * MIB)
-        assert state.room_bytes == 16 * MIB
+        state.memory.set_opportunistic(12 * MIB)
+        assert state.memory.room_bytes == 16 * MIB
         bring(state, space, list(range(4, 16)), TOUCHED, LONG_AGO)
-        state.set_opportunistic(0)
-        assert state.room_bytes == 16 * MIB and victims(state) == []
-        state.set_opportunistic(-2 * MIB)
+        state.memory.set_opportunistic(0)
+        assert state.memory.room_bytes == 16 * MIB and victims(state) == []
+        state.memory.set_opportunistic(-2 * MIB)
         assert len(victims(state)) == 2
-        state.set_opportunistic(-20 * MIB)
-        assert state.room_bytes == 8 * MIB, "never less than the budget"
+        state.memory.set_opportunistic(-20 * MIB)
+        assert state.memory.room_bytes == 8 * MIB, "never less than the budget"
 
 
 def test_eviction_for_a_reader_frees_several_extents_at_a_time() -> None:
@@ -63,13 +62,12 @@ def test_no_more_than_needed_is_evicted_oldest_touch_first() -> None:
     space = new_group(state, "file", 10)
     bring(state, space, [5, 1, 7, 2], TOUCHED, LONG_AGO)
     assert victims(state) == [], "while there is room"
-    state.asked_bytes = MIB
+    state.memory.warmup_bytes = MIB
     assert victims(state) == [("file", 5)], "a warmup gets room for one extent"
-    state.asked_bytes = 0
+    state.memory.warmup_bytes = 0
     squeeze(state, 2 * MIB)
     assert victims(state) == [("file", 5), ("file", 1)]
-    first = choose_victims(state, NOW)[0]
-    assert first[1:4] == (1, 5 * MIB, MIB)
+    assert state.memory.evict(*choose_victims(state, NOW)[0]) == (1, 5 * MIB, MIB, MIB)
 
 
 def test_extents_in_use_are_never_evicted() -> None:
@@ -84,7 +82,7 @@ def test_extents_in_use_are_never_evicted() -> None:
     bring(state, space, [7], TOUCHED, NOW - 2 * LAG_NS)
     bring(state, space, [8], TOUCHED, NOW - LAG_NS // 2)
     stray(state, space, [0, 2])
-    state.limit_bytes = 0
+    state.memory.limit_bytes = 0
     assert sorted(victims(state)) == [("loop", extent) for extent in (0, 2, 3, 5, 7)]
     space.members[0].node = None
     assert victims(state) == [], "pages of a file without a node cannot be dropped"
@@ -92,19 +90,16 @@ def test_extents_in_use_are_never_evicted() -> None:
 
 def test_the_order_of_eviction_is_as_documented() -> None:
     state = new_state(100 * MIB)
-    rows, hot = new_group(state, "rows", 40), new_group(state, "hot", 10)
+    rows, hot = new_group(state, "rows", 40, kind="paged"), new_group(state, "hot", 10, kind="hot")
     once, loop = new_group(state, "once", 4), new_group(state, "loop", 8, looping=True)
-    for space in (rows, hot):
-        space.status = bytearray([SINGLE]) * space.count
-    hot.hot = set(range(hot.count))
     reserve = ROWS_RESERVE_BYTES // MIB
     stray(state, rows, list(range(reserve + 2)), MIB)
     stray(state, hot, list(range(10)), MIB)
     bring(state, loop, [0, 1], TOUCHED, LONG_AGO)
     bring(state, loop, [2], READY, LONG_AGO)
     bring(state, once, [0, 1], TOUCHED, LONG_AGO)
-    squeeze(state, state.used_bytes)
-    state.limit_bytes = 0
+    squeeze(state, state.memory.used_bytes)
+    state.memory.limit_bytes = 0
     order = victims(state)
     expected = [("rows", 0), ("rows", 1), ("once", 0), ("once", 1), ("loop", 0), ("loop", 1), ("loop", 2)]
     expected += [("hot", extent) for extent in range(10)] + [("rows", 2 + extent) for extent in range(reserve)]
@@ -144,8 +139,8 @@ def test_charged_extents_can_be_evicted_whatever_happened_to_their_fetch() -> No
     backing.read_into = Mock(side_effect=OSError(errno.EIO, "error"))
     backend.load(space, member, failed)
     assert failed.error is not None and space.state(1) == ABSENT
-    assert space.accounted_bytes[2] >= 8192 and state.resident_bytes == sum(space.accounted_bytes)
-    state.limit_bytes = 0
+    assert space.accounted_bytes[2] >= 8192 and state.memory.resident_bytes == sum(space.accounted_bytes)
+    state.memory.limit_bytes = 0
     assert sorted(extent for _, extent in victims(state)) == list(space.charged_extents()) == [0, 1, 2]
 
 
@@ -156,9 +151,9 @@ def test_bytes_of_experts_are_counted_while_they_are_cached() -> None:
     def miss(expert: int, works: bool = True) -> None:
         with state.lock:
             assert cache.missed(moe, expert) == [expert]
-            assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(moe.kept)
+            assert state.memory.experts_bytes == state.memory.resident_bytes == 2 * MIB * len(moe.kept)
             cache.arrived(moe, expert, works)
-        assert cache.used_bytes == state.resident_bytes == 2 * MIB * len(moe.kept)
+        assert state.memory.experts_bytes == state.memory.resident_bytes == 2 * MIB * len(moe.kept)
 
     for expert in range(4):
         miss(expert)
@@ -167,13 +162,12 @@ def test_bytes_of_experts_are_counted_while_they_are_cached() -> None:
     assert moe.kept == [0, 1, 3] and len(cache.hot) == 3
     with state.lock:
         assert cache.missed(moe, 0)  # loading, therefore no victim
-        state.resident_bytes += 100 * MIB
-        cache.used_bytes += 100 * MIB
+        state.memory.add_expert(100 * MIB)
         assert {offset // (2 * MIB) for _node, offset, _length, _charged in cache.victims()} == {1, 3}
-        cache.used_bytes -= 100 * MIB
+        state.memory.add_expert(-100 * MIB)
         assert sum(charged for *_, charged in cache.end(state.spaces["mixture"])) == 0
         cache.arrived(moe, 0, True)
-    assert cache.used_bytes == 0
+    assert state.memory.experts_bytes == 0
 
 
 def test_experts_of_a_prompt_are_prefetched_and_evicted_before_those_of_tokens() -> None:
@@ -209,7 +203,7 @@ def test_readahead_around_a_fault_is_dropped_unless_it_belongs_to_cached_experts
     cache.faulted(moe, 3, reach, 0)
     assert cache.victims() == [], "it stays in spare memory"
     squeeze(state, 0)
-    cache.room_bytes = cache.used_bytes
+    cache.room_bytes = state.memory.experts_bytes
     *around, victim = cache.victims()
     assert [(offset, length, charged) for _, offset, length, charged in around] == [(12 * MIB - reach, reach, 0)]
     assert victim[3] == 4 * MIB
@@ -217,7 +211,7 @@ def test_readahead_around_a_fault_is_dropped_unless_it_belongs_to_cached_experts
 
 
 def test_experts_are_dropped_in_whole_kernel_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "PAGE_BYTES", 16384)
+    monkeypatch.setattr(spaces, "PAGE_BYTES", 16384)
     moe = mixture_of(new_state(16 * MIB), layers=1, mib=1, first_byte=3 * 4096)
     moe.states[2] = moe.states[4] = TOUCHED
     assert all(number % 16384 == 0 for part in (*moe.ranges(3), *moe.own(3)) for number in part)
@@ -292,8 +286,8 @@ def test_requested_but_unused_experts_are_evicted_first() -> None:
         """Return the experts that are evicted when one has to be."""
         before = set(moe.kept)
         squeeze(state, 0)
-        cache.room_bytes = cache.used_bytes
-        state.resident_bytes -= sum(charged for *_, charged in cache.victims())
+        cache.room_bytes = state.memory.experts_bytes
+        state.memory.invalidated(cache.victims())
         return before - set(moe.kept)
 
     with state.lock:

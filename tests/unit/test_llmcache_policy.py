@@ -15,7 +15,7 @@ import pytest
 from llmcache.cache.policies import policy_class
 from llmcache.cache.policies.base import Policy
 from llmcache.cache.policies.llmcache import SCHEME
-from llmcache.cache.steering import LARGE_EXTENT, SMALL_EXTENT
+from llmcache.cache.space import LARGE_EXTENT, SMALL_EXTENT
 from llmcache.errors import DataError
 from llmcache.model.modelfile import UNKNOWN, Models
 from llmcache.model.tensors import Experts, ModelLayout, Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmcache.mount.engine.state import WaitHistogram
+from llmcache.mount.state.state import WaitHistogram
 from llmcache.mount.stats import LayerHeat, MountStats, from_json
 
 MB = 1_000_000

@@ -191,7 +191,7 @@ class Cut:
         self._places = places
         self._capacity = capacity
         self._reuse = Reuse(capacity, places.blocks)
-        self._mixtures: dict[int, _FileExperts] = {}
+        self._models: dict[int, _FileExperts] = {}
         self._hot = HotSet()
         self._expert_blocks, self._expert_room = 0, capacity - 1
         self._evictions = 0  # of experts
@@ -200,8 +200,8 @@ class Cut:
                 self._add(file, found[1], models.header(file))
 
     def _add(self, file: TraceFile, experts: Experts, header: ModelLayout | None) -> None:
-        first = sum(mixture.experts.count for mixture in self._mixtures.values())
-        self._mixtures[file.id] = _FileExperts(file.id, experts, first)
+        first = sum(model.experts.count for model in self._models.values())
+        self._models[file.id] = _FileExperts(file.id, experts, first)
         self._hot.token_uses += experts.token_uses
         regions = header.regions() if header is not None else ()
         dense = sum(region.end - region.first_byte for region in regions if region.role == "loop" and not region.sparse)
@@ -209,24 +209,24 @@ class Cut:
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
         """Return the hit blocks of each run."""
-        if not self._mixtures:
+        if not self._models:
             return self._reuse.replay(first, count)
         files, blocks = self._places.locate(first)
         hits = np.zeros(len(first), np.int64)
         pending: list[tuple[int, int, int]] = []  # row, first id and length of the parts outside experts
         runs = zip(first.tolist(), files.tolist(), blocks.tolist(), count.tolist(), strict=True)
         for row, (start, file, block, length) in enumerate(runs):
-            mixture = self._mixtures.get(file)
-            if mixture is None:
+            model = self._models.get(file)
+            if model is None:
                 pending.append((row, start, length))
                 continue
             end = block + length
             while block < end:
-                number, until = _slice_at(mixture.experts, block, end)
+                number, until = _slice_at(model.experts, block, end)
                 if number is None:
                     pending.append((row, start, until - block))
                 else:
-                    if not (hit := self._used(mixture, number, block, until)):
+                    if not (hit := self._used(model, number, block, until)):
                         self._flush(pending, hits)
                         self._fit()
                     hits[row] += (until - block) * hit
@@ -242,29 +242,29 @@ class Cut:
             np.add.at(hits, rows, self._reuse.replay(first, count))
             pending.clear()
 
-    def _used(self, mixture: _FileExperts, number: int, block: int, until: int) -> bool:
+    def _used(self, model: _FileExperts, number: int, block: int, until: int) -> bool:
         """Return True if the expert of a slice was cached when its use began; read the slice's blocks up to `until`.
 
         The expert is cached from then on.
         """
-        expert = mixture.experts.expert_of[number]
-        use = mixture.uses.get(expert)
+        expert = model.experts.expert_of[number]
+        use = model.uses.get(expert)
         if use is None or block < use.ends.get(number, 0):
-            key = mixture.first + expert
-            use = mixture.uses[expert] = _Use(key in self._hot)
+            key = model.first + expert
+            use = model.uses[expert] = _Use(key in self._hot)
             self._hot.use(key)
             if not use.hit:
                 self._hot.keep(key)
-                self._expert_blocks += mixture.blocks(expert)
+                self._expert_blocks += model.blocks(expert)
         use.ends[number] = until
         return use.hit
 
     def _fit(self) -> None:
         """Evict experts that no longer fit; the other blocks get the remaining capacity."""
         while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
-            mixture = next(one for one in self._mixtures.values() if one.first <= key < one.first + one.experts.count)
+            model = next(one for one in self._models.values() if one.first <= key < one.first + one.experts.count)
             self._hot.drop(key)
-            blocks = mixture.blocks(key - mixture.first)
+            blocks = model.blocks(key - model.first)
             self._expert_blocks -= blocks
             self._evictions += blocks
         self._reuse.resize(self._capacity - self._expert_blocks)
@@ -277,12 +277,12 @@ class Cut:
     def resident(self) -> Int64s:
         """Return the ids of the blocks in the cache, ascending."""
         held = [self._reuse.resident()]
-        for mixture in self._mixtures.values():
-            for expert in range(mixture.experts.count):
-                if mixture.first + expert in self._hot:
-                    for offset, size in mixture.experts.ranges(expert):
+        for model in self._models.values():
+            for expert in range(model.experts.count):
+                if model.first + expert in self._hot:
+                    for offset, size in model.experts.ranges(expert):
                         ends = offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)
-                        held.append(self._places.within(mixture.file, *ends))
+                        held.append(self._places.within(model.file, *ends))
         return _sorted(held)
 
 

@@ -24,23 +24,19 @@ import time
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from llmcache.cache.steering import HUGE_BYTES, LEAST_LOOP_BYTES
+from llmcache.cache.space import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.errors import MissingRequirement
 from llmcache.model.names import NOT_THERE
 from llmcache.mount import syscalls
 from llmcache.mount.backends.touches import FILES, PLACES, RUNS, Touches
-from llmcache.mount.engine.space import PINNED, SINGLE, LoopSpace, SpaceFile
-from llmcache.mount.engine.state import LOADS_S
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
-from llmcache.mount.vfs.backing import Backing
-from llmcache.mount.vfs.source import LinkTarget
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import Caller, LinkTarget
+from llmcache.mount.state.interfaces import EngineCalls
+from llmcache.mount.state.space import PINNED, SINGLE, LoopSpace, SpaceFile
+from llmcache.mount.state.state import LOADS_S
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.vfs.source import Caller
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +71,9 @@ class Program:
 
     @property
     def ended(self) -> bool:
-        """True once the process has ended."""
         return bool(self._end.poll(0))
 
     def close(self) -> None:
-        """Close the pidfd."""
         os.close(self._fd)
 
     def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
@@ -96,7 +90,6 @@ class Program:
         self._advise([(address, BLOCK_BYTES) for address in addresses], syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
-        """Return True if it had mapped the file when its mappings were last read."""
         return (dev, ino) in self._parts
 
     def has(self, dev: int, ino: int) -> bool:
@@ -113,7 +106,6 @@ class Program:
         return False
 
     def look(self, *, again: bool = False) -> None:
-        """Read its mappings, unless they were just read."""
         now_ns = time.monotonic_ns()
         if now_ns - self._looked_ns < _LOOK_NS and not again:
             return
@@ -232,7 +224,6 @@ class MappedFile:
 
     @classmethod
     def of(cls, backing: Backing, window: int = 0) -> MappedFile:
-        """Map a file. OSError."""
         length = backing.size
         address = syscalls.mmap(backing.fd, length)
         with contextlib.suppress(OSError):  # a kernel without huge pages uses readahead in small pages
@@ -240,7 +231,7 @@ class MappedFile:
             syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # otherwise a fault reads two huge pages
         return cls(backing, address, length, window)
 
-    def bring(self, offset: int, length: int) -> int:
+    def populate(self, offset: int, length: int) -> int:
         """Make the kernel read the absent pages of a part that begins at a huge page; return the bytes read. OSError."""
         fd, read, end = self.backing.fd, 0, offset + length
         for start in range(offset, end, HUGE_BYTES):
@@ -298,7 +289,6 @@ class File:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Device and inode."""
         return self.status.st_dev, self.status.st_ino
 
     @property
@@ -330,15 +320,12 @@ class SlotAllocator:
 
     @property
     def free(self) -> int:
-        """Number of free places, in a row or not."""
         return sum(end - first for first, end in self._free)
 
     def taken_at(self, first: int) -> int:
-        """Return the length of the stretch that was taken at `first`."""
         return self._taken.get(first, 0)
 
     def give(self, first: int) -> None:
-        """Free the stretch that was taken at `first`, if there is one."""
         if (count := self._taken.pop(first, None)) is None:
             return
         end = first + count
@@ -354,10 +341,11 @@ class SlotAllocator:
 class Files:
     """The table of files below SOURCE and of their clients, maintained by the thread `run` and by warm-ups."""
 
-    def __init__(self, touches: Touches, engine: Engine) -> None:
+    def __init__(self, touches: Touches, engine: EngineCalls) -> None:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
+        self.in_use: dict[int, File] = {}  # the open ones, by number
         self.window = 0  # readahead of the kernel in bytes
         self.read_ahead: ReadAhead | None = None  # the setting to use while the files do not fit
         self.turn, self.lock = threading.Lock(), threading.Lock()
@@ -378,7 +366,6 @@ class Files:
         return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:
-        """Return the file with this inode number."""
         return self.by_key.get((self._dev, node or 0))
 
     @contextlib.contextmanager
@@ -411,14 +398,13 @@ class Files:
 
     # Touches, on the observing thread
 
-    def ask(self, file: File, pid: int) -> None:
+    def request(self, file: File, pid: int) -> None:
         """Request that a file is opened soon, or a client recorded as its reader."""
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
             self._requests.put((file, pid))
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._requests.put(None)
 
     # The thread
@@ -434,14 +420,13 @@ class Files:
             self._set_read_ahead()
 
     def end(self) -> None:
-        """Restore the readahead of the device."""
         with self.turn:
             if self.read_ahead is not None:
                 self.read_ahead.restore()
             self.read_ahead = None
 
     def _fit(self) -> bool:
-        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.budget_bytes
+        return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.memory.budget_bytes
 
     def _set_read_ahead(self) -> None:
         """Set the readahead while the files do not fit. If they do, the kernel's own setting makes larger folios."""
@@ -524,7 +509,6 @@ class Files:
         return found, targets, all(error.errno in NOT_THERE for error in errors)
 
     def _scan(self) -> None:
-        """Watch new files, and forget missing ones."""
         self.tree.names.scan()
         found, targets, is_complete = self._walk()
         if self.tree.names.is_outdated:
@@ -545,7 +529,6 @@ class Files:
                 self._watch_whole(File(next(self._numbers), path, status))
 
     def _take_changes(self, file: File, path: str, status: os.stat_result) -> None:
-        """Take over a new path or size of a known file."""
         if file.mapping is None and file.status.st_size != status.st_size:  # it has grown, or was truncated
             self.engine.removed(file.path)
             file.status = status
@@ -559,7 +542,6 @@ class Files:
         return stat.S_ISREG(status.st_mode) and large and status.st_dev == self._dev
 
     def _find(self, path: str) -> File | None:
-        """Return the file at `path`, however small."""
         for file in self.by_key.values():
             if file.path == path:
                 return file
@@ -584,7 +566,6 @@ class Files:
         return file
 
     def _adopt(self, file: File, pid: int) -> None:
-        """Open the file, and report to the engine that a client reads it. OSError."""
         if file.number not in self.by_number:
             return
         if not pid and not self._unknown:
@@ -627,6 +608,7 @@ class Files:
         backing = Backing(file.path, fd, status, False)
         try:
             file.mapping = MappedFile.of(backing, self.window)
+            self.in_use[file.number] = file
         except OSError:  # it was truncated to nothing
             backing.close()
             raise
@@ -653,7 +635,6 @@ class Files:
             self._place_whole(file)
 
     def _place_whole(self, file: File) -> None:
-        """Free the places of a file's extents, and observe the file as a whole."""
         self._give_places(file)
         file.space = None
         self._watch_whole(file)
@@ -679,8 +660,7 @@ class Files:
         return file.space is not None and (file.mapping is None or now_ns - file.space.last_ns > IDLE_NS)
 
     def _place_waiting(self) -> None:
-        """Try again to find places for open files that have none."""
-        for file in list(self.by_number.values()):
+        for file in list(self.in_use.values()):
             if not file.unplaced or file.mapping is None:
                 continue
             backing = file.mapping.backing
@@ -710,7 +690,7 @@ class Files:
     def _thin(self) -> None:
         """Observe only every WHOLE_STEP-th extent of a file that is pinned whole: enough to see that it is read."""
         state = self.engine.state
-        for file in self.by_number.values():
+        for file in self.in_use.values():
             if file.mapping is None:
                 continue
             with state.lock:
@@ -727,12 +707,11 @@ class Files:
                 self._watch(file, space, member)
 
     def _check_programs(self) -> None:
-        """Remove clients that have ended."""
         for pid, program in list(self._programs.items()):
             if not program.ended:
                 continue
             del self._programs[pid]
-            for file in self.by_number.values():
+            for file in list(self.in_use.values()):
                 if pid in file.programs:
                     self._leave(file, pid)
             with self.lock:
@@ -746,7 +725,7 @@ class Files:
         widened.
         """
         now_ns = time.monotonic_ns()
-        for file in self.by_number.values():
+        for file in list(self.in_use.values()):
             space = file.space
             is_known = space is not None or file.unplaced
             if not is_known or not file.programs or now_ns - file.looked_ns < IDLE_NS:
@@ -762,7 +741,6 @@ class Files:
                     self._leave(file, pid)
 
     def _leave(self, file: File, pid: int) -> None:
-        """Remove a client from a file; close the file after the last one."""
         file.programs.pop(pid, None)
         if file.mapping is not None:
             self.engine.closed(file.mapping.backing, pid)
@@ -771,6 +749,7 @@ class Files:
 
     def _close(self, file: File, mapping: MappedFile) -> None:
         """Close a file's descriptors; its space is forgotten only after it has been idle for long."""
+        self.in_use.pop(file.number, None)
         with self.engine.state.lock:
             for space, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
                 space.lacks_extents = space.lacks_extents if space.paged else 0
@@ -780,7 +759,6 @@ class Files:
         mapping.close()
 
     def _check_changes(self) -> None:
-        """Forget files that were rewritten, truncated or replaced."""
         for file in list(self.by_number.values()):
             if file.mapping is None:
                 if file.space is not None and not file.space.alive:
@@ -825,6 +803,7 @@ class Files:
         self._give_places(file)
         self.by_key.pop(file.key, None)
         self.by_number.pop(file.number, None)
+        self.in_use.pop(file.number, None)
 
     # Opens and closes by a warm-up, which counts as a client
 
@@ -841,7 +820,6 @@ class Files:
             return file.number, True
 
     def release(self, number: int) -> None:
-        """End an open."""
         with self.turn:
             file = self.by_number.get(number)
             if file is None:

@@ -23,17 +23,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, MISS
-from llmcache.mount.backends.base import BOUNCE_BYTES, BUFFER_BYTES, BufferFetch, MemoryRegion
+from llmcache.cache.space import LARGE_EXTENT
+from llmcache.cache.steering import HIT, KEPT, MISS
 from llmcache.mount.backends.samples import FilePrograms, Samples
-from llmcache.mount.client.mountpoint import find
-from llmcache.mount.engine.experts import ExpertLoad
-from llmcache.mount.engine.space import (
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.state.buffers import BOUNCE_BYTES, BUFFER_BYTES, MemoryRegion
+from llmcache.mount.state.interfaces import EngineCalls, KernelNotifier, PinStore
+from llmcache.mount.state.space import (
     ABSENT,
     LOADING,
     PINNED,
@@ -41,24 +41,17 @@ from llmcache.mount.engine.space import (
     SINGLE,
     SPARSE,
     TOUCHED,
+    BufferFetch,
+    ExpertLoad,
     Fetch,
     LoopSpace,
+    MoeFile,
     SpaceFile,
     Tripwire,
 )
-from llmcache.mount.engine.state import READ
+from llmcache.mount.state.state import READ, CacheState, Job, read_whole
 from llmcache.procfs import Mount, MountWatch
 from llmcache.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import KernelNotifier, PinStore
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState, Job
-    from llmcache.mount.vfs.backing import Backing
-
-
-FAILED = 1 << 20  # value of `LoopSpace.missed` for an extent that could not be read: it is never fetched ahead again
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +61,13 @@ class FuseBackend:
 
     in_place, large_extent = False, LARGE_EXTENT
 
-    def __init__(self, state: CacheState, holder: PinStore) -> None:
+    def __init__(
+        self, state: CacheState, pin_store: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
+    ) -> None:
+        """`find(mountpoint)`: this mount in the mount table, or None if it is not there."""
         self.state = state
-        self.holder = holder
+        self.pin_store = pin_store
+        self._find = find
         self.notifier: KernelNotifier | None = None
         self.slices = SliceReader(self)
         self._sentinel: subprocess.Popen[bytes] | None = None
@@ -79,7 +76,7 @@ class FuseBackend:
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
         """Begin to serve; called before the first request, after which clients hang if this process is killed."""
         self.notifier = notifier
-        self._entry = MountWatch(lambda: find(mountpoint))
+        self._entry = MountWatch(lambda: self._find(mountpoint))
         entry = self._entry.current()
         self._guard(entry)
         self.slices.start(entry.dev if entry is not None else 0)
@@ -89,7 +86,6 @@ class FuseBackend:
         self.slices.stop()
 
     def close(self) -> None:
-        """End the sentinel."""
         if self._entry is not None:
             self._entry.close()
         if self._sentinel is not None:
@@ -98,7 +94,6 @@ class FuseBackend:
             self._sentinel = None
 
     def guards(self, mountpoint: str) -> bool:
-        """Ensure that a sentinel aborts the connection if this process is killed; return False if the mount is gone."""
         assert self._entry is not None
         return self._guard(self._entry.current())
 
@@ -110,7 +105,6 @@ class FuseBackend:
         return True
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Invalidate parts of a file in the page cache; waits until pages being read are unlocked."""
         if self.notifier is not None:
             for offset, length in parts:
                 self.notifier.invalidate(node, offset, length)
@@ -120,13 +114,13 @@ class FuseBackend:
 
         The claim is reported as a reference to the extent, so the caller must load it.
         """
-        has_region = self.holder.brings_region(space, extent)
+        has_region = self.pin_store.has_region(space, extent)
         buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
             return None
         verdict = self.state.references.claimed(space, member, extent, pid)
         try:
-            pinned_region = self.holder.region(space, extent, verdict)
+            pinned_region = self.pin_store.region(space, extent, verdict)
             region = pinned_region or buffer or MemoryRegion(space.extent_bytes)
         except OSError:  # no memory: the extent is streamed, or read by pages
             self.state.references.lost(space, extent)
@@ -142,10 +136,8 @@ class FuseBackend:
         charged = space.accounted_bytes[extent]
         fetch = BufferFetch(extent, length, ahead, member.backing, charged, buffer=buffer, region=region, offset=offset)
         fetch.keep = verdict == KEPT
-        space.loading[extent] = fetch
-        space.partial_extents.pop(extent, None)
-        space.set_state(extent, LOADING)
-        self.state.account(space, extent, length)
+        space.begin_load(fetch)
+        self.state.memory.account(space, extent, length)
         if verdict == HIT:
             fetch.held = True
             fetch.done.set()
@@ -160,22 +152,18 @@ class FuseBackend:
         return not space.left
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return (device of the mount, node) of the space's files."""
         return {(self.slices.dev, member.node) for member in space.members if member.node is not None}
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes of `space` read from SOURCE up to now."""
         return space.read_bytes
 
     def client_reads(self) -> None:
         """Return None: every read from storage is made by this process."""
 
     def faults(self) -> dict[str, int]:
-        """Return no counters: no request is lost, and the daemon advises no client's memory."""
         return {}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents without accounted bytes."""
         return [extent for extent in extents if not space.accounted_bytes[extent]]
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
@@ -190,7 +178,7 @@ class FuseBackend:
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Lock the dropped pages again. Return nothing, because requests have shown all touches."""
         with self.state.lock:
-            self.holder.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
+            self.pin_store.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
         return ()
 
     def find_experts(self, moe: MoeFile) -> None:
@@ -202,7 +190,6 @@ class FuseBackend:
         return member, member.node, space.offset_of(member, extent)
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent that no reader waits for; return the job that fetches it, or None without a buffer. Lock held."""
         fetch = self.claim(space, member, extent, ahead=True, pid=pid)
         return None if fetch is None else functools.partial(self._load_and_store, space, member, fetch)
 
@@ -231,7 +218,7 @@ class FuseBackend:
                 self.state.counters.backing_read_bytes += fetch.length
                 space.read_bytes += fetch.length
                 if fetch.keep and space.alive and not fetch.stale:
-                    self.holder.keep(space, fetch.extent, fetch.region)
+                    self.pin_store.keep(space, fetch.extent, fetch.region)
             elif fetch.load is None:
                 self._fail(space, fetch)
         fetch.done.set()
@@ -242,21 +229,18 @@ class FuseBackend:
         if fetch.keep and space.alive:
             self.state.references.lost(space, extent)
         if space.loading.get(extent) is fetch:
-            del space.loading[extent]
-            space.missed[extent] = FAILED
-            space.set_state(extent, SPARSE)
-            self.state.resident_bytes -= space.accounted_bytes[extent] - fetch.charged
-            space.accounted_bytes[extent] = fetch.charged
-            if fetch.charged:
-                space.partial_extents[extent] = time.monotonic_ns()
+            self.state.memory.correct(space, extent, fetch.charged)
+            space.fail_load(extent, time.monotonic_ns(), for_good=True)
 
     def store(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
-        """Store the loaded extent in the page cache and finish the fetch."""
         with self.state.lock:
             usable = fetch.error is None and self._current(space, fetch)
             self.state.storing.append((space, member))
             trip = (
-                fetch.load is None and fetch.ahead and not fetch.joined and not self.holder.skips_trip(space, fetch.extent)
+                fetch.load is None
+                and fetch.ahead
+                and not fetch.joined
+                and not self.pin_store.skips_trip(space, fetch.extent)
             )
         failed = -errno.EIO
         try:
@@ -277,13 +261,11 @@ class FuseBackend:
                 self._stored(space, member, fetch, trip, failed)
             elif usable and member.node is not None:
                 # The space has ended since: data stored after its pages were invalidated must be invalidated as well.
-                self.state.pending_invalidations.append((member.node, fetch.offset, fetch.length, 0))
-                self.state.room.notify()
+                self.state.invalidate(member.node, fetch.offset, fetch.length)
             self.state.finish(fetch)
         fetch.stored.set()
 
     def _current(self, space: LoopSpace, fetch: BufferFetch) -> bool:
-        """Return False if the space has ended or the file has changed since the claim. Lock held."""
         return not fetch.stale and (fetch.load is not None or space.loading.get(fetch.extent) is fetch)
 
     def _put(self, member: SpaceFile, fetch: BufferFetch, start: int, end: int) -> int:
@@ -296,27 +278,22 @@ class FuseBackend:
         return self.notifier.store(member.node, fetch.offset + start, fetch.region.address + start, end - start)
 
     def _stored(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch, trip: bool, failed: int) -> None:
-        """Set the state of an extent after its STORE; `failed` is 0 or the negative errno. Lock held."""
         extent = fetch.extent
-        del space.loading[extent]
         if failed:
             log.debug("store of %s extent %d: errno %d", member.path, extent, -failed)
-            space.set_state(extent, SPARSE if space.missed.get(extent, 0) else ABSENT)
-            space.partial_extents[extent] = time.monotonic_ns()  # the pages that were stored must be evicted some time
+            space.fail_load(extent, time.monotonic_ns(), for_good=False)
             return
         self.state.counters.stored_bytes += fetch.length
         if trip and not fetch.joined and fetch.length > PAGE_BYTES:
-            space.set_state(extent, READY)
-            space.ready[extent] = time.monotonic_ns()
-            space.trips[extent] = Tripwire(ctypes.string_at(fetch.region.address, PAGE_BYTES), fetch.held)
+            page = ctypes.string_at(fetch.region.address, PAGE_BYTES)
+            space.make_ready(extent, time.monotonic_ns(), Tripwire(page, fetch.held))
         else:
             space.touch(extent, time.monotonic_ns())
             if fetch.joined or not fetch.ahead:
                 self.state.consumed(fetch.length, fetch.held)
-        self.holder.stored(space, fetch)
+        self.pin_store.stored(space, fetch)
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Store a whole extent that is otherwise read by pages; return False if reading or storing fails."""
         state, notifier = self.state, self.notifier
         try:
             region = MemoryRegion(space.extent_bytes)
@@ -339,7 +316,6 @@ class FuseBackend:
         return stored
 
     def under_way(self, space: LoopSpace, extent: int) -> BufferFetch:
-        """Return the fetch of an extent that is loading. Lock held."""
         fetch = space.loading[extent]
         assert isinstance(fetch, BufferFetch)
         return fetch
@@ -347,20 +323,9 @@ class FuseBackend:
 
 def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
     """Start the process that aborts the connection of a mount if this process is killed."""
-    script = str(Path(__file__).parents[1] / "daemon" / "sentinel.py")
+    script = str(Path(__file__).with_name("sentinel.py"))
     minor = str(os.minor(entry.dev))
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
-
-
-def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
-    """Read a range; return True if all of it was read. On an error, readers of the range get it from their own read."""
-    try:
-        count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
-    except OSError:
-        return False
-    with state.lock:
-        state.counters.backing_read_bytes += count
-    return count >= length
 
 
 def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
@@ -394,7 +359,7 @@ class SliceReader:
     def __init__(self, backend: FuseBackend) -> None:
         self.backend = backend
         self.state = backend.state
-        self._strays: list[tuple[MoeFile, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
+        self._unwanted: list[tuple[MoeFile, int, int, int]] = []  # (file, expert, offset, bytes) to drop if it stays absent
         self._left = 0  # `ExpertCache.left` when `_due` was last increased
         self._due = 0  # tripwires to set
         self._coldest: Iterator[int] = iter(())  # keys of the experts that get the next tripwires
@@ -418,7 +383,6 @@ class SliceReader:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads."""
         self._over.set()
         if self._samples is not None:
             self._samples.stop()
@@ -445,14 +409,14 @@ class SliceReader:
         """
         expert = moe.layout.expert_of[number]
         if pid:
-            self._programs.ask(moe.member.node or 0, pid)
+            self._programs.request(moe.member.node or 0, pid)
         if by_client and moe.states[expert] == TOUCHED:
             self._came_back(moe, expert, length)
         if moe.states[expert] == ABSENT:
             experts = self.state.expert_cache.missed(moe, expert) if wanted and by_client else []
             moe.fresh.update(experts[:1])
             if not experts:
-                self._strays += [(moe, expert, *part) for part in moe.inner(number, offset, offset + length)]
+                self._unwanted += [(moe, expert, *part) for part in moe.inner(number, offset, offset + length)]
                 return None, False
             for each in experts:
                 self._begin(moe, each, offset)
@@ -460,7 +424,6 @@ class SliceReader:
         return self._piece(moe, expert, offset)
 
     def _came_back(self, moe: MoeFile, expert: int, length: int) -> None:
-        """Record a request for a resident expert: for its tripwire, or for reclaimed pages. Lock held."""
         if expert in moe.trips:
             del moe.trips[expert]
             moe.reach(expert)
@@ -473,7 +436,6 @@ class SliceReader:
             self.state.expert_cache.lost(moe, expert)
 
     def _begin(self, moe: MoeFile, expert: int, offset: int) -> None:
-        """Queue the load of an expert; the pieces from `offset` on come first. Lock held."""
         behind: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for start, length in moe.ranges(expert):
@@ -482,7 +444,7 @@ class SliceReader:
             behind += [piece for piece in pieces if is_requested and piece[0] + piece[1] > offset]
             others += [piece for piece in pieces if not (is_requested and piece[0] + piece[1] > offset)]
         moe.loads[expert] = load = ExpertLoad(behind + others)
-        job = functools.partial(self._bring_next, moe, expert, load)
+        job = functools.partial(self._load_next, moe, expert, load)
         self.state.jobs.extend([job] * len(load.waiting))
         self.state.work.notify(len(load.waiting))
         self._finish(moe, expert, load)  # done already, if all of the expert is in extents of the loop
@@ -502,7 +464,6 @@ class SliceReader:
         return None, False
 
     def _take(self, moe: MoeFile, expert: int, load: ExpertLoad, piece: tuple[int, int], ahead: bool) -> BufferFetch | None:
-        """Begin to read a piece; None without memory for it. Lock held."""
         offset, length = piece
         buffer = self.state.pool.take(length, ahead)
         try:
@@ -519,8 +480,7 @@ class SliceReader:
         load.loading.append(fetch)
         return fetch
 
-    def _bring_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
-        """Load and store the next piece that no thread has begun; run by loaders."""
+    def _load_next(self, moe: MoeFile, expert: int, load: ExpertLoad) -> None:
         with self.state.lock:
             fetch = self._take(moe, expert, load, load.waiting[0], ahead=True) if load.waiting else None
         if fetch is not None:
@@ -528,7 +488,6 @@ class SliceReader:
             self.backend.store(moe.space, moe.member, fetch)
 
     def ended(self, moe: MoeFile, fetch: BufferFetch, stored: bool) -> None:
-        """Record that a piece is in the page cache, or could not be stored. Lock held."""
         load, expert = fetch.load, fetch.extent
         assert load is not None
         load.loading.remove(fetch)
@@ -543,7 +502,7 @@ class SliceReader:
         if not load.waiting and not load.loading and moe.loads.get(expert) is load:
             del moe.loads[expert]
             if load.failed:  # drop the pieces that were stored
-                self._strays += [(moe, expert, offset, length) for offset, length in moe.own(expert)]
+                self._unwanted += [(moe, expert, offset, length) for offset, length in moe.own(expert)]
             self.state.expert_cache.arrived(moe, expert, not load.failed)
 
     # The thread
@@ -552,34 +511,34 @@ class SliceReader:
         pause_s = 0.0
         while not self._over.wait(pause_s):
             with self.state.lock:
-                places = self._stray_places() + self._trip_places()
+                places = self._unwanted_places() + self._trip_places()
             for node, offset, length in places:
                 self.backend.drop(node, [(offset, length)])
             pause_s = LOOK_S if places else IDLE_S if self.state.expert_cache.moe_files else UNUSED_S
 
-    def _stray_places(self) -> list[tuple[int, int, int]]:
-        strays, self._strays = self._strays, []
-        absent = [stray for stray in strays if stray[0].states[stray[1]] == ABSENT]
-        return [(stray[0].member.node, *stray[2:]) for stray in absent if stray[0].member.node is not None]
+    def _unwanted_places(self) -> list[tuple[int, int, int]]:
+        unwanted, self._unwanted = self._unwanted, []
+        absent = [part for part in unwanted if part[0].states[part[1]] == ABSENT]
+        return [(part[0].member.node, *part[2:]) for part in absent if part[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
         """Set due tripwires; return (node, offset, bytes) of their pages, to be dropped. Lock held."""
-        mixtures = self.state.expert_cache
-        for moe in mixtures.moe_files:
-            mixtures.catch_up(moe)
-        self._due += TRIPS * (mixtures.left - self._left)
-        self._left = mixtures.left
-        tripwires = sum(len(moe.trips) for moe in mixtures.moe_files)
-        self._due = min(self._due, len(mixtures.hot) - tripwires)
+        cache = self.state.expert_cache
+        for moe in cache.moe_files:
+            cache.catch_up(moe)
+        self._due += TRIPS * (cache.left - self._left)
+        self._left = cache.left
+        tripwires = sum(len(moe.trips) for moe in cache.moe_files)
+        self._due = min(self._due, len(cache.hot) - tripwires)
         places: list[tuple[int, int, int]] = []
-        if SORT_SHARE * TRIPS * (mixtures.left - self._sorted) > len(mixtures.hot):
+        if SORT_SHARE * TRIPS * (cache.left - self._sorted) > len(cache.hot):
             # For many tripwires at a time; an expert that was used since gets one more than needed.
-            many = tripwires + max(self._due, len(mixtures.hot) // SORT_SHARE)
-            self._coldest, self._sorted = iter(mixtures.hot.coldest(many)), mixtures.left
+            many = tripwires + max(self._due, len(cache.hot) // SORT_SHARE)
+            self._coldest, self._sorted = iter(cache.hot.coldest(many)), cache.left
         while len(places) < self._due and (key := next(self._coldest, None)) is not None:
-            if key not in mixtures.hot:
+            if key not in cache.hot:
                 continue
-            moe, expert = mixtures.of(key)
+            moe, expert = cache.of(key)
             if expert in moe.trips or moe.computes(expert):  # a use in the current layer is counted already
                 continue
             if moe.member.node is not None:
@@ -617,7 +576,7 @@ class PendingRead:
 class Reader:
     """Serves reads of all files, and reports completed passes to the engine."""
 
-    def __init__(self, engine: Engine, backend: FuseBackend) -> None:
+    def __init__(self, engine: EngineCalls, backend: FuseBackend) -> None:
         self.engine = engine
         self.backend = backend
         self.state = backend.state
@@ -691,7 +650,7 @@ class Reader:
             state = space.state(extent)
             if rest.by_client:
                 space.last_pid = pid
-                self._note(space, extent, state, pid)
+                self._record_touch(space, extent, state, pid)
                 state = space.state(extent)  # the end of a pass may have changed it
             if state == READY:
                 trip = space.trips.get(extent)
@@ -705,7 +664,7 @@ class Reader:
             elif state == TOUCHED or (state == PINNED and extent not in space.evidence.exposed):
                 self._refault(space, extent, length)
             if trip is None and fetch is None:
-                self._stray(space, extent, length)
+                self._account_pages(space, extent, length)
                 if state == SINGLE and space.alive:
                     self.state.references.pages(space, member, rest.offset, length, READ, pid)
         if trip is not None and start == 0 and length <= len(trip.page):
@@ -715,10 +674,9 @@ class Reader:
             return length, self._answer(rest, fetch, state != LOADING, start, length)
         return length, self.direct(rest.backing, rest.address, length, rest.offset)
 
-    def _note(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
-        """Record a client's touch of an extent. Lock held."""
+    def _record_touch(self, space: LoopSpace, extent: int, state: int, pid: int) -> None:
         if state == SINGLE:
-            space.last_ns = space.seen_ns[extent] = time.monotonic_ns()
+            space.record_pages(extent, time.monotonic_ns())
             self.engine.judge.touched_pages(space, extent, space.accounted_bytes[extent])
             return
         done = space.record_access(extent, time.monotonic_ns(), state in (ABSENT, SPARSE), pid)
@@ -739,7 +697,6 @@ class Reader:
         return is_sequential or (rest.space.looping and state == ABSENT)
 
     def _arrived(self, space: LoopSpace, member: SpaceFile, extent: int, trip: Tripwire | None) -> None:
-        """Record that a reader has reached an extent that was fetched ahead of it. Lock held."""
         space.touch(extent, time.monotonic_ns())
         space.missed.pop(extent, None)
         length = space.length_of(member, extent)
@@ -748,24 +705,17 @@ class Reader:
             self.state.counters.prefetch_useful_bytes += length
 
     def _refault(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Record a request for reclaimed pages of a resident extent. Lock held."""
         self.state.counters.refault_bytes += length
         if space.state(extent) == TOUCHED:
             count = space.refaults[extent] = space.refaults.get(extent, 0) + 1
             if count >= REFAULTS_MAX:
-                # The kernel has reclaimed most of it: the next request fetches the extent whole.
-                del space.refaults[extent]
-                space.touched.pop(extent, None)
-                space.set_state(extent, ABSENT)
-                space.partial_extents[extent] = time.monotonic_ns()
+                space.reclaimed(extent, time.monotonic_ns())
 
-    def _stray(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Account pages that enter the page cache by a reply without a fetch. Lock held."""
-        self.state.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
+    def _account_pages(self, space: LoopSpace, extent: int, length: int) -> None:
+        self.state.memory.account(space, extent, -(-length // PAGE_BYTES) * PAGE_BYTES)
         self.state.consumed(length, False)
         if space.state(extent) in (SINGLE, ABSENT, SPARSE):
-            space.partial_extents.pop(extent, None)
-            space.partial_extents[extent] = time.monotonic_ns()
+            space.make_partial(extent, time.monotonic_ns())
 
     def _answer(self, rest: PendingRead, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
         """Answer `length` bytes from `start` of a fetch; return the bytes.

@@ -32,27 +32,32 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
-from llmcache.cache.steering import HUGE_BYTES
+from llmcache.cache.space import HUGE_BYTES
 from llmcache.errors import MountProblem
 from llmcache.mount import syscalls
-from llmcache.mount.backends.base import ClientReads
 from llmcache.mount.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
-from llmcache.mount.backends.fuse import FAILED
 from llmcache.mount.backends.samples import Samples
 from llmcache.mount.backends.touches import MISS, Touch, Touches
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, LoopSpace, SpaceFile
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.state.interfaces import ClientReads, EngineCalls, KernelNotifier
+from llmcache.mount.state.space import (
+    ABSENT,
+    LOADING,
+    PINNED,
+    READY,
+    SINGLE,
+    SPARSE,
+    TOUCHED,
+    Fetch,
+    LoopSpace,
+    MoeFile,
+    SpaceFile,
+)
+from llmcache.mount.state.state import Job
 from llmcache.procfs import MountWatch, mounts
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import KernelNotifier
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import Job
-    from llmcache.mount.vfs.backing import Backing
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +122,6 @@ class BindMount:
             self._on_end()
 
     def _is_mounted(self) -> bool:
-        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
@@ -129,7 +133,6 @@ class BindMount:
         return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
-        """Make `run` return soon."""
         self._over.set()
 
 
@@ -138,7 +141,7 @@ class InPlaceBackend:
 
     in_place, large_extent = True, HUGE_BYTES
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCalls) -> None:
         self.engine = engine
         self.state = engine.state
         self.touches = Touches()
@@ -157,7 +160,6 @@ class InPlaceBackend:
         self._judged_ns = time.monotonic_ns()
 
     def start(self, _notifier: KernelNotifier | None, _mountpoint: str) -> None:
-        """Begin to observe the files of SOURCE."""
         if not self._observing.is_alive():
             self._observing.start()
             self._tending.start()
@@ -170,7 +172,6 @@ class InPlaceBackend:
             self.state.jobs.popleft()()
 
     def close(self) -> None:
-        """Close all files and the pidfds of clients."""
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
@@ -194,25 +195,21 @@ class InPlaceBackend:
         gains nothing there, and if both meet, the kernel continues in small pages, which clients then keep mapped. Once the
         clients pause, extents whose read was not observed are fetched, or found resident.
         """
-        is_kernels = not space.learner.passes and self.files.window >= HUGE_BYTES and space.kept_whole
+        is_kernels = not space.touches.passes and self.files.window >= HUGE_BYTES and space.kept_whole
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return device and inode of the space's files."""
         return {(member.identity.dev, member.identity.ino) for member in space.members if member.identity is not None}
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes of `space` read from storage since its files are watched."""
         files = (self.files.of_node(member.node) for member in space.members)
         reads = [self.touches.reads(file.number) for file in files if file is not None]
         return sum(map(sum, reads))
 
     def client_reads(self) -> ClientReads:
-        """Return the bytes that the kernel has read of SOURCE's files since they are watched."""
         return self.touches.all_reads()
 
     def faults(self) -> dict[str, int]:
-        """Return the number of lost touches, and of times that the kernel refused advice on a client's memory."""
         return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
@@ -260,9 +257,8 @@ class InPlaceBackend:
         return touched
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Take over the experts that are resident, and queue those resident in part for invalidation."""
         whole: list[int] = []
-        debts: list[tuple[int, int, int, int]] = []
+        partly: list[tuple[int, int]] = []
         file = self.files.of_node(moe.member.node)
         if file is None:
             return
@@ -272,30 +268,25 @@ class InPlaceBackend:
                 if pages * BLOCK_BYTES >= moe.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
-                    debts += [(moe.member.node or 0, *part, 0) for part in moe.own(expert)]
+                    partly += moe.own(expert)
         with self.state.lock:
             if moe.member.moe is moe and not moe.alone:
                 self.state.expert_cache.found(moe, whole)
-                self.state.pending_invalidations += debts
-                self.state.room.notify()
+                for part in partly:
+                    self.state.invalidate(moe.member.node or 0, *part)
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent; return the job that fetches it. Lock held."""
         return self._claim(space, member, extent, ahead=True)
 
     def _demand(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
-        """Queue a fetch of a whole extent that a reader has begun to read. Lock held."""
         if member.reachable and extent not in space.loading:
-            self.state.jobs.append(self._claim(space, member, extent, ahead=False))
+            self.state.queue(self._claim(space, member, extent, ahead=False))
 
     def _claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool) -> Job:
         length = space.length_of(member, extent)
         fetch = Fetch(extent, length, ahead, member.backing, space.accounted_bytes[extent])
-        space.loading[extent] = fetch
-        space.partial_extents.pop(extent, None)
-        space.touched.pop(extent, None)
-        space.set_state(extent, LOADING)
-        self.state.account(space, extent, length)
+        space.begin_load(fetch)
+        self.state.memory.account(space, extent, length)
         member.loads += 1
         return functools.partial(self._fetch, space, member, fetch)
 
@@ -305,7 +296,7 @@ class InPlaceBackend:
             fetch.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         else:
             try:
-                read = mapping.bring(space.offset_of(member, fetch.extent), fetch.length)
+                read = mapping.populate(space.offset_of(member, fetch.extent), fetch.length)
             except OSError as error:
                 fetch.error = error
         with self.state.lock:
@@ -316,18 +307,16 @@ class InPlaceBackend:
                 self._arrived(space, fetch)
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Read a whole extent that is not in a loop; return False if that fails."""
         mapping, read = self._begin(member, backing), -1
         if mapping is None:
             return False
         with contextlib.suppress(OSError):
-            read = mapping.bring(space.offset_of(member, extent), space.length_of(member, extent))
+            read = mapping.populate(space.offset_of(member, extent), space.length_of(member, extent))
         with self.state.lock:
             self._end(mapping, space.length_of(member, extent), max(read, 0))
         return read >= 0
 
     def _fetch_expert(self, moe: MoeFile, expert: int) -> None:
-        """Read the absent pages of an expert's slices, by readahead because slices do not begin at huge pages."""
         file, read, done = self.files.of_node(moe.member.node), 0, False
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
@@ -386,27 +375,20 @@ class InPlaceBackend:
             self.engine.replan()
 
     def _arrived(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Set the state of an extent whose fetch has ended. Lock held."""
         extent, now_ns = fetch.extent, time.monotonic_ns()
-        del space.loading[extent]
         if fetch.error is not None:
-            if fetch.error.errno != errno.ESTALE:
-                space.missed[extent] = FAILED
-            space.set_state(extent, SPARSE if extent in space.missed else ABSENT)
-            space.partial_extents[extent] = now_ns
+            space.fail_load(extent, now_ns, for_good=fetch.error.errno != errno.ESTALE)
         elif fetch.ahead and not fetch.joined:
-            space.set_state(extent, READY)
-            space.ready[extent] = now_ns
+            space.make_ready(extent, now_ns)
         else:
             space.touch(extent, now_ns)
             self.state.consumed(self.engine.judge.used_bytes(space, extent), False)
         if fetch.error is None:
-            self.engine.holder.stored(space, fetch)
+            self.engine.pin_store.stored(space, fetch)
 
     # Dropping
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drop parts of a file from the page cache, including pages that clients map."""
         file = self.files.of_node(node)
         if file is None:
             return
@@ -446,7 +428,7 @@ class InPlaceBackend:
         owner = self.state.owners.get(mapping.backing) if mapping is not None else None
         is_unknown = owner is None or (owner[0] is not file.space and not file.unplaced)
         if is_unknown or touch.pid not in file.programs:
-            self.files.ask(file, touch.pid)
+            self.files.request(file, touch.pid)
         if owner is None or owner[0] is not file.space:
             return False
         space, member = owner
@@ -455,11 +437,10 @@ class InPlaceBackend:
                 self._slice_touched(member.moe, touch.extent - member.count, touch)
             return False
         if space.alive:
-            self._note(space, member, file, member.base + touch.extent, touch)
+            self._record_touch(space, member, file, member.base + touch.extent, touch)
         return space.alive
 
     def _slice_touched(self, moe: MoeFile, number: int, touch: Touch) -> None:
-        """Handle a touch of a slice: a page of it was missed, or was mapped. Lock held."""
         if moe.alone:
             return
         expert = moe.layout.expert_of[number]
@@ -473,8 +454,7 @@ class InPlaceBackend:
         for each in experts:
             self.state.references.slices(moe.space, moe.member, moe.ranges(each), touch.pid)
             moe.member.loads += 1
-            self.state.jobs.append(functools.partial(self._fetch_expert, moe, each))
-            self.state.work.notify()
+            self.state.queue(functools.partial(self._fetch_expert, moe, each))
 
     def _lacks(self, moe: MoeFile, number: int) -> bool:
         """Return True if the kernel has reclaimed pages of a slice; a miss alone may be of a page that is being read."""
@@ -484,13 +464,12 @@ class InPlaceBackend:
         offset, length = moe.pages_of(number)
         return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
-    def _note(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
-        """Handle a touch of an extent. Lock held."""
+    def _record_touch(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
         state, now_ns = space.state(extent), touch.t_ns
         length = space.length_of(member, extent)
         space.last_pid = touch.pid
         if state == SINGLE:
-            space.last_ns = space.seen_ns[extent] = now_ns
+            space.record_pages(extent, now_ns)
             if file.mapping is not None:
                 pages = syscalls.cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
                 self.engine.judge.touched_pages(space, extent, pages * BLOCK_BYTES)
@@ -539,9 +518,8 @@ class InPlaceBackend:
     def _look_after(self) -> None:
         while not self._closed:
             time.sleep(CHECK_S)
-            for file in list(self.files.by_number.values()) if self.state.running else []:
-                if file.mapping is not None:  # few of thousands of files are open
-                    self._renew(file)
+            for file in list(self.files.in_use.values()) if self.state.running else []:
+                self._renew(file)
 
     def _renew(self, file: File) -> None:
         """Read pinned extents again in huge pages that the kernel has read in small ones, once the loop is pinned whole.
@@ -557,7 +535,7 @@ class InPlaceBackend:
                 is_slow = RENEWAL_LEAST_BYTES < self._read_bytes < RENEWAL_BPS * self._read_s
                 if is_slow or mapping.renewal_s > RENEWAL_SHARE * whole_s or mapping.failures >= FAILURES_MAX:
                     return
-                if self.engine.gauge.is_near:  # the new pages take memory before the old ones are freed
+                if self.state.is_near:  # the new pages take memory before the old ones are freed
                     return
                 with self.files.lock:
                     if file.mappers > 1:
@@ -591,10 +569,10 @@ class InPlaceBackend:
             if state.owners.get(mapping.backing) is not owner or not member.reachable:
                 return False
             small = [extent for extent in small if space.state(extent) == PINNED]
-            self.engine.holder.release(space, small)
-            state.resident_bytes -= sum(map(space.forget, small))
+            self.engine.pin_store.release(space, small)
+            state.memory.forget(space, small)
             jobs = [self._claim(space, member, extent, ahead=True) for extent in small]
-        self.engine.pins.settle(PINS_S)
+        self.engine.pin_store.settle(PINS_S)
         for extent in small:
             self.drop(file.status.st_ino, [parts[extent]])
         for job in jobs:

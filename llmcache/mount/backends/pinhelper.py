@@ -126,7 +126,6 @@ class Mapping:
         self.locked: list[Run] = []  # sorted and merged
 
     def map(self) -> int:
-        """Return the address of the mapping, made at first use."""
         if not self.address:
             address = libc.mmap(None, self.size, PROT_READ, MAP_SHARED, self.fd, 0)
             if address == MAP_FAILED:
@@ -136,7 +135,6 @@ class Mapping:
         return self.address
 
     def close(self) -> None:
-        """Unmap (which unlocks) and close."""
         self.locked.clear()
         if self.address:
             libc.munmap(self.address, self.size)
@@ -172,7 +170,6 @@ class Helper:
         return reply
 
     def attach_or_detach(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request that concerns a whole file. OSError."""
         if operation == "attach":
             return self.attach(path, request)
         if operation == "detach":
@@ -248,14 +245,12 @@ class Helper:
         return {"node": mapping.node, "size": mapping.size}
 
     def detach(self, path: str) -> dict[str, Any]:
-        """Close `path` if it is attached."""
         mapping = self.files.pop(path, None)
         if mapping is not None:
             mapping.close()
         return {}
 
     def rename(self, old: str, new: str) -> dict[str, Any]:
-        """Rename an attached file."""
         if old in self.files:
             self.detach(new)
             self.files[new] = self.files.pop(old)
@@ -338,7 +333,6 @@ class HighLimits:
         return worst
 
     def used(self, current: int, stat_fd: int) -> int:
-        """Return the bytes of a cgroup that cannot be reclaimed. OSError."""
         fields = dict(line.split() for line in os.pread(stat_fd, STAT_BYTES, 0).splitlines())
         return int(os.pread(current, 64, 0)) - int(fields[b"inactive_file"]) - int(fields[b"active_file"])
 

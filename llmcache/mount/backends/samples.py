@@ -13,16 +13,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from llmcache.bpf.pagetables import PageTables, Unreadable
-from llmcache.mount.backends.files import CHECK_S, Program
+from llmcache.mount.backends.files import CHECK_S, File, Files, Program
+from llmcache.mount.state.space import MoeFile
+from llmcache.mount.state.state import CacheState
 from llmcache.procfs import status_of
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.files import File, Files
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +47,7 @@ class FilePrograms:
         self._last: dict[int, int] = {}  # node -> thread of the last request
         self._looked_s = 0.0
 
-    def ask(self, node: int, thread: int) -> None:
-        """Record a request of a client's thread for a part of a file."""
+    def request(self, node: int, thread: int) -> None:
         self._last[node] = thread
 
     def of_node(self, node: int | None) -> RequestedFile | None:
@@ -73,9 +68,9 @@ class FilePrograms:
         self._last.clear()
         for node, thread in requests:
             with contextlib.suppress(OSError):  # the thread has ended
-                self._note(node, int(status_of(thread)["Tgid"]))
+                self._record_reader(node, int(status_of(thread)["Tgid"]))
 
-    def _note(self, node: int, pid: int) -> None:
+    def _record_reader(self, node: int, pid: int) -> None:
         program = self._programs.get(pid) or Program(pid)
         program.look()
         with self.lock:
@@ -85,7 +80,6 @@ class FilePrograms:
                 file.readers.append(program)
 
     def close(self) -> None:
-        """Close the pidfds of all clients."""
         with self.lock:
             for program in self._programs.values():
                 program.close()
@@ -105,11 +99,9 @@ class Samples:
         self._is_unreadable = False
 
     def stop(self) -> None:
-        """Make `run` return soon."""
         self._over.set()
 
     def run(self) -> None:
-        """Sample again and again which resident experts were used."""
         pause_s = 0.0
         while not self._over.wait(pause_s):
             pause_s = self._look()
@@ -148,7 +140,6 @@ class Samples:
         return touched
 
     def _look(self) -> float:
-        """Count uses of experts; return the seconds until the next sample."""
         began, began_s = time.thread_time(), time.monotonic()
         with self._state.lock:
             residents = [(moe, moe.kept) for moe in self._state.expert_cache.moe_files]

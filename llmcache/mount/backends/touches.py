@@ -12,18 +12,16 @@ import os
 import select
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
 from llmcache.bpf.ring import Ring
 from llmcache.errors import MissingRequirement
+from llmcache.model.tensors import SliceRun
 from llmcache.mount import syscalls
-from llmcache.mount.backends.base import ClientReads
+from llmcache.mount.state.interfaces import ClientReads
 from llmcache.procfs import fstype_at
 from llmcache.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.model.tensors import SliceRun
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +101,6 @@ class _Programs(NamedTuple):
 
 
 def _load(faults: Sequence[str]) -> _Programs:
-    """Load the programs; the kernel's verifier takes most of the time of a start. LoadFailure."""
     loaded = BpfObject(OBJECT)
     try:
         loaded.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
@@ -190,7 +187,6 @@ class Touches:
         self._object.put("files", self._key(status.st_dev, status.st_ino), watched)
 
     def ignore(self, dev: int, ino: int) -> None:
-        """Stop reporting touches of a file."""
         self._object.remove("files", self._key(dev, ino))
 
     def reads(self, file: int) -> ClientReads:
@@ -201,12 +197,10 @@ class Touches:
         return ClientReads(*(count * PAGE_BYTES for count in pages))
 
     def all_reads(self) -> ClientReads:
-        """Return the bytes that the kernel has read of all files that are or were watched."""
         now = [self.reads(file) for file in list(self._counted)]
         return ClientReads(*(sum(amounts) for amounts in zip(self._past, *now, strict=True)))
 
     def forget(self, file: int) -> None:
-        """Stop counting reads of file number `file`."""
         if file in self._counted:
             self._past = ClientReads(*(sum(amounts) for amounts in zip(self._past, self.reads(file), strict=True)))
             self._counted.remove(file)
@@ -226,9 +220,7 @@ class Touches:
 
     @property
     def lost(self) -> int:
-        """Number of touches that were lost because the ring was full."""
         return int(struct.unpack("<IIQQ", self._object.read("own", bytes(4), 24))[2])
 
     def close(self) -> None:
-        """Detach and free the programs."""
         self._object.close()

@@ -34,14 +34,14 @@ from llmcache.cache.sizing import (
     passes_keeping,
     size_of,
 )
-from llmcache.cache.steering import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
+from llmcache.cache.space import EXTENTS_MAX, HUGE_BYTES, LARGE_EXTENT, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import UsageError
 from llmcache.memory import total_bytes
 from llmcache.model.modelfile import model_bytes
 from llmcache.model.moe import MoeBytes, Weights
+from llmcache.mount.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for
 from llmcache.mount.client.bandwidth import measured_storage
-from llmcache.mount.engine.budget import DAEMON_BYTES, MIN_BUDGET_BYTES, budget_of, ram_for
-from llmcache.mount.engine.experts import HEADROOM_BYTES
+from llmcache.mount.state.experts import HEADROOM_BYTES
 from llmcache.units import format_size
 
 _STEP_BYTES = 10**6

@@ -19,8 +19,8 @@ from llmcache.mount.daemon import logs
 from llmcache.mount.daemon.accesslog import check_path
 from llmcache.mount.daemon.daemon import MountRequest, serve_background, serve_foreground
 from llmcache.mount.daemon.openmetrics import parse_address
+from llmcache.mount.source.tree import links_outside
 from llmcache.mount.vfs import libfuse
-from llmcache.mount.vfs.source import links_outside
 from llmcache.units import format_size, parse_size
 
 SCHEMA = "llmcache.mount/1"

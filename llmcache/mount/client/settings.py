@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmcache.errors import DataError, UsageError
-from llmcache.mount.vfs.source import DEFAULT_SPILL
+from llmcache.mount.source.tree import DEFAULT_SPILL
 
 # Options in fstab for mount(8), systemd and others, without a meaning for a file system.
 _NOISE = {

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmcache.errors import LlmcacheError, MountProblem, UsageError
 from llmcache.files import is_below
+from llmcache.mount.budget import settle_mode
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.client.control import ControlFiles
 from llmcache.mount.daemon.connections import ConnectionServer, receive
-from llmcache.mount.engine.budget import settle_mode
 from llmcache.mount.engine.report import heat_map
 from llmcache.mount.engine.warmup import NAMES_S, TELL_S, Tell
 from llmcache.mount.stats import to_json
@@ -242,18 +242,19 @@ class Requests:
 
     def _resize(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         """{"cache_bytes": N}; with "wait", return when the cache has shrunk to that size, or after SHRINK_S."""
-        state, before = self.engine.state, self.engine.state.budget_bytes
+        state, memory = self.engine.state, self.engine.state.memory
+        before = memory.budget_bytes
         size = request.get("cache_bytes")
         if type(size) is not int or not 0 <= size < _MOST_BYTES:
             raise UsageError(f"cache_bytes: {reprlib.repr(size)} is not a number of bytes")
         wait = switch(request, "wait")
         settle_mode(self.engine.mode, size)  # the user may not be allowed to lock that much memory in mode steer
         self.engine.resize(size)
-        start, end = state.used_bytes, time.monotonic() + SHRINK_S
-        while wait and state.running and state.used_bytes > state.room_bytes and time.monotonic() < end:
-            on_progress({"done_bytes": start - state.used_bytes, "total_bytes": start - state.room_bytes})
+        start, end = memory.used_bytes, time.monotonic() + SHRINK_S
+        while wait and state.running and memory.used_bytes > memory.room_bytes and time.monotonic() < end:
+            on_progress({"done_bytes": start - memory.used_bytes, "total_bytes": start - memory.room_bytes})
             time.sleep(TELL_S / 4)
-        used = state.used_bytes
+        used = memory.used_bytes
         return {"schema": RESIZE_SCHEMA, "before_bytes": before, "budget_bytes": size, "resident_bytes": used}
 
     def _warm(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:

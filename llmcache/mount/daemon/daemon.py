@@ -39,26 +39,26 @@ from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, s
 from llmcache.mount import syscalls
 from llmcache.mount.backends.fuse import FuseBackend, Reader
 from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.budget import settle_budget, settle_mode
 from llmcache.mount.client import control, mountpoint
 from llmcache.mount.daemon import controlserver, logs, openmetrics
 from llmcache.mount.daemon.accesslog import AccessLog
 from llmcache.mount.daemon.bindmount import BindMount
 from llmcache.mount.daemon.controlserver import ControlServer, Requests, switch
 from llmcache.mount.daemon.openmetrics import MetricsEndpoint
-from llmcache.mount.engine.budget import settle_budget, settle_mode
-from llmcache.mount.engine.engine import Engine
+from llmcache.mount.daemon.parts import new_engine
 from llmcache.mount.engine.warmup import Tell, Warmup
 from llmcache.mount.readahead import ReadAhead, restore_left
+from llmcache.mount.source.tree import DEFAULT_SPILL, SourceTree, WritePolicy
 from llmcache.mount.stats import MountStats, from_json
 from llmcache.mount.vfs import libfuse
 from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.libfuse import Session
 from llmcache.mount.vfs.operations import LlmcacheOperations
-from llmcache.mount.vfs.source import DEFAULT_SPILL, SourceTree, WritePolicy
 from llmcache.procfs import status_of
 
 if TYPE_CHECKING:
-    from llmcache.mount.backends.base import KernelNotifier
+    from llmcache.mount.state.interfaces import KernelNotifier
 
 log = logging.getLogger("llmcache.daemon")
 THREADS = 64
@@ -121,7 +121,7 @@ class Daemon:
         budget_bytes = settle_budget(request.cache_bytes)
         if request.mode == "inplace":
             log.info("mode inplace: steering the page cache of the files themselves")
-        self._engine = Engine(budget_bytes, settle_mode(request.mode, budget_bytes), self._tree, request.pinned)
+        self._engine = new_engine(budget_bytes, settle_mode(request.mode, budget_bytes), self._tree, request.pinned)
         self._session: Session | BindMount
         backend = self._engine.backend
         if isinstance(backend, InPlaceBackend):

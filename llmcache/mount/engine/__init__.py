@@ -1,18 +1,1 @@
-"""Decisions of a mount: loop spaces, what clients do with them, and therefore what to pin, fetch ahead and evict.
-
-Terms, in the order in which to read the files:
-- loop space (`space.LoopSpace`): a file, or the shards of a model in order, cut into extents; `SpaceFile`: one of its
-  files.
-- rank: position of an extent in the order in which readers visit the space; a pass is one visit of the whole order.
-- accounted bytes: an upper bound of what the page cache has of an extent.
-- pending invalidations: ranges that wait to be dropped from the page cache.
-- tripwire: a page that is left out of the page cache on purpose, so that the next use of its extent or expert sends a
-  request.
-- partial extents: extents that are in the page cache only in part; for experts, pages that the kernel has read around
-  faults.
-- core (`llmcache.cache.steering`): the deterministic planner of mode arena, which can be replayed from an access log.
-- window: bytes that loaders fetch ahead of the readers of a space, and that stay cached for readers shortly behind.
-- convoy: readers of a space that stay so close to each other that one fetch serves all of them.
-- exposure: making the next touch of resident extents observable, to see whether clients still use them.
-- left: a space is left to the kernel while LRU reads less than steering.
-"""
+"""Decisions of a mount: which files form a loop space, what clients use of them, and what to pin, fetch ahead and evict."""

@@ -13,41 +13,29 @@ import os
 import resource
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from llmcache.cache.arbitration import (
-    EXPERTS_ALLOWANCE_BYTES,
-    INPLACE_ALLOWANCE_BYTES,
-    LEAST_WINDOW_MIN_BYTES,
-    MIN_WINDOW_BYTES,
-    WINDOW_ALLOWANCE_BYTES,
-)
 from llmcache.cache.loops import Pass
-from llmcache.cache.steering import SMALL_EXTENT
+from llmcache.cache.space import SMALL_EXTENT
 from llmcache.memory import limits_of_process_apart
 from llmcache.model.names import SCAN_S
-from llmcache.mount.backends.base import Backend, BufferPool, KernelNotifier, PinStore
-from llmcache.mount.backends.fuse import FuseBackend
-from llmcache.mount.backends.holders import ArenaPinStore, LockedPinStore, PinService
-from llmcache.mount.backends.inplace import InPlaceBackend
+from llmcache.mount.budget import PressureGauge
 from llmcache.mount.copies import client_facts, find_copy
-from llmcache.mount.engine.budget import PressureGauge
 from llmcache.mount.engine.evidence import Judge
 from llmcache.mount.engine.grouping import Grouping
 from llmcache.mount.engine.loader import Loader
-from llmcache.mount.engine.planner import UNLIMITED, ArenaPlanner, Planner
+from llmcache.mount.engine.planner import UNLIMITED, Planner
 from llmcache.mount.engine.report import snapshot
-from llmcache.mount.engine.space import PINNED, LoopSpace, SpaceFile
-from llmcache.mount.engine.state import LOADS_S, WRITE, CacheState, References
-
-if TYPE_CHECKING:
-    from llmcache.mount.vfs.backing import Backing
-    from llmcache.mount.vfs.source import SourceTree
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import SourceTree
+from llmcache.mount.state.interfaces import Backend, KernelNotifier, PinHelpers, PinStore
+from llmcache.mount.state.space import PINNED, LoopSpace, SpaceFile
+from llmcache.mount.state.state import LOADS_S, WRITE, CacheState
 
 log = logging.getLogger(__name__)
 
-POOL_BUFFERS = 12
-POOL_RESERVE = 4
 RETRY_NS = 30_000_000_000  # after the kernel refused to lock pages
 COPIES_S = 10.0  # between checks for clients that have copied weights
 IDLE_DROP_NS = 60_000_000_000  # closed files are evicted after this time
@@ -58,39 +46,28 @@ WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and fo
 
 
 class Engine:
-    """Cache of one mount. `pinned`: globs of files that are pinned before all others."""
+    """Cache of one mount. `pinned`: globs of files that are pinned before all others.
 
-    def __init__(self, cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> None:
-        in_place, over_fuse = (INPLACE_ALLOWANCE_BYTES, LEAST_WINDOW_MIN_BYTES), (WINDOW_ALLOWANCE_BYTES, MIN_WINDOW_BYTES)
-        allowance, least_window = in_place if mode == "inplace" else over_fuse
-        experts = EXPERTS_ALLOWANCE_BYTES if mode == "steer" else 0
-        pool = BufferPool(POOL_BUFFERS, POOL_RESERVE)
-        self.state = CacheState(cache_bytes, pool, allowance, experts, least_window_bytes=least_window)
-        self.pins = PinService(
-            self._attached,
-            self._lock_failed,
-            self._helper_lost,
-            lambda path: tree.targets.get(path),
-            self._is_limited,
-            self.state.services,
-        )
-        self.pins.may_look = lambda: self.backend.in_place or not self.judge.is_exposing
-        self.holder: PinStore
-        self.planner: Planner
-        if mode == "arena":
-            arena = self.holder = ArenaPinStore(self.state, self.replan)
-            self.planner = ArenaPlanner(self.state, arena)
-        else:
-            self.holder = LockedPinStore(self.state, self.pins)
-            self.planner = Planner(self.state, self.holder)
-        self.state.references = References(self.planner.core)
+    `make(engine)` returns the pin helpers, the pin store and the back end of the mode; see `daemon.parts`.
+    """
+
+    def __init__(
+        self,
+        state: CacheState,
+        mode: str,
+        tree: SourceTree,
+        make: Callable[[Engine], tuple[PinHelpers, PinStore, Backend]],
+        pinned: tuple[str, ...] = (),
+    ) -> None:
+        self.state = state
         self.mode = mode
         self.tree = tree
-        self.backend: Backend = InPlaceBackend(self) if mode == "inplace" else FuseBackend(self.state, self.holder)
-        self.grouping = Grouping(self.state, tree, self.backend, self._dissolve, pinned)
-        self.judge = Judge(self.state, self.backend, self.holder, self.replan)
-        self.gauge = PressureGauge(cache_bytes)
-        self.state.services.on_broken = self._broken
+        self.pins, self.pin_store, self.backend = make(self)
+        self.planner = Planner(state, self.pin_store)
+        self.grouping = Grouping(state, tree, self.backend, self._dissolve, pinned)
+        self.judge = Judge(state, self.backend, self.pin_store, self.replan)
+        self.gauge = PressureGauge(state.memory.budget_bytes)
+        state.services.on_broken = self._broken
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
@@ -113,7 +90,7 @@ class Engine:
         self.loader = Loader(self.state, self.backend)
         self.loader.start()
         self.backend.start(notifier, mountpoint)
-        self._maintenance = self.state.services.thread("house", self._maintain, mountpoint)
+        self._maintenance = self.state.services.thread("planner", self._maintain, mountpoint)
         self._maintenance.start()
         self.state.services.thread("copies", self._find_copies).start()
 
@@ -135,6 +112,8 @@ class Engine:
         self.backend.stop()
         if self._maintenance is not threading.current_thread():
             self._maintenance.join(timeout=10)
+        with self.state.lock:
+            self.state.memory.verify(self.state.spaces.values())
 
     def _broken(self, service: str) -> None:
         """Stop steering after a service has failed repeatedly, because the other services rely on it."""
@@ -169,8 +148,8 @@ class Engine:
         """
         space, member = self.grouping.adopt(backing)
         with self.state.lock:
-            space.last_ns = space.opened_ns = time.monotonic_ns()
-            self._note_presence(space)
+            space.record_open(time.monotonic_ns())
+            self._update_presence(space)
             known = member.node is not None
             attach = not known and not member.attaching
             member.attaching = member.attaching or attach
@@ -180,15 +159,18 @@ class Engine:
         self._wake.set()
         return known
 
-    def _note_presence(self, space: LoopSpace) -> None:
+    def _update_presence(self, space: LoopSpace) -> None:
         is_open = space.user_pinned or space.warm or self.state.opens_of(space) > 0
         self._closed.pop(space.key, None)
         if space.alive and not is_open:
             self._closed[space.key] = space
             self._forget_closed()
-        if space.alive and space.listed_open != is_open:
-            space.listed_open = is_open
-            self.state.references.record_event("open" if is_open else "close", space.key)
+        if space.alive and space.open != is_open:
+            if is_open:
+                self.state.steering.open(space.key)
+            else:
+                self.state.steering.close(space.key)
+            self.state.index.move(space)
 
     def _forget_closed(self) -> None:
         """Forget the space that was closed first if too many are known; looping ones only if all of them loop."""
@@ -211,7 +193,6 @@ class Engine:
             self.waiting -= owes_reply
 
     def closed(self, backing: Backing, pid: int) -> None:
-        """Record the end of one open."""
         if pid in self._helpers:
             return
         with self.state.lock:
@@ -219,13 +200,12 @@ class Engine:
             self.state.opens[backing] = opens
             owner = self.state.owners.get(backing)
             if owner is not None:
-                owner[0].last_ns = time.monotonic_ns()
-                owner[0].warm = owner[0].warm and pid == os.getpid()
+                owner[0].record_close(time.monotonic_ns(), by_warmup=pid == os.getpid())
             if opens <= 0:
                 self.state.opens.pop(backing, None)
                 if owner is not None:
                     self._part(*owner, backing)
-                    self._note_presence(owner[0])
+                    self._update_presence(owner[0])
             self._plan_due = True
         self._wake.set()
 
@@ -251,21 +231,21 @@ class Engine:
             if not space.written:
                 self._dissolve(space)  # the next read makes a new space
             elif backing.size > member.size_bytes:
+                self.state.extents -= space.count
                 space.grow(backing.size)
+                self.state.extents += space.count
             else:
-                member.size_bytes = space.size_bytes = backing.size
+                space.truncate(backing.size)
             if space.written and length > 0:
                 self._charge_written(space, offset, length)
 
     def _charge_written(self, space: LoopSpace, offset: int, length: int) -> None:
-        """Account written pages, which stay in the page cache."""
         last = min((offset + length - 1) // space.extent_bytes, space.count - 1)  # the file may have been truncated since
         for extent in range(offset // space.extent_bytes, last + 1):
             start = max(offset, extent * space.extent_bytes)
             end = min(offset + length, (extent + 1) * space.extent_bytes)
-            self.state.account(space, extent, end - start)
-            space.partial_extents.pop(extent, None)
-            space.partial_extents[extent] = time.monotonic_ns()
+            self.state.memory.account(space, extent, end - start)
+            space.make_partial(extent, time.monotonic_ns())
         if space.alive:
             self.state.references.pages(space, space.members[0], offset, length, WRITE, space.last_pid)
 
@@ -285,17 +265,15 @@ class Engine:
                     member.path = new + member.path[len(old) :]
 
     def removed(self, path: str) -> None:
-        """Forget the file at a path, which was deleted; open handles continue to read it."""
         with self.state.lock:
             for space, _ in list(self.state.places.get(path, ())):
                 self._dissolve(space)
 
     def about(self) -> dict[str, Any]:
-        """Return the facts about the mount in the header of an access log."""
         facts: dict[str, Any] = {
             "mode": self.mode,
-            "budget_bytes": self.state.budget_bytes,
-            "window_allowance_bytes": self.state.allowance_bytes,
+            "budget_bytes": self.state.memory.budget_bytes,
+            "window_allowance_bytes": self.state.memory.allowance_bytes,
         }
         facts |= {"large_extent_bytes": self.backend.large_extent, "small_extent_bytes": SMALL_EXTENT}
         if self.mode != "arena":
@@ -303,7 +281,6 @@ class Engine:
         return {"extra": facts, "note": facts.get("unseen", "")}
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters and the state of every file, as `llmcache stats --json` prints them."""
         names = self.tree.names
         names.refresh(0)  # for the next call: this one does not wait for storage
         result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
@@ -313,13 +290,13 @@ class Engine:
     @property
     def _held_bytes(self) -> int:
         """Bytes that the kernel cannot reclaim: locked by pin helpers, or in the daemon's memory."""
-        return self.pins.locked_bytes + self.state.held_bytes
+        return self.pins.locked_bytes + self.state.memory.held_bytes
 
     def resize(self, size_bytes: int) -> None:
         """Change the budget; excess data is evicted soon. MissingRequirement: the machine cannot spare the memory."""
         self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
-            self.state.budget_bytes = size_bytes
+            self.state.memory.budget_bytes = size_bytes
             self.state.set_limit(size_bytes)
             self.gauge.reset(size_bytes)
             self.planner.plan()
@@ -336,7 +313,7 @@ class Engine:
 
     # Events, on other threads
 
-    def _attached(self, path: str, node: int | None) -> None:
+    def attached(self, path: str, node: int | None) -> None:
         """Record the node of `path` (None: the helper cannot open it), and drop the pages that are not accounted."""
         with self.state.lock:
             members_at_path = list(self.state.places.get(path, ()))
@@ -350,7 +327,7 @@ class Engine:
             if any(space.cursors.live for space, _ in members_at_path):  # most of thousands of small files have no reader
                 self.state.work.notify_all()
 
-    def _lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
+    def lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
         """Unpin a range that could not be locked; its pages stay in the page cache as long as the kernel keeps them."""
         with self.state.lock:
             for space, member in self.state.places.get(path, ()):
@@ -371,10 +348,9 @@ class Engine:
             return
         self._refused_ns = now_ns
         log.warning("inode %d: cannot lock %d bytes at offset %d: %s", inode, length, offset, os.strerror(code))
-        for extent in extents:
-            space.wanted[extent] = 0
-        self.holder.release(space, extents)
-        self.planner.pinnable_bytes = self.state.pinned_bytes()
+        space.adopt(replace(space.plan, pin=(), unpin=extents))
+        self.pin_store.release(space, extents)
+        self.planner.pinnable_bytes = self.state.memory.pinned_bytes
         self._plan_due = True
 
     def _leave_to_client(self, space: LoopSpace, member: SpaceFile, extents: list[int], inode: int, code: int) -> None:
@@ -385,17 +361,16 @@ class Engine:
         """
         if not space.unlockable:
             log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
-        self.holder.release(space, extents)
+        self.pin_store.release(space, extents)
         now_ns = time.monotonic_ns()
         for extent in extents:
             is_new = space.unlockable.get(extent, 0) <= now_ns
             space.unlockable[extent] = now_ns + RETRY_NS
             if is_new and code == errno.EDQUOT and member.node is not None:
-                offset, length = space.offset_of(member, extent), space.length_of(member, extent)
-                self.state.pending_invalidations.append((member.node, offset, length, space.forget(extent)))
+                self.state.memory.pending.append(self.state.memory.evict(space, extent))
         self.state.room.notify()
 
-    def _is_limited(self, path: str) -> bool:
+    def is_limited(self, path: str) -> bool:
         """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
         pids = {space.last_pid for space, _ in self.state.places.get(path, ()) if space.last_pid}
         for pid in pids:
@@ -404,32 +379,29 @@ class Engine:
                     return True
         return False
 
-    def _helper_lost(self, for_good: bool) -> None:
+    def helper_lost(self, for_good: bool) -> None:
         """Continue with a smaller budget after the end of a pin helper, which the OOM killer may have killed."""
-        self.gauge.lost(self.state.pinned_bytes())
+        self.gauge.lost(self.state.memory.pinned_bytes)
         if for_good:
             self.planner.pinnable_bytes = 0
             self._plan_due = True
 
     def pass_ended(self, space: LoopSpace, done: Pass) -> None:
-        """Learn from a pass over a space that has ended. Lock held."""
         if space.learn(done):
             self.replan()
         self.judge.pass_ended(space)
 
     def replan(self) -> None:
-        """Request a new plan soon."""
         self._plan_due = True
         self._wake.set()
 
     def _dissolve(self, space: LoopSpace) -> None:
-        """End a space; `Grouping` queues the pages that the kernel may still have for invalidation. Lock held."""
         self._closed.pop(space.key, None)
         for extent in list(space.loading):
             space.cancel(extent)
-        self.holder.release(space, self.holder.pinned(space))
+        self.pin_store.release(space, self.pin_store.pinned(space))
         if space.alive:
-            self.state.references.record_event("end", space.key)
+            self.state.steering.end(space.key)
         self.grouping.dissolve(space)
         for member in space.members:
             self.pins.detach(member.path)
@@ -437,10 +409,9 @@ class Engine:
     # Maintenance
 
     def _find_copies(self) -> None:
-        """Log clients that have copied the weights of a model, once for each."""
         while not self._stopping.wait(COPIES_S):
             with self.state.lock:
-                spaces = [space for space in self.state.spaces.values() if space.looping and space.last_pid]
+                spaces = [space for space in self.state.index.looping if space.last_pid]
             for space in spaces:
                 copied = None
                 with contextlib.suppress(OSError):  # the client has ended
@@ -457,7 +428,7 @@ class Engine:
         while self.state.running:
             # Every open requests a plan: with thousands of known files, plans without a pause would leave no time to serve.
             time.sleep(min(REST * (time.monotonic() - began), REST_MAX_S))
-            beyond = self.state.used_bytes > self.state.limit_bytes
+            beyond = self.state.memory.used_bytes > self.state.memory.limit_bytes
             self._wake.wait(min(self.gauge.pause_s, BEYOND_PAUSE_S) if beyond else self.gauge.pause_s)
             self._wake.clear()
             began = time.monotonic()
@@ -474,29 +445,33 @@ class Engine:
             cannot_observe = False
             now_ns = time.monotonic_ns()
             with self.state.lock:
-                self.state.is_calm = self.gauge.is_calm
-                if self.backend.in_place:
-                    self.state.set_opportunistic(self.gauge.slack_bytes)
-                    free_bytes = max(0, self.gauge.free_bytes)
-                    self.state.shadow.resize(max(self.state.limit_bytes, self.state.used_bytes + free_bytes))
-                else:
-                    self.state.shadow.resize(self.state.limit_bytes)
                 if limit != limit_before:
                     limit_before = limit
                     self.state.set_limit(limit)
                     self._plan_due = True
                     self.state.room.notify_all()
-                if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
-                    self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
-                for space in list(self.state.spaces.values()):
-                    self._plan_due |= self.planner.watch(space, now_ns, in_place=self.backend.in_place)
-                    if (done := space.learner.cut(space.last_ns)) is not None:
-                        self.pass_ended(space, done)
-                    self.judge.look(space, now_ns)
-                    kept = space.user_pinned or space.warm or self.state.opens_of(space)
-                    if not kept and now_ns - space.last_ns > IDLE_DROP_NS:
-                        self._dissolve(space)
-                self.grouping.find_room()
-                if self._plan_due:
-                    self._plan_due = False
-                    self.planner.plan()
+                self._look(now_ns)
+
+    def _look(self, now_ns: int) -> None:
+        """Follow the memory of the machine, readers, passes and closed files; make a new plan if one is due. Lock held."""
+        state, memory = self.state, self.state.memory
+        state.is_calm, state.is_near = self.gauge.is_calm, self.gauge.is_near
+        lru_bytes = memory.limit_bytes
+        if self.backend.in_place:
+            memory.set_opportunistic(self.gauge.slack_bytes)
+            lru_bytes = max(lru_bytes, memory.used_bytes + max(0, self.gauge.free_bytes))
+        state.shadow.resize(lru_bytes)
+        if self._refused_ns and now_ns - self._refused_ns > RETRY_NS:
+            self._refused_ns, self.planner.pinnable_bytes, self._plan_due = 0, UNLIMITED, True
+        for space in list(state.index.read):
+            self._plan_due |= self.planner.watch(space, now_ns, in_place=self.backend.in_place)
+        for space in list(state.index.looping):
+            if (done := space.touches.cut(space.last_ns)) is not None:
+                self.pass_ended(space, done)
+            self.judge.look(space, now_ns)
+        while self._closed and now_ns - (oldest := next(iter(self._closed.values()))).last_ns > IDLE_DROP_NS:
+            self._dissolve(oldest)
+        self.grouping.find_room()
+        if self._plan_due:
+            self._plan_due = False
+            self.planner.plan()

@@ -20,17 +20,15 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import MIN_WINDOW_BYTES
 from llmcache.cache.loops import UNUSED_PASSES
 from llmcache.cache.shadow import Guard
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.cache.space import SpacePlan
+from llmcache.mount.state.interfaces import Backend, PinStore
+from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.state.state import CacheState, ranges
 from llmcache.units import format_size
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import Backend, PinStore
-    from llmcache.mount.engine.state import CacheState
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +53,17 @@ _VISIBLE = frozenset((ABSENT, SPARSE, LOADING, READY))  # their next touch is ob
 class Judge:
     """Judges the loop spaces of one mount."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, replan: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, replan: Callable[[], None]) -> None:
         """`replan()` requests a new plan."""
-        self.state, self.backend, self.holder, self._replan = state, backend, holder, replan
+        self.state, self.backend, self.pin_store, self._replan = state, backend, pin_store, replan
         self._rest_until = 0.0
 
     @property
     def is_exposing(self) -> bool:
         """True while the next touch of some resident extents is being observed, over FUSE by a dropped page."""
-        return any(space.evidence.exposed for space in list(self.state.spaces.values()))
+        return any(space.evidence.exposed for space in list(self.state.index.looping))
 
     def touched(self, space: LoopSpace, extent: int) -> None:
-        """Record a touch of an extent in the shadow."""
         step = -(-space.count // SHADOW_EXTENTS)
         if extent % step:
             return
@@ -80,31 +77,30 @@ class Judge:
         A client that has just opened the file does not count: loading the model touches everything once.
         """
         pinned_bytes = space.pinned_bytes
-        is_full = self.state.used_bytes > self.state.limit_bytes * 7 // 8
+        is_full = self.state.memory.used_bytes > self.state.memory.limit_bytes * 7 // 8
         is_loading = space.opened_ns >= space.evidence.ended_ns
         return is_full and not is_loading and space.use.returned * space.extent_bytes * MOVED_SHARE > pinned_bytes > 0
 
     def _set_moved(self, space: LoopSpace) -> None:
-        if space.user_pinned or any(member.moe is not None for member in space.members):
+        if space.user_pinned or space.has_experts:
             return
         self._guard_of(space).leave()
         log.info("inode %d is left to the kernel: clients have begun to use other parts of it", space.inode)
-        pinned = self.holder.pinned(space)
+        pinned = self.pin_store.pinned(space)
         self.turn(space, True)
         if self.backend.in_place:
             self._queue(self._drop, space, pinned)
 
     def _drop(self, space: LoopSpace, extents: list[int]) -> None:
         """Drop extents that are no longer pinned, because the kernel takes them for recently used."""
-        self.holder.settle()
+        self.pin_store.settle()
         with self.state.lock:
-            ranges = self.state.ranges(space, extents) if space.alive and space.left else []
-        for member, offset, length in ranges:
+            parts = space.ranges(extents) if space.alive and space.left else []
+        for member, offset, length in parts:
             if member.node is not None:
                 self.backend.drop(member.node, [(offset, length)])
 
     def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None:
-        """Record a touch of an extent that is read by pages. `resident_bytes`: its bytes in the page cache."""
         step = -(-space.count // SHADOW_EXTENTS)
         if not extent % step:
             self._shadow(space, extent, step * resident_bytes)
@@ -140,35 +136,22 @@ class Judge:
         space.evidence.used_bytes = used_bytes
         thin = [
             extent
-            for extent, state in zip(space.order.extent_at, space.status, strict=True)
+            for extent in range(space.count)
             if 0 < used_bytes[extent] * THIN_SHARE < space.extent_bytes
-            and not space.use.unused[extent]
-            and not space.thin[extent]
-            and state != SINGLE
+            and not (space.use.unused[extent] or space.single[extent])
         ]
-        for extent in thin:
-            space.thin[extent] = 1
-            space.hot.add(extent)
-        space.use.changed = space.use.changed or bool(thin)
+        if thin:  # as if a header had said so
+            self.state.steering.guess(space.key, ranges(thin), ranges(thin), [])
+            self.state.memory.count_hot(space)
+            space.use.changed = True
 
     def _make_single(self, space: LoopSpace) -> None:
         """Change thin extents to SINGLE, once no fetch of them is under way."""
-        if 1 not in space.thin:
-            return
-        for extent in range(space.count):
-            if not space.thin[extent]:
-                continue
-            state = space.state(extent)
-            if state == PINNED:
-                space.wanted[extent] = 0
-                self.holder.release(space, [extent])
-                state = TOUCHED
-            if state in (TOUCHED, READY) and self.backend.in_place:
-                self.state.resident_bytes -= space.forget(extent)
-            elif state in (ABSENT, SPARSE):
-                space.set_state(extent, SINGLE)
-            if space.state(extent) == SINGLE:
-                space.thin[extent] = space.use.unused[extent] = 0
+        thin = sorted(space.thin)
+        self.pin_store.release(space, [extent for extent in thin if space.state(extent) == PINNED])
+        if self.backend.in_place:
+            self.state.memory.forget(space, [each for each in thin if space.state(each) in (TOUCHED, READY)])
+        space.make_single([extent for extent in thin if space.state(extent) in (ABSENT, SPARSE)])
 
     def pass_ended(self, space: LoopSpace) -> None:
         """Judge a space whose pass has ended. A space that is not known to loop is not steered."""
@@ -207,24 +190,25 @@ class Judge:
         evidence = space.evidence
         if self.backend.in_place and space.looping and not (space.left or space.user_pinned):
             self._look_at_pins(space, now_ns)
-        if space.left or not evidence.ended_ns or space.last_ns < evidence.ended_ns or space.learner.period is None:
+        if space.left or not evidence.ended_ns or space.last_ns < evidence.ended_ns or space.touches.period is None:
             return
         read_bytes = self.backend.read_bytes(space) - evidence.seen_read_bytes
-        if now_ns - evidence.ended_ns < max(LOOK_NS, space.learner.period) or read_bytes * LOOK_SHARE < space.loop_bytes:
+        if (
+            now_ns - evidence.ended_ns < max(LOOK_NS, space.touches.period)
+            or read_bytes * LOOK_SHARE < space.used_loop_bytes
+        ):
             return
         by_rank = zip(space.order.extent_at, space.status, strict=True)
         self._assume_touched(space, [extent for extent, state in by_rank if state in (PINNED, TOUCHED)])
         self._guard(space)
 
     def _assume_touched(self, space: LoopSpace, hidden: Sequence[int]) -> None:
-        """Count resident extents in use as touched once a pass: as hits, and in the shadow."""
         for extent in hidden:
             if not space.use.unused[extent] and space.use.untouched(extent):
                 self.touched(space, extent)
                 self.state.consumed(self.used_bytes(space, extent), True)
 
     def _drop_out(self, space: LoopSpace, extents: Sequence[int]) -> None:
-        """Stop fetching unused extents ahead; the next plan does not pin them."""
         for extent in extents:
             if space.state(extent) == ABSENT:
                 space.set_state(extent, SPARSE)
@@ -250,12 +234,9 @@ class Judge:
         self._queue(self._begin, space, list(extents))
 
     def _queue(self, job: Callable[..., None], *arguments: object) -> None:
-        """Queue a job for the loaders, which run it without the lock."""
-        self.state.jobs.append(functools.partial(job, *arguments))
-        self.state.work.notify()
+        self.state.queue(functools.partial(job, *arguments))
 
     def _begin(self, space: LoopSpace, hidden: list[int]) -> None:
-        """Begin an exposure: have the back end make the next touch of resident extents observable."""
         began = time.monotonic()
         exposed = self.backend.expose(space, hidden) if space.alive else ()
         self._rest_until = time.monotonic() + EXPOSURE_REST * (time.monotonic() - began)
@@ -263,7 +244,6 @@ class Judge:
             space.evidence.exposed.intersection_update(exposed)
 
     def _examine(self, space: LoopSpace) -> None:
-        """Evaluate an exposure: judge the extents that no client has touched since it began."""
         with self.state.lock:
             exposed = [extent for extent in space.evidence.exposed if space.state(extent) in (PINNED, TOUCHED)]
         touched = self.backend.conclude(space, exposed)
@@ -277,11 +257,11 @@ class Judge:
             self._end_exposure(space, dropped_out)
 
     def _end_exposure(self, space: LoopSpace, dropped_out: Sequence[int]) -> None:
-        """Apply the result of an exposure. `dropped_out`: extents that are no longer used."""
         space.evidence.exposed.clear()
         if dropped_out:
             self._drop_out(space, dropped_out)
             self._weigh(space)
+            self._make_single(space)
         self._replan_if_changed(space)
 
     def _replan_if_changed(self, space: LoopSpace) -> None:
@@ -295,14 +275,14 @@ class Judge:
         Otherwise a model whose weights the engine has copied would stay pinned forever.
         """
         evidence = space.evidence
-        if now_ns < evidence.pins_due_ns or space.status.count(PINNED) * space.extent_bytes < space.loop_bytes:
+        if now_ns < evidence.pins_due_ns or space.status.count(PINNED) * space.extent_bytes < space.used_loop_bytes:
             return
-        period_ns = PINS_PERIODS * (space.learner.period or 0)
+        period_ns = PINS_PERIODS * (space.touches.period or 0)
         evidence.pins_due_ns = now_ns + max(PINS_NS, period_ns)
         if evidence.exposed:
             self._queue(self._examine_pins, space)
         else:
-            pinned = self.holder.pinned(space)
+            pinned = self.pin_store.pinned(space)
             if not evidence.pins_doubted:
                 space.use.excuse(pinned)
             self._start(space, pinned)
@@ -333,7 +313,7 @@ class Judge:
     def _guard(self, space: LoopSpace) -> None:
         """Compare the bytes read in a few passes with LRU's, and leave the space to the kernel or steer it again."""
         evidence = space.evidence
-        has_experts = any(member.moe is not None for member in space.members)
+        has_experts = space.has_experts
         evidence.passes += 1
         evidence.ended_ns = time.monotonic_ns()
         evidence.seen_read_bytes = self.backend.read_bytes(space)
@@ -378,19 +358,18 @@ class Judge:
         """
         evidence, unused = space.evidence, space.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
-        is_estimated = unused > 0 or 1 in space.thin or SINGLE in space.status
+        is_estimated = unused > 0 or 1 in space.single
         return (
             self.backend.in_place  # over FUSE, the mount evicts extents beyond its budget in LRU order even during a trial
             and not space.left
             and is_stable
             and is_estimated
             and space.use.passes >= evidence.trial_pass
-            and read_bytes > passes * space.loop_bytes // NOISE_SHARE
+            and read_bytes > passes * space.used_loop_bytes // NOISE_SHARE
             and self._in_use_bytes(space) * TRIAL_FIT < self.state.shadow.capacity_bytes
         )
 
     def _in_use_bytes(self, space: LoopSpace) -> int:
-        """Estimate the bytes of a loop that clients use."""
         unused = space.use.unused
         return sum(self.used_bytes(space, extent) for extent in range(space.count) if not unused[extent])
 
@@ -409,11 +388,10 @@ class Judge:
         self.turn(space, True)
 
     def _guard_of(self, space: LoopSpace) -> Guard:
-        """Return the guard of a space; make it at first use. Its bound follows the memory of the shadow."""
         evidence = space.evidence
         bound_bytes = max(MIN_WINDOW_BYTES, self.state.shadow.capacity_bytes // BOUND_SHARE)
         if evidence.guard is None:
-            noise_bytes = WINDOW_PASSES * space.loop_bytes // NOISE_SHARE
+            noise_bytes = WINDOW_PASSES * space.used_loop_bytes // NOISE_SHARE
             evidence.guard = Guard(bound_bytes, noise_bytes)
         evidence.guard.bound_bytes = bound_bytes
         return evidence.guard
@@ -424,19 +402,21 @@ class Judge:
         For an MoE model, whose experts are not read in order, return what steering read before the space was left.
         """
         guard = space.evidence.guard
-        if guard is not None and any(member.moe is not None for member in space.members):
+        if guard is not None and space.has_experts:
             return int(space.evidence.steered_bytes)
-        others = sum(other.pinned_bytes for other in self.state.spaces.values() if other is not space)
-        missing_bytes = space.loop_bytes - max(0, self.state.limit_bytes - others)
+        others = self.state.memory.pinned_bytes - space.pinned_bytes
+        missing_bytes = space.used_loop_bytes - max(0, self.state.memory.limit_bytes - others)
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
     def turn(self, space: LoopSpace, is_left: bool) -> None:
         """Leave a space to the kernel, or steer it again; does nothing once the space has ended."""
         if not space.alive:  # a reader that found it before may still end a pass
             return
-        space.left = is_left
+        if is_left:
+            self.state.steering.leave(space.key)
+        else:
+            self.state.steering.steer(space.key)
         space.evidence.exposed.clear()
-        self.state.references.record_event("leave" if is_left else "steer", space.key)
         for member in space.members:
             if member.moe is not None:
                 self.state.expert_cache.turn(member.moe, is_left)
@@ -445,11 +425,10 @@ class Judge:
         if is_left and self.backend.in_place:
             for extent in list(space.loading):
                 space.cancel(extent)
-            self.holder.release(space, self.holder.pinned(space))
-            for extent in range(space.count):
-                space.wanted[extent] = 0
-                if space.accounted_bytes[extent] and space.state(extent) != SINGLE:
-                    self.state.resident_bytes -= space.forget(extent)
+            self.pin_store.release(space, self.pin_store.pinned(space))
+            space.adopt(SpacePlan(unpin=range(space.count)))
+            accounted = list(space.charged_extents())
+            self.state.memory.forget(space, [extent for extent in accounted if space.state(extent) != SINGLE])
         else:
             for extent in range(space.count):
                 if space.state(extent) in (ABSENT, SPARSE):
@@ -458,7 +437,6 @@ class Judge:
 
 
 def _weigh_member(space: LoopSpace, member: SpaceFile, used_bytes: array[int]) -> None:
-    """Add the bytes in use of one file to `used_bytes`, by extent."""
     size, unused = space.extent_bytes, space.use.unused
     unknown: list[tuple[int, int]] = []
     explained = set[int]()

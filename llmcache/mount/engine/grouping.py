@@ -14,21 +14,19 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from llmcache.cache.steering import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTES, SMALL_EXTENT, extent_bytes_for
+from llmcache.cache.space import EXTENTS_MAX, LARGEST_EXTENT, LEAST_LOOP_BYTES, SMALL_EXTENT, extent_bytes_for
 from llmcache.errors import DataError
 from llmcache.model import read_layout
 from llmcache.model.tensors import MOST_SLICES, Experts, LayerMap, ModelLayout, Region, first_guess
-from llmcache.mount.backends.base import MemoryRegion
-from llmcache.mount.engine.space import SINGLE, WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
+from llmcache.mount.source.backing import Backing, Identity
+from llmcache.mount.source.tree import SourceTree
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.interfaces import Backend
+from llmcache.mount.state.space import WRITTEN_EXTENTS_MAX, LoopSpace, SpaceFile
+from llmcache.mount.state.state import CacheState, ranges
 from llmcache.units import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import Backend
-    from llmcache.mount.engine.state import CacheState
-    from llmcache.mount.vfs.backing import Backing, Identity
-    from llmcache.mount.vfs.source import SourceTree
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +112,6 @@ class Grouping:
         return any(self.tree.matches(name, self.pinned) for name, _ in files)
 
     def _adopted_before(self, backing: Backing) -> tuple[LoopSpace, SpaceFile] | None:
-        """Return the space and member of a file whose header was parsed before; None if it was not."""
         with self.state.lock:
             known = self._known(backing)
             return self._joined(*known, backing, None) if known is not None and known[1].identity is not None else None
@@ -130,15 +127,9 @@ class Grouping:
 
     def _begin(self, backing: Backing, files: list[tuple[str, int]], header: Header | None) -> tuple[LoopSpace, SpaceFile]:
         space = self._make(files, backing.writable, header)
-        self.state.spaces[space.key] = space
-        for member in space.members:
-            self.state.place(space, member)
-        kind = "written" if space.written else "paged" if space.paged else "hot" if space.hot else "loop"
-        parts = [(member.size_bytes, member.base, member.count) for member in space.members]
-        self.state.references.record_event("space", space.key, space.extent_bytes, parts, kind)
-        space.listed_open = True
-        if space.user_pinned:
-            self.state.references.record_event("first", space.key)
+        self.state.add(space)
+        if not (space.written or space.paged) and self._is_pinned(files):
+            self.state.steering.first(space.key)
         return space, next(member for member in space.members if member.path == backing.path)
 
     def _known(self, backing: Backing) -> tuple[LoopSpace, SpaceFile] | None:
@@ -168,7 +159,6 @@ class Grouping:
         return space, member
 
     def _files(self, backing: Backing, is_model: bool) -> list[tuple[str, int]]:
-        """Return (path, size) of the file, or of all shards of its model."""
         for paths in self.tree.names.shards(backing.path) if is_model else ():
             if backing.path in paths and len(set(paths)) == len(paths) and (files := self._stat_shards(paths)):
                 return files
@@ -190,18 +180,18 @@ class Grouping:
             count = max(1, -(-length // extent_bytes))
             members.append(SpaceFile(name, length, base, count))
             base += count
-        space = LoopSpace(next(self._keys), members, extent_bytes)
-        space.written, space.paged, space.names_version = written, paged, self.tree.names.version
+        kind = "written" if written else "paged" if paged else "loop"
+        if kind == "loop" and header is None and total <= LEAST_LOOP_BYTES and not self._is_pinned(files):
+            kind = "hot"
+        is_arena = self.state.references.core is not None
+        space = LoopSpace(next(self._keys), members, extent_bytes, kind, self.state.index, is_arena=is_arena)
+        space.names_version = self.tree.names.version
         if paged and extent_bytes_for(total, EXTENTS_MAX, large) <= LARGEST_EXTENT:
             space.lacks_extents = full_count
+            self.state.index.lacking[space] = None
             log.warning(
                 "a file is not steered for now: no room for its %d extents next to those of files in use", full_count
             )
-        space.user_pinned = not written and not paged and self._is_pinned(files)
-        if written or paged or (header is None and total <= LEAST_LOOP_BYTES and not space.user_pinned):
-            space.status = bytearray([SINGLE]) * space.count
-            if not written and not paged:
-                space.hot = set(range(space.count))
         return space
 
     def _make_room(self, count: int) -> bool:
@@ -209,7 +199,7 @@ class Grouping:
 
         Return False if that is not enough. Lock held.
         """
-        free = EXTENTS_ROOM - sum(space.count for space in self.state.spaces.values())
+        free = EXTENTS_ROOM - self.state.extents
         if count <= free:
             return True
         for space in sorted(self._unused(), key=lambda space: space.last_ns):
@@ -220,17 +210,16 @@ class Grouping:
         return count <= free
 
     def _unused(self) -> list[LoopSpace]:
-        """Return the spaces that may be forgotten if others need their room. Lock held."""
         used = {owner[0].key for backing, owner in self.state.owners.items() if self.state.opens.get(backing)}
         return [space for space in self.state.spaces.values() if not (space.user_pinned or space.warm or space.key in used)]
 
     def find_room(self) -> None:
         """End spaces in use that found no room once there is some: the next read makes new ones. Lock held."""
-        lacking = [space for space in self.state.spaces.values() if space.paged and space.lacks_extents]
+        lacking = [space for space in self.state.index.lacking if space.lacks_extents]
         if not lacking:
             return
-        unused = self._unused()
-        free = EXTENTS_ROOM - sum(space.count for space in self.state.spaces.values() if space not in unused)
+        unused = set(self._unused())
+        free = EXTENTS_ROOM - self.state.extents + sum(space.count for space in unused)
         for space in lacking:
             if space not in unused and space.lacks_extents <= free + space.count:
                 free -= space.lacks_extents - space.count
@@ -275,9 +264,7 @@ class Grouping:
     def suppose(self, space: LoopSpace) -> None:
         """Make a file without a header a loop from front to back: the user requested it by --pin or a warm-up."""
         if not space.looping:
-            order = list(range(space.count))
-            space.set_predicted_order(order)
-            self.state.references.guessed(space, [], [], order)
+            self.state.steering.guess(space.key, [], [], [(0, space.count)])
 
     def _guess(self, space: LoopSpace, member: SpaceFile, header: Header) -> None:
         """Apply the header's guess: hot and row extents are SINGLE, the rest loops. A pinned file loops whole."""
@@ -285,49 +272,33 @@ class Grouping:
         single, hot, order = ([member.base + extent for extent in part] for part in guess)
         if space.user_pinned:
             single, hot = [], []
-        for extent in single:
-            space.set_state(extent, SINGLE)
-        space.hot.update(hot)
+        self.state.steering.guess(space.key, ranges(single), ranges(hot), ranges(order))
+        self.state.memory.count_hot(space)
         for region in sorted(header.regions, key=lambda region: region.first_byte):
             if region.size_bytes:
                 member.tensors.extend((region.first_byte, region.end))
         if header.experts is not None and not space.user_pinned:
             self.state.expert_cache.begin(space, member, header.experts)
-        space.set_predicted_order(order)
-        self.state.references.guessed(space, single, hot, order)
 
     def dissolve(self, space: LoopSpace) -> None:
         """End a space, and queue its pages in the page cache for invalidation by the evictor. Lock held."""
-        if self.state.spaces.pop(space.key, None) is not None:
-            for member in space.members:
-                self.state.displace(space, member)
-        expert_debts = self.state.expert_cache.end(space)
-        if self.backend.in_place:
-            self.state.resident_bytes -= sum(charged for *_, charged in expert_debts)
+        memory = self.state.memory
+        self.state.remove(space)
+        experts = self.state.expert_cache.end(space)
+        if self.backend.in_place:  # the pages are valid, and stay until they are reclaimed
+            memory.invalidated(experts)
         else:
-            self.state.pending_invalidations += expert_debts
+            memory.pending += experts
         space.alive = False
         for member in space.members:
             if member.backing is not None:
                 self.state.owners.pop(member.backing, None)
                 member.backing = None
-        for extent in space.charged_extents():
-            member = space.member_of(extent)
-            charged = space.accounted_bytes[extent]
-            if member.node is None or self.backend.in_place:  # in place, the pages are valid and stay until reclaimed
-                self.state.resident_bytes -= charged
-                continue
-            offset, length = space.offset_of(member, extent), space.length_of(member, extent)
-            self.state.pending_invalidations.append((member.node, offset, length, charged))
-        space.accounted_bytes[:] = type(space.accounted_bytes)(
-            space.accounted_bytes.typecode, bytes(space.accounted_bytes.itemsize * space.count)
-        )
-        space.pinned_bytes = 0
+        memory.end(space, invalidate=not self.backend.in_place)
         self.state.room.notify()
 
 
 def _layout_of(backing: Backing) -> ModelLayout | None:
-    """Return the layout of a model file; None if it is not a model, or its header is damaged. OSError."""
     region = MemoryRegion(HEADER_READ_BYTES + BLOCK_BYTES)
 
     def read(offset: int, size: int) -> bytes:

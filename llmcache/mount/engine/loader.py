@@ -13,15 +13,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from llmcache.cache.loops import CURSOR_LIFE_NS
 from llmcache.mount.engine.planner import ABANDONED_NS, LAG_NS, LAST_LAG_NS, choose_victims, excess_bytes
-from llmcache.mount.engine.space import ABSENT, READY, Fetch, LoopSpace
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import Backend
-    from llmcache.mount.engine.state import CacheState, Job
+from llmcache.mount.state.accounting import Invalidation
+from llmcache.mount.state.interfaces import Backend
+from llmcache.mount.state.space import ABSENT, READY, Fetch, LoopSpace
+from llmcache.mount.state.state import CacheState, Job
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +40,10 @@ class Loader:
         self._threads.append(state.services.thread("evict", self._evict))
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait for the threads, after `state.running` was cleared and both conditions were notified."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=10)
@@ -69,7 +65,6 @@ class Loader:
                     raise
 
     def _fail(self, job: Job) -> None:
-        """Cancel the fetches of a job that has failed unexpectedly, so that no reader waits for them."""
         arguments = getattr(job, "args", ())
         for fetch in [each for each in arguments if isinstance(each, Fetch)]:
             fetch.error = fetch.error or OSError(errno.EIO, os.strerror(errno.EIO))
@@ -81,7 +76,6 @@ class Loader:
             fetch.done.set()
 
     def _claim(self) -> Job | None:
-        """Claim the extent that a reader will reach first; return the job that fetches it. Lock held."""
         soonest = self._soonest()
         if soonest is None:
             return None
@@ -91,8 +85,7 @@ class Loader:
     def _soonest(self) -> tuple[LoopSpace, int] | None:
         """Return the absent extent that a reader will reach first, or None if there is none or no room. Lock held."""
         best: tuple[tuple[int, int], LoopSpace, int] | None = None
-        for space in self.state.spaces.values():
-            # Tested here, because most of thousands of files have no reader or no absent extent.
+        for space in self.state.index.read:
             if not space.cursors.live or ABSENT not in space.status or not self.backend.follows(space):
                 continue
             for urgency, extent in self._candidates(space):
@@ -101,8 +94,8 @@ class Loader:
         if best is None:
             return None
         _, space, extent = best
-        if self.state.used_bytes + space.extent_bytes > self.state.room_bytes:
-            self.state.ask_room()
+        if self.state.memory.used_bytes + space.extent_bytes > self.state.memory.room_bytes:
+            self.state.request_room()
             return None
         return space, extent
 
@@ -124,7 +117,7 @@ class Loader:
         ]
         # If only one reader moves, it may use more of the window.
         share = AHEAD_SHARE if len(readers) > 1 else AHEAD_SHARE_ALONE
-        ahead = int(share * (space.window_bytes or UNSEEN_WINDOW_BYTES))
+        ahead = int(share * (space.plan.window_bytes or UNSEEN_WINDOW_BYTES))
         span = int(space.count * SPAN_SHARE) if space.looping and not space.kept_whole else space.count
         for place, cursor in enumerate(readers):
             extent = space.next_absent(cursor.head, span)
@@ -138,38 +131,36 @@ class Loader:
         state = self.state
         while state.running:
             with state.lock:
-                debts, state.pending_invalidations = state.pending_invalidations, []
-                debts = debts or state.expert_cache.victims()
-                if not debts:
-                    debts = [self._forget_victim(*victim) for victim in choose_victims(state, time.monotonic_ns())]
-                if not debts:
+                ranges, state.memory.pending = state.memory.pending, []
+                ranges = ranges or state.expert_cache.victims()
+                ranges = ranges or [self._evict_extent(*victim) for victim in choose_victims(state, time.monotonic_ns())]
+                if not ranges:
                     state.room.wait(self._rest_s())
                     continue
-            self._drop(debts)
+            self._drop(ranges)
 
     def _rest_s(self) -> float:
         """Return the seconds until the next turn: fewer if just touched extents must be evicted then. Lock held."""
+        if excess_bytes(self.state) <= 0:
+            return IDLE_S
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS
-        reading = any(space.touched and space.last_ns > recent_ns for space in self.state.spaces.values())
-        return LAG_NS / 1e9 if reading and excess_bytes(self.state) > 0 else IDLE_S
+        reading = any(space.touched and space.last_ns > recent_ns for space in self.state.index.read)
+        return LAG_NS / 1e9 if reading else IDLE_S
 
-    def _forget_victim(
-        self, space: LoopSpace, node: int, offset: int, length: int, extent: int
-    ) -> tuple[int, int, int, int]:
-        """Make `extent` absent; return its range as a pending invalidation. Lock held."""
-        if space.state(extent) == READY:
-            self.state.counters.prefetch_wasted_bytes += length
-        return node, offset, length, space.forget(extent)
+    def _evict_extent(self, space: LoopSpace, extent: int) -> Invalidation:
+        is_unread = space.state(extent) == READY
+        evicted = self.state.memory.evict(space, extent)
+        if is_unread:
+            self.state.counters.prefetch_wasted_bytes += evicted.length
+        return evicted
 
-    def _drop(self, debts: list[tuple[int, int, int, int]]) -> None:
-        """Invalidate ranges of the page cache, and subtract them from the accounted bytes afterwards."""
+    def _drop(self, ranges: list[Invalidation]) -> None:
         state = self.state
-        for node, debts_of_node in itertools.groupby(debts, key=lambda debt: debt[0]):
-            self.backend.drop(node, [(offset, length) for _, offset, length, _ in debts_of_node])
+        for node, ranges_of_node in itertools.groupby(ranges, key=lambda each: each.node):
+            self.backend.drop(node, [(each.offset, each.length) for each in ranges_of_node])
         with state.lock:
-            for _, _, length, charged in debts:
-                state.resident_bytes -= charged
-                state.counters.invalidated_bytes += length
+            state.memory.invalidated(ranges)
+            state.counters.invalidated_bytes += sum(each.length for each in ranges)
             if state.crowded:  # otherwise loaders have nothing to do, and would only take time from other threads
                 state.crowded = False
-                state.work.notify(len(debts))
+                state.work.notify(len(ranges))

@@ -1,9 +1,9 @@
 """The statistics of a mount: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
-`statistics` holds the lock while it reads the counters. `heat_map` holds it
-only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the copies layer by layer,
-so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers, each with a bounded
-text.
+`statistics` holds the lock while it reads the counters, and then for the files of SPACES_AT_A_TIME spaces at a time.
+`heat_map` holds it only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the
+copies layer by layer, so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers,
+each with a bounded text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmcache.model.tensors import Part
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, SpaceFile
+from llmcache.mount.state.interfaces import ClientReads
+from llmcache.mount.state.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, LoopSpace, MoeFile, SpaceFile
+from llmcache.mount.state.state import CacheState, References
 from llmcache.mount.stats import (
     HEAT_SCHEMA,
     STATS_SCHEMA,
@@ -41,10 +43,7 @@ from llmcache.mount.stats import (
 )
 from llmcache.procfs import status_of
 
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import ClientReads
-    from llmcache.mount.engine.experts import MoeFile
-    from llmcache.mount.engine.state import CacheState, References
+SPACES_AT_A_TIME = 100  # while the lock is held
 
 
 NameOf = Callable[[str], str]
@@ -66,22 +65,19 @@ def statistics(
     `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
     """
     with state.lock:
-        counters, log = state.counters, state.references.log
+        counters, log, memory = state.counters, state.references.log, state.memory
         fates = (counters.prefetch_useful_bytes, counters.prefetch_late_bytes, counters.prefetch_wasted_bytes)
         waits = (from_json(Waits, histogram.as_dict()) for histogram in (state.late_waits, state.demand_waits))
         found = MountStats(
             schema=STATS_SCHEMA,
             mode=mode,
             uptime_s=(time.monotonic_ns() - state.began_ns) / 1e9,
-            budget_bytes=state.budget_bytes,
-            limit_bytes=state.pin_limit_bytes,
-            pinned_bytes=state.pinned_bytes(),
-            window_bytes=state.window_bytes(),
-            # Read by pages: headers, embedding rows, small and written files.
-            pages_bytes=sum(
-                space.accounted_bytes[extent] for space in state.spaces.values() for extent in space.partial_extents
-            ),
-            resident_bytes=state.used_bytes,
+            budget_bytes=memory.budget_bytes,
+            limit_bytes=memory.pin_limit_bytes,
+            pinned_bytes=memory.pinned_bytes,
+            window_bytes=memory.window_bytes,
+            pages_bytes=0,
+            resident_bytes=memory.used_bytes,
             read_bytes=counters.hit_bytes + counters.miss_bytes,
             hit_bytes=counters.hit_bytes,
             miss_bytes=counters.miss_bytes,
@@ -94,7 +90,7 @@ def statistics(
             stored_bytes=counters.stored_bytes,
             invalidated_bytes=counters.invalidated_bytes,
             refault_bytes=counters.refault_bytes,
-            beyond_bytes=max(0, state.used_bytes - state.limit_bytes) if state.opportunistic_bytes else 0,
+            beyond_bytes=max(0, memory.used_bytes - memory.limit_bytes) if memory.opportunistic_bytes else 0,
             helper_pid=next(iter(helper_pids), 0),
             arena=_arena(state.references),
             services=state.services.stats(),
@@ -103,11 +99,16 @@ def statistics(
             cpu_s=0.0,
             daemon_bytes=0,
         )
-        files = _files(state)
-        held_bytes = state.held_bytes
+        held_bytes, spaces = memory.held_bytes, list(state.spaces.values())
+    pages_bytes, files = 0, list[dict[str, Any]]()
+    for first in range(0, len(spaces), SPACES_AT_A_TIME):
+        with state.lock:
+            for space in [space for space in spaces[first : first + SPACES_AT_A_TIME] if space.alive]:
+                pages_bytes += sum(space.accounted_bytes[extent] for extent in space.partial_extents)
+                files += [_file(state, space, member) for member in space.members]
     return replace(
         found,
-        # Made without the lock: there may be thousands.
+        pages_bytes=pages_bytes,  # read by pages: headers, embedding rows, small and written files
         files=tuple(FileStats(name=name_of(file["path"]), **file) for file in files),
         cpu_s=cpu_s("self") + sum(cpu_s(str(pid)) for pid in helper_pids),
         daemon_bytes=max(0, private_bytes("self") - held_bytes) + sum(private_bytes(str(pid)) for pid in helper_pids),
@@ -121,22 +122,17 @@ def _arena(references: References) -> ArenaStats | None:
     return ArenaStats(core.clock, core.hit_blocks, core.miss_blocks, core.evicted_blocks, core.held_blocks)
 
 
-def _files(state: CacheState) -> list[dict[str, Any]]:
-    """Return the fields of FileStats, without the name, for each file. Lock held."""
-    in_use = {member for backing, (_, member) in state.owners.items() if state.opens.get(backing)}
-    return [
-        {
-            "path": member.path,
-            "size_bytes": member.size_bytes,
-            "kind": _class(space),
-            "open": member in in_use,
-            "lacks_extents": space.lacks_extents,
-            "loops": (_loop(space),) if space.looping and member is space.members[0] else (),
-            "experts": None if member.moe is None else from_json(ExpertStats, member.moe.facts()),
-        }
-        for space in state.spaces.values()
-        for member in space.members
-    ]
+def _file(state: CacheState, space: LoopSpace, member: SpaceFile) -> dict[str, Any]:
+    """Return the fields of FileStats, without the name. Lock held."""
+    return {
+        "path": member.path,
+        "size_bytes": member.size_bytes,
+        "kind": _class(space),
+        "open": member.backing is not None and state.opens.get(member.backing, 0) > 0,
+        "lacks_extents": space.lacks_extents,
+        "loops": (_loop(space),) if space.looping and member is space.members[0] else (),
+        "experts": None if member.moe is None else from_json(ExpertStats, member.moe.facts()),
+    }
 
 
 def _class(space: LoopSpace) -> str:
@@ -148,12 +144,12 @@ def _class(space: LoopSpace) -> str:
 
 
 def _loop(space: LoopSpace) -> LoopStats:
-    learner = space.learner
+    learner = space.touches
     return LoopStats(
-        size_bytes=space.loop_bytes,
+        size_bytes=min(space.used_loop_bytes, sum(member.size_bytes for member in space.members)),
         period_s=None if learner.period is None else learner.period / 1e9,
         pinned_bytes=space.pinned_bytes,
-        window_bytes=space.window_bytes,
+        window_bytes=space.plan.window_bytes,
         passes=learner.passes,
         readers=tuple(cursor.head / space.count for cursor in space.cursors.live),
         guessed=learner.guessed,
@@ -245,11 +241,8 @@ def heat_map(state: CacheState, mode: str, name_of: NameOf) -> HeatMap:
 
 
 def _copy(state: CacheState, space: LoopSpace) -> _Copy:
-    """Return a copy of the space. Lock held."""
-    core = state.references.core
-    core_space = None if core is None else core.spaces.get(space.key)
     now_ns = time.monotonic_ns()
-    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.learner.period or 0))
+    recent_ns = max(RECENT_NS, RECENT_PERIODS * (space.touches.period or 0))
     return _Copy(
         tuple(space.members),
         space.extent_bytes,
@@ -257,7 +250,7 @@ def _copy(state: CacheState, space: LoopSpace) -> _Copy:
         space.order.rank_of[:],
         space.accounted_bytes[:],
         space.seen_ns[:],
-        frozenset(() if core_space is None else core_space.held),
+        frozenset(space.held),
         now_ns,
         max(1, now_ns - recent_ns),  # 0 means never
         tuple((member.moe, member.moe.kept) for member in space.members if member.moe is not None),
@@ -265,7 +258,6 @@ def _copy(state: CacheState, space: LoopSpace) -> _Copy:
 
 
 def _charge_experts(copy: _Copy, moe: MoeFile, kept: list[int]) -> None:
-    """Account resident experts as pages of their extents."""
     size, base = copy.extent_bytes, moe.member.base
     for offset, length in (part for expert in kept for part in moe.ranges(expert)):
         for extent in range(offset // size, -(-(offset + length) // size)):
@@ -324,7 +316,6 @@ def _layer(copy: _Copy, member: SpaceFile, part: Part, experts: LayerExperts | N
 
 
 def _kinds(copy: _Copy, extents: range) -> bytes:
-    """Return the kind of each of `extents`."""
     states = bytes(map(copy.status.__getitem__, copy.rank_of[extents.start : extents.stop]))
     kinds = states.translate(_KIND_OF_STATE)
     if copy.held:
@@ -339,7 +330,6 @@ def _kinds(copy: _Copy, extents: range) -> bytes:
 def _lengths(
     copy: _Copy, member: SpaceFile, extents: range, kinds: bytes, first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (extent, kind, its bytes between `first` and `end`); runs of whole extents of one kind as one item."""
     size = copy.extent_bytes
     at = 0
     while at < len(kinds):

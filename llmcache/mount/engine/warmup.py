@@ -20,22 +20,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from llmcache.cache.arbitration import HOT_SHARE
 from llmcache.errors import MissingRequirement, MountProblem, UsageError
-from llmcache.mount.backends.base import MemoryRegion
-from llmcache.mount.backends.fuse import read_whole
-from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, SINGLE, SPARSE, LoopSpace, SpaceFile
-from llmcache.mount.engine.state import READ
-from llmcache.mount.vfs.source import Caller
-
-if TYPE_CHECKING:
-    from llmcache.mount.backends.base import Backend, PinStore
-    from llmcache.mount.engine.engine import Engine
-    from llmcache.mount.engine.state import CacheState
-    from llmcache.mount.vfs.backing import Backing
-
+from llmcache.mount.engine.engine import Engine
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import Caller
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.interfaces import Backend, PinStore
+from llmcache.mount.state.space import ABSENT, LOADING, PINNED, SINGLE, SPARSE, LoopSpace, SpaceFile
+from llmcache.mount.state.state import READ, CacheState, read_whole
 
 SCHEMA = "llmcache.warmup/1"
 ATTACH_S = 10.0
@@ -48,11 +43,9 @@ _ROUNDS = 8  # plans at most: other clients may change the plan again and again
 class Opener(Protocol):
     """Opens files as a client of the mount does."""
 
-    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """Open a regular file; return (handle, …). OSError."""
+    def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]: ...
 
-    def release(self, number: int) -> None:
-        """Close a handle."""
+    def release(self, number: int) -> None: ...
 
 
 class Warmup:
@@ -115,9 +108,9 @@ class Warmup:
             for _ in range(_ROUNDS):
                 with self.state.lock:
                     pieces = self._planned(spaces)
-                bringer = WarmupWorker(self.state, self.engine.backend, self.engine.holder, pieces)
-                bringer.run(tell)
-                if not bringer.done_bytes:
+                worker = WarmupWorker(self.state, self.engine.backend, self.engine.pin_store, pieces)
+                worker.run(tell)
+                if not worker.done_bytes:
                     return
         finally:
             self._turn.release()
@@ -138,7 +131,6 @@ class Warmup:
         return paths
 
     def _paths(self) -> Iterator[str]:
-        """Yield the paths of all regular files, in the order of their names."""
         for directory, names, files, fd in os.fwalk(".", dir_fd=self.engine.tree.fd, follow_symlinks=False):
             names.sort()
             for name in sorted(files):
@@ -149,7 +141,6 @@ class Warmup:
                         yield path
 
     def _open(self, path: str, stack: ExitStack) -> bool:
-        """Open a file as a client does, until `stack` ends; return False if SOURCE refuses."""
         try:
             number, _ = self.operations.open(path, os.O_RDONLY, Caller(os.geteuid(), os.getegid(), os.getpid()))
         except OSError:
@@ -184,10 +175,10 @@ class Warmup:
 
     def _planned(self, spaces: list[LoopSpace]) -> list[Piece]:
         """Return the extents to populate by a new plan: hot pages up to their share, then pins in loop order. Lock held."""
-        self.state.references.record_event("plan")
+        self.state.steering.plan()
         self.engine.planner.plan()
         planned: list[Piece] = []
-        share = self.state.limit_bytes // HOT_SHARE
+        share = self.state.memory.limit_bytes // HOT_SHARE
         for space in spaces:
             for extent in sorted(space.hot):
                 member = space.member_of(extent)
@@ -195,15 +186,9 @@ class Warmup:
                 if share >= 0 and space.length_of(member, extent) > 0:
                     planned.append((space, member, extent))
         for space in spaces:
-            wanted = (extent for extent in space.order.extent_at if self._wants(space, extent))
+            wanted = (extent for extent in space.order.extent_at if space.alive and space.wanted[extent])
             planned += [(space, space.member_of(extent), extent) for extent in wanted]
         return planned
-
-    def _wants(self, space: LoopSpace, extent: int) -> bool:
-        core = self.state.references.core
-        if space.state(extent) == SINGLE or not space.alive:
-            return False
-        return bool(space.wanted[extent]) if core is None else core.wants(space.key, extent)
 
     def _rows(self, spaces: list[LoopSpace], warm: bool) -> list[dict[str, Any]]:
         """Return the wanted and the cached bytes of each file, by one plan. `warm`: keep them cached until first used."""
@@ -217,7 +202,7 @@ class Warmup:
                 if sums_of_file is not None:
                     length = space.length_of(member, extent)
                     sums_of_file[0] += length
-                    sums_of_file[1] += length if has(self.state, piece) else 0
+                    sums_of_file[1] += length if has(piece) else 0
             return [
                 {
                     "path": member.path,
@@ -251,13 +236,12 @@ Tell = Callable[[dict[str, Any]], None]
 Piece = tuple[LoopSpace, SpaceFile, int]
 
 
-def has(state: CacheState, piece: Piece) -> bool:
+def has(piece: Piece) -> bool:
     """Return True if the mount has the extent cached. Lock held."""
     space, member, extent = piece
     if space.state(extent) == SINGLE:
         return bool(space.accounted_bytes[extent] >= min(space.extent_bytes, space.length_of(member, extent)))
-    core = state.references.core
-    return space.state(extent) == PINNED if core is None else core.holds(space.key, extent)
+    return extent in space.held if space.is_arena else space.state(extent) == PINNED
 
 
 def ended() -> MountProblem:
@@ -268,17 +252,16 @@ def ended() -> MountProblem:
 class WarmupWorker:
     """The threads of one warm-up, and the extents that remain to be fetched."""
 
-    def __init__(self, state: CacheState, backend: Backend, holder: PinStore, pieces: list[Piece]) -> None:
-        self.state, self.backend, self.holder = state, backend, holder
+    def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, pieces: list[Piece]) -> None:
+        self.state, self.backend, self.pin_store = state, backend, pin_store
         with state.lock:
-            self.left = deque(piece for piece in pieces if not has(state, piece))
+            self.left = deque(piece for piece in pieces if not has(piece))
             self.total_bytes = sum(space.length_of(member, extent) for space, member, extent in self.left)
         self.done_bytes = 0
         self.last_ns = time.monotonic_ns()
         self.stop = False
 
     def run(self, tell: Tell) -> None:
-        """Return once every extent was fetched, or does not fit."""
         threads = [threading.Thread(target=self._work, name=f"warm-{n}", daemon=True) for n in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -294,7 +277,7 @@ class WarmupWorker:
             for thread in threads:
                 thread.join()
             with self.state.lock:
-                self.state.asked_bytes = 0
+                self.state.memory.warmup_bytes = 0
         if not self.state.running:
             raise ended()
 
@@ -312,17 +295,17 @@ class WarmupWorker:
             return
         if space.state(extent) == SINGLE:
             self._fetch_hot(space, member, extent, backing)
-        elif self.state.references.core is None:
-            self._fetch(space, member, extent)
-        else:
+        elif space.is_arena:
             self._fetch_to_arena(space, member, extent, backing)
+        else:
+            self._fetch(space, member, extent)
         with self.state.lock:
-            if has(self.state, (space, member, extent)):
+            if has((space, member, extent)):
                 self.done_bytes += space.length_of(member, extent)
                 self.last_ns = time.monotonic_ns()
 
     def _fetch(self, space: LoopSpace, member: SpaceFile, extent: int) -> None:
-        """Fetch an extent as a loader does, once there is a buffer and room (steer, in place)."""
+        memory = self.state.memory
         while not self.stop and self.state.running:
             with self.state.lock:
                 if not space.alive or not space.wanted[extent]:
@@ -331,15 +314,15 @@ class WarmupWorker:
                     return  # it is cached
                 if space.state(extent) == LOADING:  # another thread fetches it
                     job = None
-                elif self.state.used_bytes + space.extent_bytes <= self.state.room_bytes and member.reachable:
+                elif memory.used_bytes + space.extent_bytes <= memory.room_bytes and member.reachable:
                     job = self.backend.ahead(space, member, extent)
                 else:
                     job = None
                 if job is None:
                     if time.monotonic_ns() - self.last_ns > STALLED_S * 1e9:
                         return
-                    self.state.asked_bytes = space.extent_bytes
-                    self.state.ask_room()
+                    self.state.memory.warmup_bytes = space.extent_bytes
+                    self.state.request_room()
                     self.state.work.wait(0.05)
             if job is not None:
                 job()
@@ -352,7 +335,7 @@ class WarmupWorker:
         except OSError:  # no memory
             return
         with self.state.lock:
-            if not space.alive or has(self.state, (space, member, extent)):
+            if not space.alive or has((space, member, extent)):
                 return
             offset, length = space.offset_of(member, extent), space.length_of(member, extent)
             member.loads += 1
@@ -360,12 +343,11 @@ class WarmupWorker:
         with self.state.lock:
             self.state.load_ended(member)
             core = self.state.references.core
-            if complete and space.alive and core is not None and not core.holds(space.key, extent):
-                self.state.references.record_event("hold", space.key, extent)
-                self.holder.keep(space, extent, region)
+            if complete and space.alive and core is not None and extent not in space.held:
+                core.hold(space.key, extent)
+                self.pin_store.keep(space, extent, region)
 
     def _fetch_hot(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
-        """Populate a whole extent that is read by pages."""
         with self.state.lock:
             if not space.alive or member.node is None:
                 return
@@ -374,8 +356,8 @@ class WarmupWorker:
             return
         with self.state.lock:
             if space.key in self.state.spaces:  # otherwise the space has ended since
-                self.state.account(space, extent, length)
-                space.partial_extents[extent] = time.monotonic_ns()
+                self.state.memory.account(space, extent, length)
+                space.make_partial(extent, time.monotonic_ns())
                 self.state.references.pages(space, member, offset, length, READ, os.getpid())
             else:
-                self.state.pending_invalidations.append((node, offset, length, 0))
+                self.state.invalidate(node, offset, length)

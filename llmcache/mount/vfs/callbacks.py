@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from llmcache.mount.source.tree import Caller
 from llmcache.mount.vfs.libfuse import Notifier, Pointer, request_context, request_number
-from llmcache.mount.vfs.source import Caller
 
 if TYPE_CHECKING:
     from llmcache.mount.vfs.operations import LlmcacheOperations

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmcache import files
 from llmcache.mount import syscalls
-from llmcache.mount.vfs.backing import Backing, BackingTable, Opened
-from llmcache.mount.vfs.source import THE_DAEMON, Caller, SourceTree, WritePolicy, open_again, read_only
+from llmcache.mount.source.backing import Backing, BackingTable, Opened
+from llmcache.mount.source.tree import THE_DAEMON, Caller, SourceTree, WritePolicy, open_again, read_only
 
 if TYPE_CHECKING:
     from llmcache.mount.backends.fuse import Reader

@@ -1,58 +1,21 @@
-"""Interfaces that the engine works through: back ends, pin stores and the memory for fetches.
+"""Interfaces between the engine and the back ends.
 
-The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE
-(`fuse.py`) or in place (`inplace.py`), and reports opens, reads and closes to the engine. A pin store keeps pinned extents
-in memory. Methods that expect the engine's lock say so.
-
-Memory for fetches is page-aligned: a bounded pool that never blocks, and a small bounce buffer for each thread. A reader
-that finds the pool empty reads only the bytes of its request, through its bounce buffer: a reply must not wait for a buffer
-whose user may itself wait for that reply.
+The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE or in place, and reports
+opens, reads and closes to the engine. A pin store keeps pinned extents in memory. Methods that expect the engine's lock say
+so.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from llmcache.mount.engine.space import Fetch
-
-if TYPE_CHECKING:
-    from llmcache.mount.engine.experts import ExpertLoad, MoeFile
-    from llmcache.mount.engine.space import LoopSpace, SpaceFile
-    from llmcache.mount.engine.state import Job
-    from llmcache.mount.vfs.backing import Backing
-
-
-BUFFER_BYTES = 1 << 20
-BOUNCE_BYTES = 128 << 10
-
-
-class MemoryRegion:
-    """Anonymous page-aligned memory of `size` bytes at `address`."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.memory = mmap.mmap(-1, size)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-
-@dataclass(eq=False)
-class BufferFetch(Fetch):
-    """A read at `offset` into memory of this process: `region` contains the data once it is done.
-
-    `replied`: (start, end) of the bytes that readers received. `stored`: set once the rest is in the page cache. `load`: the
-    expert of which the fetch reads a piece; `extent` is then the expert's number.
-    """
-
-    region: MemoryRegion = field(kw_only=True)
-    offset: int = field(kw_only=True)
-    load: ExpertLoad | None = None
-    stored: threading.Event = field(default_factory=threading.Event)
-    replied: tuple[int, int] = (0, 0)
+from llmcache.cache.loops import Pass
+from llmcache.mount.source.backing import Backing
+from llmcache.mount.source.tree import SourceTree
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.space import Fetch, LoopSpace, MoeFile, SpaceFile
+from llmcache.mount.state.state import CacheState, Job
 
 
 class ClientReads(NamedTuple):
@@ -60,50 +23,6 @@ class ClientReads(NamedTuple):
 
     client_bytes: int
     own_bytes: int
-
-
-class BufferPool:
-    """Buffers of BUFFER_BYTES, `count` in all; files of hundreds of GiB use fewer, larger ones.
-
-    Fetching ahead leaves `reserve` buffers free for fetches that a reader waits for.
-    """
-
-    def __init__(self, count: int, reserve: int) -> None:
-        self.free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
-        self._left_bytes = count * BUFFER_BYTES  # not handed out, including buffers in `free`
-        self.count = count
-        self.reserve = reserve
-        self._bounce = threading.local()
-
-    def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Return a buffer of `size` bytes or more, or None if none is free for this purpose. Lock held."""
-        size = max(size, BUFFER_BYTES)
-        if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
-            return None
-        buffer = next((buffer for buffer in reversed(self.free) if buffer.size == size), None)
-        if buffer is not None:
-            self.free.remove(buffer)
-        else:
-            while sum(free.size for free in self.free) > self._left_bytes - size:
-                del self.free[0]
-            try:
-                buffer = MemoryRegion(size)
-            except OSError:  # no memory
-                return None
-        self._left_bytes -= size
-        return buffer
-
-    def give(self, buffer: MemoryRegion) -> None:
-        """Put a buffer back. Lock held."""
-        self.free.append(buffer)
-        self._left_bytes += buffer.size
-
-    def bounce(self) -> MemoryRegion:
-        """Return this thread's buffer of BOUNCE_BYTES."""
-        region: MemoryRegion | None = getattr(self._bounce, "region", None)
-        if region is None:
-            region = self._bounce.region = MemoryRegion(BOUNCE_BYTES)
-        return region
 
 
 class KernelNotifier(Protocol):
@@ -185,7 +104,7 @@ class PinStore(Protocol):
     The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
     """
 
-    def brings_region(self, space: LoopSpace, extent: int) -> bool:
+    def has_region(self, space: LoopSpace, extent: int) -> bool:
         """Return True if `region` is expected to return memory for `extent`."""
         return False
 
@@ -217,9 +136,69 @@ class PinStore(Protocol):
         """Lock pages of pinned extents again that were dropped and have been read again."""
         return
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until the locks and unlocks requested before are done. Without the engine's lock."""
         return
 
     def pinned(self, space: LoopSpace) -> list[int]:
         """Return the extents that are pinned."""
+
+
+class PinHelpers(Protocol):
+    """The pin helpers, as far as the engine uses them (`backends.pins.PinService`)."""
+
+    pids: tuple[int, ...]
+    again_bytes: int
+
+    @property
+    def locked_bytes(self) -> int: ...
+
+    def start(self, mountpoint: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def attach(self, path: str) -> None: ...
+
+    def detach(self, path: str) -> None: ...
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def settle(self, timeout_s: float) -> None: ...
+
+
+class TouchJudge(Protocol):
+    """Receives the touches that a back end observes (`engine.evidence.Judge`). Lock held."""
+
+    def touched(self, space: LoopSpace, extent: int) -> None: ...
+
+    def touched_pages(self, space: LoopSpace, extent: int, resident_bytes: int) -> None: ...
+
+    def used_bytes(self, space: LoopSpace, extent: int) -> int: ...
+
+
+class EngineCalls(Protocol):
+    """The engine, as far as back ends report to it. Methods with a space expect the lock; those with a file take it."""
+
+    state: CacheState
+    tree: SourceTree
+    pin_store: PinStore
+    pins: PinHelpers
+
+    @property
+    def judge(self) -> TouchJudge: ...
+
+    def opened(self, backing: Backing, path: str, pid: int) -> bool: ...
+
+    def adopt(self, backing: Backing) -> bool: ...
+
+    def closed(self, backing: Backing, pid: int) -> None: ...
+
+    def changed(self, backing: Backing, offset: int, length: int) -> None: ...
+
+    def renamed(self, old: str, new: str) -> None: ...
+
+    def removed(self, path: str) -> None: ...
+
+    def pass_ended(self, space: LoopSpace, done: Pass) -> None: ...
+
+    def replan(self) -> None: ...

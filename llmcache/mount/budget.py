@@ -153,7 +153,6 @@ class PressureGauge:
             )
 
     def reset(self, budget_bytes: int) -> None:
-        """Restart with a new budget."""
         self.budget_bytes = self._limit = budget_bytes
 
     def limit(self, held_bytes: int) -> int:

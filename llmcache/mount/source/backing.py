@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmcache.mount import syscalls
-from llmcache.mount.vfs.source import THE_DAEMON, Caller, is_at, no_read_ahead, open_again, open_for
+from llmcache.mount.source.tree import THE_DAEMON, Caller, is_at, no_read_ahead, open_again, open_for
 from llmcache.units import BLOCK_BYTES
 
 log = logging.getLogger(__name__)

@@ -34,19 +34,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmcache.cache.steering import HIT, KEPT, LARGE_EXTENT, Steering
+from llmcache.cache.space import LARGE_EXTENT
+from llmcache.cache.steering import HIT, KEPT, Steering
 from llmcache.memory import limits_apart
-from llmcache.mount.backends.base import MemoryRegion, PinStore
 from llmcache.mount.backends.pinhelper import BATCH_BYTES, Run, add_run, overlap, pieces, take_out
-from llmcache.mount.engine.space import PINNED, READY, TOUCHED, Fetch, LoopSpace
-from llmcache.mount.engine.state import CacheState
 from llmcache.mount.services import Services
-from llmcache.mount.vfs.source import LinkTarget
+from llmcache.mount.source.tree import LinkTarget
+from llmcache.mount.state.buffers import MemoryRegion
+from llmcache.mount.state.interfaces import PinStore
+from llmcache.mount.state.space import PINNED, Fetch, LoopSpace
+from llmcache.mount.state.state import CacheState
 
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 20
-SETTLE_S = 5.0
 RESTARTS_WITHIN_S = 60.0
 RETRY_S = 1.0  # from a refused unlock to the next attempt, and between checks of helpers while no request is queued
 PAYERS_S = 5.0  # between checks of the limits of cgroups that are charged for locked pages
@@ -82,7 +83,6 @@ class PinHelper:
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
 
     def call(self, operation: str, path: str, **more: int | str | list[int]) -> dict[str, Any]:
-        """Return the helper's reply to a request. HelperLost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -114,13 +114,11 @@ class PinHelper:
         return node
 
     def detach(self, path: str) -> None:
-        """Close `path`, which unlocks it."""
         if path in self.locked:
             self.call("detach", path)
             self._drop(path)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename an attached file."""
         if old in self.locked:
             self.call("rename", old, new=new)
             self._drop(new)
@@ -158,11 +156,9 @@ class PinHelper:
         self.locked_bytes -= sum(length for _, length in runs)
 
     def is_running(self) -> bool:
-        """Return True if the process has not ended."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process, which releases its locks; wait for it."""
         self._process.kill()
         self._process.wait()
 
@@ -240,7 +236,6 @@ class PinService:
 
     @property
     def pid(self) -> int:
-        """PID of the first helper; 0 if there is none."""
         return next(iter(self.pids), 0)
 
     @property
@@ -276,7 +271,6 @@ class PinService:
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
-        """Close `path` and forget its locks."""
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
@@ -293,11 +287,9 @@ class PinService:
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
-        """Record that a file was renamed."""
         self._queue.put({"op": "rename", "path": old, "new": new})
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until all requests queued before are done, or for `timeout_s`."""
         done = threading.Event()
         self._queue.put(done)
         done.wait(timeout_s)
@@ -340,7 +332,6 @@ class PinService:
                 self.on_failed(path, offset, length, errno.ENOMEM)
 
     def _serve(self, request: dict[str, Any]) -> None:
-        """Serve a request. After HelperLost, it may be served again from the start."""
         path, operation = request["path"], request["op"]
         if operation == "attach":
             self._forget(path)
@@ -445,7 +436,6 @@ class PinService:
                     self._retry_at = time.monotonic() + RETRY_S
 
     def _spawn(self) -> PinHelper:
-        """Start another helper; return the last one if the system refuses a process."""
         try:
             helper = PinHelper(self._mountpoint, self._target_of)
         except OSError:
@@ -459,7 +449,6 @@ class PinService:
         return helper
 
     def _recovered(self, lost: HelperLost) -> bool:
-        """Replace a helper that has died; return False once that has failed too often."""
         while not self._stopping:
             now = time.monotonic()
             self._restarts = [when for when in self._restarts if now - when < RESTARTS_WITHIN_S] + [now]
@@ -537,52 +526,41 @@ class LockedPinStore(PinStore):
         self.pins = pins
 
     def skips_trip(self, space: LoopSpace, extent: int) -> bool:
-        """Return True for wanted extents, which are locked as soon as they are stored."""
         return bool(space.wanted[extent])
 
     def stored(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Lock the extent if the plan wants it."""
         if space.wanted[fetch.extent]:
             self._pin(space, [fetch.extent])
 
     def pin_ready(self, space: LoopSpace) -> None:
-        """Lock the wanted extents that are ready or touched."""
-        present, now_ns = (READY, TOUCHED), time.monotonic_ns()
-        by_rank = zip(space.order.extent_at, space.status, strict=True)
-        wanted = [extent for extent, state in by_rank if state in present and space.wanted[extent]]
+        now_ns = time.monotonic_ns()
+        wanted = [extent for extent in (*space.ready, *space.touched) if space.wanted[extent]]
         self._pin(space, [extent for extent in wanted if space.unlockable.get(extent, 0) <= now_ns])
 
     def _pin(self, space: LoopSpace, extents: list[int]) -> None:
         for extent in extents:
-            space.set_state(extent, PINNED)
-            for table in (space.trips, space.ready, space.touched):
-                table.pop(extent, None)
-            space.pinned_bytes += space.length_of(space.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(space, extents):
+            space.pin(extent)
+            self.state.memory.pin(space, space.length_of(space.member_of(extent), extent))
+        for member, offset, length in space.ranges(extents):
             self.pins.lock(member.path, offset, length)
 
     def release(self, space: LoopSpace, extents: list[int]) -> None:
-        """Unlock extents; their data stays until it is evicted."""
         for extent in extents:
             if space.state(extent) == PINNED:
-                space.set_state(extent, TOUCHED)
-                space.touched[extent] = 0
-                space.pinned_bytes -= space.length_of(space.member_of(extent), extent)
-        for member, offset, length in self.state.ranges(space, extents):
+                space.touch(extent, 0)
+                self.state.memory.pin(space, -space.length_of(space.member_of(extent), extent))
+        for member, offset, length in space.ranges(extents):
             self.pins.unlock(member.path, offset, length)
 
-    def settle(self) -> None:
-        """Wait until the helpers have served the requests queued before."""
-        self.pins.settle(SETTLE_S)
+    def settle(self, timeout_s: float = 5.0) -> None:
+        self.pins.settle(timeout_s)
 
     def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
-        """Lock pages of pinned extents again that were dropped and have been read again."""
-        for member, offset, length in self.state.ranges(space, extents):
+        for member, offset, length in space.ranges(extents):
             self.pins.lock(member.path, offset, length)
 
     def pinned(self, space: LoopSpace) -> list[int]:
-        """Return the extents in state PINNED."""
-        return [space.order.extent_at[rank] for rank, state in enumerate(space.status) if state == PINNED]
+        return space.in_state(PINNED) if space.pinned_bytes else []
 
 
 class ArenaPinStore(PinStore):
@@ -592,36 +570,31 @@ class ArenaPinStore(PinStore):
     chooses the victims. `regions`: memory of the pinned extents, by space key and extent.
     """
 
-    def __init__(self, state: CacheState, on_plan: Callable[[], None]) -> None:
+    def __init__(self, state: CacheState, steering: Steering) -> None:
         self.state = state
-        self.core = Steering(state.budget_bytes, self._evicted, on_plan)
+        steering.on_evict = self._evicted
         self.regions: dict[tuple[str, int], MemoryRegion] = {}
 
-    def brings_region(self, space: LoopSpace, extent: int) -> bool:
-        """Return True for extents that are in the arena, or will be."""
-        return self.core.holds(space.key, extent) or self.core.wants(space.key, extent)
+    def has_region(self, space: LoopSpace, extent: int) -> bool:
+        return extent in space.held or bool(space.wanted[extent])
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
-        """Return the extent's region on a hit, a new region if the core pins it, else None."""
         if verdict == HIT:
             return self.regions[(space.key, extent)]
         return MemoryRegion(space.extent_bytes) if verdict == KEPT else None
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
         """Keep `region`, unless the core has evicted the extent while it was read."""
-        if self.core.holds(space.key, extent):
+        if extent in space.held:
             self.regions[(space.key, extent)] = region
-            self.state.held_bytes += region.size
-            space.pinned_bytes += region.size
+            self.state.memory.hold(space, region.size)
 
     def _evicted(self, key: str, extent: int) -> None:
         """Free the region of an evicted extent; one that is still being read is not in `regions` yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
-            self.state.held_bytes -= region.size
-            self.state.spaces[key].pinned_bytes -= region.size
+            self.state.memory.hold(self.state.spaces[key], -region.size)
             self.state.room.notify()
 
     def pinned(self, space: LoopSpace) -> list[int]:
-        """Return the extents with a region."""
         return [extent for key, extent in self.regions if key == space.key]

@@ -1,0 +1,1 @@
+"""SOURCE: its directory tree, the rights of callers, and its open files."""
