@@ -22,7 +22,7 @@ from tools.bench.mount import passes
 from tools.bench.patterns import Reader, Stage, routed_passes
 from tools.bench.runner import MIB, client, loop_file
 from tools.bench.sides import Mounted, Plain
-from tools.make_model import BYTES_PER_VALUE, MixtureShape, choose_shape, make_model
+from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape, make_model
 
 MGLRU = Path("/sys/kernel/mm/lru_gen/enabled")
 LOOP_BYTES = 1000 * MIB  # a tenth of it is more than the 64 MiB by which the page cache may exceed the budget
@@ -47,7 +47,7 @@ def dense(directory: Path, scale: float) -> Iterator[Experiment]:
 def mixtures(directory: Path, scale: float) -> Iterator[Experiment]:
     """Yield the MoE cells."""
     shape = choose_shape(
-        int(MOE_BYTES * scale), BYTES_PER_VALUE["gguf"], None, False, MixtureShape(EXPERTS, USED, SLICE_BYTES)
+        int(MOE_BYTES * scale), BYTES_PER_VALUE["gguf"], None, False, MoeShape(EXPERTS, USED, SLICE_BYTES)
     )
     (file,) = make_model(directory / "moe.gguf", shape, "gguf", 1, 0)
     size, layout = file.stat().st_size, routing.layout_of(file)
