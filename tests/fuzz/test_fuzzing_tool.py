@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from llmcache.errors import UsageError
+from llmcache.errors import EXIT_INTERRUPTED, UsageError
 from tests.fuzz.target import Machine, Target
 from tools import fuzzing
 
@@ -97,4 +97,4 @@ def test_a_terminated_run_cleans_up(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         assert process.communicate(timeout=240)[0] == "down\n"  # without the output of a complete run
-    assert process.returncode == 0
+    assert process.returncode == EXIT_INTERRUPTED
