@@ -205,6 +205,27 @@ def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
         raise _failure()
 
 
+def inotify_init(flags: int) -> int:
+    """Return the descriptor of a new inotify instance."""
+    fd = int(_libc.inotify_init1(flags))
+    if fd < 0:
+        raise _failure()
+    return fd
+
+
+def inotify_add_watch(fd: int, path: str, mask: int) -> int:
+    """Watch a file or directory; return the number of the watch."""
+    watch = int(_libc.inotify_add_watch(fd, os.fsencode(path), ctypes.c_uint32(mask)))
+    if watch < 0:
+        raise _failure()
+    return watch
+
+
+def inotify_rm_watch(fd: int, watch: int) -> None:
+    """End a watch, unless it has ended because its directory was deleted."""
+    _libc.inotify_rm_watch(fd, watch)
+
+
 def umount2(target: str, flags: int) -> None:
     """Unmount by system call (root only)."""
     if _libc.umount2(os.fsencode(target), flags) != 0:
