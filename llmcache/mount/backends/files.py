@@ -31,6 +31,7 @@ from llmcache.errors import MissingRequirement
 from llmcache.model.names import NOT_THERE
 from llmcache.mount import syscalls
 from llmcache.mount.backends.touches import FILES, PLACES, RUNS, Touches
+from llmcache.mount.changes import SourceChanges
 from llmcache.mount.engine.space import PINNED, SINGLE, LoopSpace, SpaceFile
 from llmcache.mount.engine.state import LOADS_S
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCAN_S, SCAN_REST = 1.0, 50  # between walks of SOURCE; at least this multiple of the time that the last walk took
-CHECK_S = 0.25  # between checks of clients and deleted files
+QUIET_SCAN_S = 60.0  # between walks without a reported change, if all changes are reported
+CHECK_S = 0.25  # between checks of open files and their clients
 LOOK_REST = 20  # pause between checks of the files' paths, as a multiple of the time that the last one took
 QUIET_NS = 2_000_000_000  # a file that was modified less than this ago is not steered
 IDLE_NS = 10_000_000_000  # a file that no client has touched for this time may have been closed
@@ -67,9 +69,9 @@ class Program:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.refused = 0  # times that the kernel refused advice
-        self._fd = os.pidfd_open(pid)
+        self.fd = os.pidfd_open(pid)  # readable once it has ended
         self._end = select.poll()
-        self._end.register(self._fd, select.POLLIN)
+        self._end.register(self.fd, select.POLLIN)
         self._parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # by device and inode: (offset, address, bytes)
         self._looked_ns = 0
 
@@ -80,7 +82,7 @@ class Program:
 
     def close(self) -> None:
         """Close the pidfd."""
-        os.close(self._fd)
+        os.close(self.fd)
 
     def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
         """Return the addresses at which bytes of a file are mapped; 0 for bytes that are not."""
@@ -145,7 +147,7 @@ class Program:
     def _advise(self, parts: list[tuple[int, int]], advice: int) -> None:
         while parts:
             try:
-                taken = syscalls.process_madvise(self._fd, parts, advice)
+                taken = syscalls.process_madvise(self.fd, parts, advice)
             except OSError as error:
                 if error.errno not in (errno.ENOMEM, errno.EFAULT, errno.EINVAL):
                     if not self.refused:
@@ -364,12 +366,21 @@ class Files:
         self._dev = os.fstat(self.tree.fd).st_dev  # file systems mounted below SOURCE are not visible through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._requests: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._changes = SourceChanges(self.tree.fd)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events = select.epoll()  # requests, ends of clients, and changes below SOURCE
+        self._events.register(self._wake_fd, select.EPOLLIN)
+        if self._changes.fd is not None:
+            self._events.register(self._changes.fd, select.EPOLLIN | select.EPOLLONESHOT)
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places, self._runs = SlotAllocator(PLACES), SlotAllocator(RUNS)
         self._too_many = False  # logged that there are too many files
         self._advised = False  # logged the advice to use --read-ahead for experts
         self._refused = 0  # times that advice was refused on the memory of clients that have ended
+        self.in_use = threading.Event()  # while a file is open
+        self._has_news = True  # something may have changed below SOURCE
+        self._scanned, self._pause_s, self._checked = 0.0, 0.0, 0.0  # last walk, pause after it, last check of open files
         self._unknown = False  # logged that a client is outside this PID namespace
 
     @property
@@ -416,10 +427,12 @@ class Files:
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
             self._requests.put((file, pid))
+            os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
         """Make `run` return."""
         self._requests.put(None)
+        os.eventfd_write(self._wake_fd, 1)
 
     # The thread
 
@@ -451,35 +464,72 @@ class Files:
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
     def run(self) -> None:
-        """Until `stop`: open requested files, walk SOURCE at times, and notice clients that end and files that change."""
-        next_scan = next_check = next_look = 0.0
+        """Until `stop`: open requested files, walk SOURCE after changes, and notice clients that end."""
+        next_scan = next_look = 0.0
         while True:
-            began = time.monotonic()
-            if began >= next_look:
+            now = time.monotonic()
+            if now >= next_look and (self._has_news or not self._changes.is_complete):
+                has_changed = self._take_news()
                 with self.turn:
-                    if self._forget_deleted():
-                        next_scan = min(next_scan, began)
-                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - began))
-            if began >= next_scan:
+                    has_left = self._forget_deleted()
+                if has_changed or has_left:
+                    next_scan = min(next_scan, now if has_left else self._scanned + self._pause_s)
+                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - now))
+            if now >= next_scan:
+                self._walk_again()
+                next_scan = self._scanned + (QUIET_SCAN_S if self._changes.is_complete else self._pause_s)
+            if self.in_use.is_set():
                 with self.turn:
-                    with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
-                        self._scan()
-                    self._check_changes()
-                    with contextlib.suppress(MissingRequirement, OSError):  # the device was removed
-                        self._set_read_ahead()
-                next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
-            if began >= next_check:
-                with self.turn:
-                    self._check_programs()
+                    if now >= self._checked + SCAN_S:
+                        self._checked = now
+                        self._check_changes()  # a write through a mapping is reported only when the file is closed
                     self._check_use()
                     self._thin()
                     self._place_waiting()
-                next_check = time.monotonic() + CHECK_S
+            pause_s = next_scan - time.monotonic()
+            if self._has_news or not self._changes.is_complete:
+                pause_s = min(pause_s, next_look - time.monotonic())
+            if self.in_use.is_set():
+                pause_s = min(pause_s, CHECK_S)
+            if not self._serve(max(0.0, pause_s)):
+                self._changes.close()
+                return
+
+    def _take_news(self) -> bool:
+        self._has_news = False
+        has_changed = self._changes.take()
+        if self._changes.fd is not None:
+            self._events.modify(self._changes.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        return has_changed
+
+    def _walk_again(self) -> None:
+        began = time.monotonic()
+        with self.turn:
+            with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
+                self._scan()
+            self._check_changes()
+            with contextlib.suppress(MissingRequirement, OSError):  # the device was removed
+                self._set_read_ahead()
+        self._scanned = time.monotonic()
+        self._pause_s = max(SCAN_S, SCAN_REST * (self._scanned - began))
+        self._has_news = True  # new directories may have changed before they were watched
+
+    def _serve(self, timeout_s: float) -> bool:
+        """Wait for an event, and serve requests and ends of clients; return False after `stop`."""
+        ready = [fd for fd, _ in self._events.poll(timeout_s)]
+        self._has_news = self._has_news or self._changes.fd in ready
+        if any(fd not in (self._wake_fd, self._changes.fd) for fd in ready):
+            with self.turn:
+                self._remove_ended(set(ready))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
             with contextlib.suppress(queue.Empty):
-                request = self._requests.get(timeout=CHECK_S)
-                if request is None:
-                    return
-                self._answer(*request)
+                while True:
+                    request = self._requests.get_nowait()
+                    if request is None:
+                        return False
+                    self._answer(*request)
+        return True
 
     def _answer(self, file: File, pid: int) -> None:
         try:
@@ -498,7 +548,9 @@ class Files:
         """Return the files of SOURCE to steer, the links to files outside it, and whether the walk saw everything."""
         found: FilesByKey = {}
         errors: list[OSError] = []
+        self._changes.begin()
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
+            self._changes.visit(fd)
             for name in names:
                 try:
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -521,7 +573,9 @@ class Files:
                     found[key], targets[path] = (path, status), target
                 followed[path] = found[key][0]
         self.tree.names.followed = followed
-        return found, targets, all(error.errno in NOT_THERE for error in errors)
+        is_complete = all(error.errno in NOT_THERE for error in errors)
+        self._changes.end(is_complete and not self.tree.names.outside)  # changes of files outside SOURCE are not reported
+        return found, targets, is_complete
 
     def _scan(self) -> None:
         """Watch new files, and forget missing ones."""
@@ -592,8 +646,10 @@ class Files:
             log.warning("a client outside this PID namespace reads files: pages that it maps cannot be dropped")
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
-            program = self._programs.get(pid) or Program(pid)
-            self._programs[pid] = program
+            program = self._programs.get(pid)
+            if program is None:
+                program = self._programs[pid] = Program(pid)
+                self._events.register(program.fd, select.EPOLLIN)
             program.look(again=True)
         if file.mapping is None:
             self._open(file)
@@ -630,6 +686,8 @@ class Files:
         except OSError:  # it was truncated to nothing
             backing.close()
             raise
+        self.in_use.set()
+        os.eventfd_write(self._wake_fd, 1)
 
     def _watch_extents(self, file: File, space: LoopSpace, member: SpaceFile) -> None:
         self._give_places(file)
@@ -726,12 +784,13 @@ class Files:
                 file.step = step
                 self._watch(file, space, member)
 
-    def _check_programs(self) -> None:
-        """Remove clients that have ended."""
+    def _remove_ended(self, ready: set[int]) -> None:
+        """Remove clients that have ended: those whose pidfd is in `ready`."""
         for pid, program in list(self._programs.items()):
-            if not program.ended:
+            if program.fd not in ready:
                 continue
             del self._programs[pid]
+            self._events.unregister(program.fd)
             for file in self.by_number.values():
                 if pid in file.programs:
                     self._leave(file, pid)
@@ -775,6 +834,8 @@ class Files:
             for space, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
                 space.lacks_extents = space.lacks_extents if space.paged else 0
             file.mapping, file.unplaced = None, False
+            if all(other.mapping is None for other in self.by_number.values()):
+                self.in_use.clear()
             if not self.engine.state.ended.wait_for(lambda: not mapping.reads, LOADS_S):
                 mapping.backing.keep_open(f"{mapping.reads} reads have not ended within {LOADS_S:.0f} s")
         mapping.close()

@@ -28,15 +28,13 @@ import functools
 import itertools
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.steering import HUGE_BYTES
-from llmcache.errors import MountProblem
 from llmcache.mount import syscalls
 from llmcache.mount.backends.base import ClientReads
 from llmcache.mount.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
@@ -44,7 +42,6 @@ from llmcache.mount.backends.fuse import FAILED
 from llmcache.mount.backends.samples import Samples
 from llmcache.mount.backends.touches import MISS, Touch, Touches
 from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, LoopSpace, SpaceFile
-from llmcache.procfs import MountWatch, mounts
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -65,72 +62,6 @@ FAST_BPS = 700e6  # more than a SATA disk delivers
 RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # most of the time since the loop was pinned whole; most in one turn
 RENEWAL_EXTENTS, PINS_S = 4, 1.0  # extents at a time; time to wait for their unlock
 RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is slower than this over these bytes
-_LOOK_S = 0.5
-
-
-class BindMount:
-    """A bind mount, from `run` until `stop` or until a user unmounts it."""
-
-    def __init__(
-        self,
-        source: str,
-        point: str,
-        flags: int,
-        files: Files,
-        on_init: Callable[[], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        """`flags`: MOUNT_ATTR_RDONLY and similar. `on_init` and `on_end` are called on the thread of `run`."""
-        self._source, self._point, self._flags, self._files = source, point, flags, files
-        self._on_init, self._on_end = on_init, on_end
-        self.mount_id: int | None = None
-        self._table = MountWatch(self._is_in_table)
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; MissingRequirement."""
-        try:
-            self._files.begin()
-            self._serve()
-        finally:
-            self._files.end()
-
-    def _serve(self) -> None:
-        if self._source != self._point:
-            try:
-                self.mount_id = syscalls.bind(self._source, self._point, self._flags)
-            except OSError as error:
-                hint = "mode inplace needs root; --mode steer does not, if fusermount3 is installed"
-                if error.errno == errno.ENOSYS:
-                    hint = (
-                        "it needs Linux 5.12, and in a container a seccomp filter that allows this call; or use --mode steer"
-                    )
-                raise MountProblem(f"cannot mount {self._source} on {self._point}: {error.strerror}", hint) from error
-        try:
-            self._on_init()
-            while not self._over.wait(_LOOK_S) and self._is_mounted():
-                pass
-        finally:
-            if self._is_mounted() and self.mount_id is not None:
-                syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
-            self._table.close()
-            self._on_end()
-
-    def _is_mounted(self) -> bool:
-        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
-        if self.mount_id is None:
-            return os.path.isdir(self._point)
-        try:
-            return self._table.current()
-        except OSError:  # no free descriptor for now
-            return True
-
-    def _is_in_table(self) -> bool:
-        return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
-
-    def stop(self) -> None:
-        """Make `run` return soon."""
-        self._over.set()
 
 
 class InPlaceBackend:
@@ -174,6 +105,7 @@ class InPlaceBackend:
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
+            self.files.in_use.set()
             self.samples.stop()
             self._tending.join(timeout=10)
             self._observing.join(timeout=10)
@@ -538,6 +470,7 @@ class InPlaceBackend:
 
     def _look_after(self) -> None:
         while not self._closed:
+            self.files.in_use.wait()
             time.sleep(CHECK_S)
             for file in list(self.files.by_number.values()) if self.state.running else []:
                 if file.mapping is not None:  # few of thousands of files are open
