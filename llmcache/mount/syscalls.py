@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.storage import cached_blocks as cached_blocks
+from llmcache.storage import cached_blocks
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait, and take less time than acquiring the GIL again

@@ -35,6 +35,7 @@ from llmcache.mount.engine.warmup import Warmup
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.vfs.source import Caller, SourceTree
 from llmcache.procfs import mounts
+from llmcache.storage import cached_blocks
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
@@ -440,7 +441,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
     forget(path)
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # into single pages
-    while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
+    while cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)

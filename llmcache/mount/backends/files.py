@@ -37,6 +37,7 @@ from llmcache.mount.engine.state import LOADS_S
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
 from llmcache.mount.vfs.backing import Backing
 from llmcache.mount.vfs.source import LinkTarget
+from llmcache.storage import cached_blocks
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     try:
         for offset, length in parts:
             blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
-            absent = blocks - syscalls.cached_blocks(fd, offset, length)
+            absent = blocks - cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
             if large and own_fd < 0:
                 with contextlib.suppress(OSError):  # no free descriptor
@@ -209,11 +210,11 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
             if size < window:  # windows grow, and are cut to whole folios
-                size = syscalls.cached_blocks(fd, at, window) * BLOCK_BYTES
+                size = cached_blocks(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
             mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
-    if syscalls.cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
+    if cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
         at = offset
     _will_need(fd, at, end - at)
 
@@ -248,13 +249,13 @@ class MappedFile:
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
             wanted = -(-size // BLOCK_BYTES)
-            resident = syscalls.cached_blocks(fd, start, size)
+            resident = cached_blocks(fd, start, size)
             if resident >= wanted:
                 continue
             read += (wanted - resident) * BLOCK_BYTES
             if not resident and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-                resident = syscalls.cached_blocks(fd, start, size)
+                resident = cached_blocks(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if resident < wanted else -1))
             if resident < wanted:
                 read_ahead(fd, [(start, size)], self.window)

@@ -42,6 +42,7 @@ from llmcache.mount.backends.fuse import FAILED
 from llmcache.mount.backends.samples import Samples
 from llmcache.mount.backends.touches import MISS, Touch, Touches
 from llmcache.mount.engine.space import ABSENT, LOADING, PINNED, READY, SINGLE, SPARSE, TOUCHED, Fetch, LoopSpace, SpaceFile
+from llmcache.storage import cached_blocks
 from llmcache.units import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class InPlaceBackend:
             member = space.member_of(extent)
             if member.backing is not None:
                 length = space.length_of(member, extent)
-                pages = syscalls.cached_blocks(member.backing.fd, space.offset_of(member, extent), length)
+                pages = cached_blocks(member.backing.fd, space.offset_of(member, extent), length)
                 absent += [extent] if 2 * pages * BLOCK_BYTES < length else []
         return absent
 
@@ -200,7 +201,7 @@ class InPlaceBackend:
             return
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             for expert in range(moe.layout.count):
-                pages = sum(syscalls.cached_blocks(fd, *part) for part in moe.ranges(expert))
+                pages = sum(cached_blocks(fd, *part) for part in moe.ranges(expert))
                 if pages * BLOCK_BYTES >= moe.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
@@ -414,7 +415,7 @@ class InPlaceBackend:
         if file is None or file.mapping is None:
             return False
         offset, length = moe.pages_of(number)
-        return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
+        return cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _note(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
         """Handle a touch of an extent. Lock held."""
@@ -424,7 +425,7 @@ class InPlaceBackend:
         if state == SINGLE:
             space.last_ns = space.seen_ns[extent] = now_ns
             if file.mapping is not None:
-                pages = syscalls.cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
+                pages = cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
                 self.engine.judge.touched_pages(space, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
@@ -457,7 +458,7 @@ class InPlaceBackend:
         """Handle a touch of an extent that was read before: a hit, or a miss if the kernel has reclaimed it. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = space.offset_of(member, extent)
-            if syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
+            if cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
                 self._demand(space, member, extent)
                 return
