@@ -631,7 +631,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         assert not release.is_alive()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(mapping.backing.fd)
-        assert engine.stats()["read_bytes"] == 0
+        assert engine.stats().read_bytes == 0
     finally:
         resume.set()
         engine.stop()
@@ -677,7 +677,7 @@ def test_a_file_without_slots_is_steered_once_slots_are_free(empty: Path, monkey
     monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)
 
     def lacking(engine: Engine) -> dict[str, int]:
-        return {file["path"]: file["lacks_extents"] for file in engine.stats()["files"] if file["lacks_extents"]}
+        return {file.path: file.lacks_extents for file in engine.stats().files if file.lacks_extents}
 
     with steering(empty) as (engine, backend):
         wait_for(lambda: len(backend.files.by_number) == len(names), "all are watched")
@@ -741,7 +741,7 @@ def test_the_new_part_of_a_growing_file_is_watched(empty: Path) -> None:
 
         def is_noticed() -> bool:
             subprocess.run(["sh", "-c", command], check=True)
-            return any(file["size_bytes"] == 40 * MIB for file in engine.stats()["files"])
+            return any(file.size_bytes == 40 * MIB for file in engine.stats().files)
 
         wait_for(is_noticed, "a read of its new part is noticed", 20)
 
@@ -761,7 +761,7 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
 
         def is_read() -> bool:
             subprocess.run(["sh", "-c", command], check=True)
-            return any(file["path"] == "/snapshots/model.bin" for file in engine.stats()["files"])
+            return any(file.path == "/snapshots/model.bin" for file in engine.stats().files)
 
         wait_for(is_read, "its reads are seen")
         number, _ = backend.files.open("/snapshots/model.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))

@@ -13,6 +13,7 @@ import os
 import resource
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmcache.cache.arbitration import (
@@ -36,9 +37,10 @@ from llmcache.mount.engine.evidence import Judge
 from llmcache.mount.engine.grouping import Grouping
 from llmcache.mount.engine.loader import Loader
 from llmcache.mount.engine.planner import UNLIMITED, ArenaPlanner, Planner
-from llmcache.mount.engine.report import snapshot
+from llmcache.mount.engine.report import statistics
 from llmcache.mount.engine.space import PINNED, LoopSpace, SpaceFile
 from llmcache.mount.engine.state import LOADS_S, WRITE, CacheState, References
+from llmcache.mount.stats import MountStats
 
 if TYPE_CHECKING:
     from llmcache.mount.vfs.backing import Backing
@@ -302,13 +304,14 @@ class Engine:
             facts["unseen"] = "pinned extents are read without a request, so these reads are not recorded"
         return {"extra": facts, "note": facts.get("unseen", "")}
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters and the state of every file, as `llmcache stats --json` prints them."""
+    def stats(self) -> MountStats:
+        """Return the counters and the state of every file."""
         names = self.tree.names
         names.refresh(0)  # for the next call: this one does not wait for storage
-        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
-        result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
-        return result
+        found = statistics(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
+        faults: dict[str, Any] = self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
+        services = replace(found.services, **faults)
+        return replace(found, services=services)
 
     @property
     def _held_bytes(self) -> int:

@@ -37,7 +37,6 @@ from llmcache.mount.stats import (
     Waits,
     WaitsByReason,
     from_json,
-    to_json,
 )
 from llmcache.procfs import status_of
 
@@ -48,14 +47,6 @@ if TYPE_CHECKING:
 
 
 NameOf = Callable[[str], str]
-
-
-def snapshot(
-    state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
-) -> dict[str, Any]:
-    """Return the document of `statistics`."""
-    document: dict[str, Any] = to_json(statistics(state, mode, helper_pids, reads, name_of))
-    return document
 
 
 def statistics(
