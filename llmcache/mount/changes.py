@@ -14,7 +14,7 @@ from llmcache.mount import syscalls
 from llmcache.procfs import fstype_at
 
 WATCHES_MAX = 8192  # directories; a watch takes about 1 KB of kernel memory
-_LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "jfs", "overlay", "vfat", "exfat"))
+LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "jfs", "overlay", "vfat", "exfat"))
 """File systems whose changes all come from this machine."""
 _MODIFY, _ATTRIB, _CLOSE_WRITE, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 2, 4, 8, 0x40, 0x80, 0x100, 0x200
 _MASK = _MODIFY | _ATTRIB | _CLOSE_WRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
@@ -35,7 +35,7 @@ class SourceChanges:
         self._visited: set[int] = set()
         self._missed = False
         try:
-            self._is_local = fstype_at(f"/proc/self/fd/{source_fd}/.") in _LOCAL
+            self._is_local = fstype_at(f"/proc/self/fd/{source_fd}/.") in LOCAL
             if self._is_local:
                 self.fd = syscalls.inotify_init(os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # the user has too many instances, or no descriptor is free

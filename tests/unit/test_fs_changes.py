@@ -40,7 +40,7 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tree]:
-    monkeypatch.setattr(changes, "_LOCAL", {fstype_at(tmp_path)})
+    monkeypatch.setattr(changes, "LOCAL", {fstype_at(tmp_path)})
     made = Tree(tmp_path)
     yield made
     made.watch.close()
