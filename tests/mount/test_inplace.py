@@ -775,23 +775,6 @@ def test_changes_are_noticed_without_regular_walks(empty: Path, monkeypatch: pyt
         wait_for(lambda: not paths(), "it is forgotten")
 
 
-def test_the_last_reads_of_a_client_that_ends_are_seen(empty: Path) -> None:
-    """The programs in the kernel report hits a little later, and the file stays open until then."""
-    path = random_file(empty / "loop.bin", 64 * MIB)
-    os.utime(path, (0, 0))
-    code = f"import sys; file = open('{path}', 'rb'); file.read(1); sys.stdin.read(1); file.readinto(bytearray({64 * MIB}))"
-    with steering(empty) as (_, backend):
-        wait_for(lambda: len(backend.files.by_number) == 1, "the file is watched")
-        (file,) = backend.files.by_number.values()
-        client = subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{code}"; true'], stdin=subprocess.PIPE)
-        wait_for(lambda: file.space is not None, "the client is seen")
-        space = file.space
-        assert space is not None and client.stdin is not None
-        client.communicate(b"\n")
-        wait_for(lambda: not backend.files.in_use, "the end of the client is seen")
-        assert sum(seen_ns > 0 for seen_ns in space.seen_ns) >= space.count - 1
-
-
 def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:
     """The target is steered under the link's name, unless the owner of the link may not read it."""
     target, secret = (random_file(tmp_path / name, 40 * MIB) for name in ("blob", "secret"))
