@@ -127,6 +127,10 @@ class RunningProcesses:
         self._epoll.unregister(fd)  # closing is not enough while a forked process has a copy of the descriptor
         os.close(fd)
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once a process has ended, until `wait` has returned it."""
+        return self._epoll.fileno()
+
     def close(self) -> None:
         """Close all descriptors."""
         for pid in self.pids:

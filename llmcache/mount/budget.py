@@ -110,6 +110,7 @@ PAUSE_NEAR_S = 0.05  # when no memory is left; between NEAR_BYTES and 0, the pau
 NEAR_BYTES = 64 << 20
 CALM_S, LONGEST_CALM_S = 3.0, 60.0  # before the limit grows again; doubled each time that growth causes pressure
 LEAST_LIMIT_BYTES = MIN_BUDGET_BYTES // 2
+LOG_S = 60.0  # between messages about the limit: another program may use and free memory many times a second
 
 
 class PressureGauge:
@@ -124,6 +125,9 @@ class PressureGauge:
         self._grown = False  # since it was last lowered
         self._stalled_us: int | None = None
         self._last_check = 0.0
+        self._why = ""
+        self._reductions = 0  # since the last message
+        self._logged_bytes, self._logged_s = budget_bytes, time.monotonic() - LOG_S  # limit and time of the last message
         self.pause_s = PAUSE_S
         self.free_bytes = 0  # unused memory at the last call of `limit`
         self.slack_bytes = 0  # unused memory beyond the kernel's reserve at that call; negative if memory is short
@@ -153,7 +157,7 @@ class PressureGauge:
             )
 
     def reset(self, budget_bytes: int) -> None:
-        self.budget_bytes = self._limit = budget_bytes
+        self.budget_bytes = self._limit = self._logged_bytes = budget_bytes
 
     def limit(self, held_bytes: int) -> int:
         """Return the bytes that may be used now. `held_bytes`: bytes locked or in the daemon's memory.
@@ -183,7 +187,21 @@ class PressureGauge:
             self._raise(-missing)
         elif now - self._calm_since > 2 * LONGEST_CALM_S:
             self._calm_s = CALM_S
+        if now - self._logged_s >= LOG_S:
+            self._log(now)
         return self._limit
+
+    def _log(self, now: float) -> None:
+        """Log that the limit was lowered since the last message, or is the budget again."""
+        limit, times = format_size(self._limit), f"{self._reductions} reductions in {now - self._logged_s:.0f} s"
+        often = f" ({times})" if self._reductions > 1 else ""
+        if self._limit == self.budget_bytes and (self._reductions or self._logged_bytes < self._limit):
+            log.warning("memory pressure is over: the budget is %s again%s", limit, often)
+        elif self._reductions:
+            log.warning("memory pressure (%s): budget %s -> %s%s", self._why, format_size(self._logged_bytes), limit, often)
+        else:
+            return
+        self._logged_bytes, self._logged_s, self._reductions = self._limit, now, 0
 
     def lost(self, pinned_bytes: int) -> None:
         """Restart with half of the bytes that were pinned when the pin helper was killed."""
@@ -193,8 +211,8 @@ class PressureGauge:
         limit = max(LEAST_LIMIT_BYTES, limit)
         self._calm_since = now
         if limit < self._limit:
-            log.warning("memory pressure (%s): budget %s -> %s", why, format_size(self._limit), format_size(limit))
-            self._limit = limit
+            self._limit, self._why = limit, why
+            self._reductions += 1
             if self._grown:
                 self._calm_s, self._grown = min(2 * self._calm_s, LONGEST_CALM_S), False
 
@@ -202,8 +220,6 @@ class PressureGauge:
         step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, self.budget_bytes - self._limit)
         self._limit += max(0, step)
         self._grown = True
-        if self._limit == self.budget_bytes:
-            log.warning("memory pressure is over: the budget is %s again", format_size(self._limit))
 
     def _scarce(self) -> bool:
         """Return True if the machine is short of memory. Stalls alone can come from another process in a limited cgroup."""

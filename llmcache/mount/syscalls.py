@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.storage import cached_blocks as cached_blocks
+from llmcache.storage import cached_blocks
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait, and take less time than acquiring the GIL again
@@ -203,6 +203,27 @@ def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
     done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, os.fsencode(file), block, 0)
     if done != 0:
         raise _failure()
+
+
+def inotify_init(flags: int) -> int:
+    """Return the descriptor of a new inotify instance."""
+    fd = int(_libc.inotify_init1(flags))
+    if fd < 0:
+        raise _failure()
+    return fd
+
+
+def inotify_add_watch(fd: int, path: str, mask: int) -> int:
+    """Watch a file or directory; return the number of the watch."""
+    watch = int(_libc.inotify_add_watch(fd, os.fsencode(path), ctypes.c_uint32(mask)))
+    if watch < 0:
+        raise _failure()
+    return watch
+
+
+def inotify_rm_watch(fd: int, watch: int) -> None:
+    """End a watch, unless it has ended because its directory was deleted."""
+    _libc.inotify_rm_watch(fd, watch)
 
 
 def umount2(target: str, flags: int) -> None:

@@ -24,7 +24,7 @@ from llmcache.cache.space import HUGE_BYTES, LEAST_LOOP_BYTES
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
 from llmcache.kv.spill import KvShape, SpillFile
-from llmcache.mount import syscalls
+from llmcache.mount import changes, syscalls
 from llmcache.mount.backends import files as backend_files
 from llmcache.mount.backends.files import MappedFile
 from llmcache.mount.backends.inplace import InPlaceBackend
@@ -35,7 +35,8 @@ from llmcache.mount.engine.engine import Engine
 from llmcache.mount.engine.warmup import Warmup
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.source.tree import Caller, SourceTree
-from llmcache.procfs import mounts
+from llmcache.procfs import fstype_at, mounts
+from llmcache.storage import cached_blocks
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
@@ -441,7 +442,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
     forget(path)
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)  # into single pages
-    while syscalls.cached_blocks(fd, 0, SIZE) < SIZE // 4096:
+    while cached_blocks(fd, 0, SIZE) < SIZE // 4096:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
@@ -631,7 +632,7 @@ def test_a_file_is_closed_after_the_last_read_of_it(source: Path, monkeypatch: p
         assert not release.is_alive()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(mapping.backing.fd)
-        assert engine.stats()["read_bytes"] == 0
+        assert engine.stats().read_bytes == 0
     finally:
         resume.set()
         engine.stop()
@@ -677,7 +678,7 @@ def test_a_file_without_slots_is_steered_once_slots_are_free(empty: Path, monkey
     monkeypatch.setattr(backend_files, "PLACES", 2 * 40 * MIB // HUGE_BYTES)
 
     def lacking(engine: Engine) -> dict[str, int]:
-        return {file["path"]: file["lacks_extents"] for file in engine.stats()["files"] if file["lacks_extents"]}
+        return {file.path: file.lacks_extents for file in engine.stats().files if file.lacks_extents}
 
     with steering(empty) as (engine, backend):
         wait_for(lambda: len(backend.files.by_number) == len(names), "all are watched")
@@ -741,9 +742,37 @@ def test_the_new_part_of_a_growing_file_is_watched(empty: Path) -> None:
 
         def is_noticed() -> bool:
             subprocess.run(["sh", "-c", command], check=True)
-            return any(file["size_bytes"] == 40 * MIB for file in engine.stats()["files"])
+            return any(file.size_bytes == 40 * MIB for file in engine.stats().files)
 
         wait_for(is_noticed, "a read of its new part is noticed", 20)
+
+
+def test_changes_are_noticed_without_regular_walks(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports new, renamed and deleted files, also in new directories, and the ends of clients."""
+    if fstype_at(empty) not in changes.LOCAL:
+        pytest.skip("changes on this file system are found by walks")
+    monkeypatch.setattr(backend_files, "QUIET_SCAN_S", 1e6)
+    with steering(empty) as (_, backend):
+
+        def paths() -> set[str]:
+            return {file.path for file in list(backend.files.by_number.values())}
+
+        (empty / "models" / "new").mkdir(parents=True)
+        path = random_file(empty / "models" / "new" / "loop.bin", 8 * MIB)
+        os.utime(path, (0, 0))
+        wait_for(lambda: paths() == {"/models/new/loop.bin"}, "it is found")
+        path = path.rename(empty / "loop.bin")
+        wait_for(lambda: paths() == {"/loop.bin"}, "its new name is found")
+        code = f"import sys; file = open('{path}', 'rb'); file.read(); sys.stdin.read()"
+        client = subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{code}"; true'], stdin=subprocess.PIPE)
+        (file,) = backend.files.by_number.values()
+        wait_for(lambda: file.mapping is not None, "the client is seen")
+        assert client.stdin is not None
+        client.stdin.close()
+        client.wait(60)
+        wait_for(lambda: file.mapping is None and not backend.files.in_use, "the end of the client is seen")
+        path.unlink()
+        wait_for(lambda: not paths(), "it is forgotten")
 
 
 def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path) -> None:
@@ -761,7 +790,7 @@ def test_a_link_is_followed_to_a_file_outside_source(empty: Path, tmp_path: Path
 
         def is_read() -> bool:
             subprocess.run(["sh", "-c", command], check=True)
-            return any(file["path"] == "/snapshots/model.bin" for file in engine.stats()["files"])
+            return any(file.path == "/snapshots/model.bin" for file in engine.stats().files)
 
         wait_for(is_read, "its reads are seen")
         number, _ = backend.files.open("/snapshots/model.bin", os.O_RDONLY, Caller(0, 0, os.getpid()))

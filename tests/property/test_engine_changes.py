@@ -233,7 +233,7 @@ def test_a_file_replaced_by_a_rename_is_released(rig: Rig, tmp_path: Path) -> No
     rig.engine.renamed("/new", "/file")
     new.backing.path = "/file"
     assert rig.engine.state.memory.pinned_bytes == 0
-    assert [file["size_bytes"] for file in rig.engine.stats()["files"]] == [3 * MIB]
+    assert [file.size_bytes for file in rig.engine.stats().files] == [3 * MIB]
     rig.sweep(new)
     rig.charges_add_up()
 

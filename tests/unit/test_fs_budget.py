@@ -263,12 +263,12 @@ def test_missing_memory_is_released_at_once(watched: Watched) -> None:
 
 def test_a_budget_that_causes_pressure_grows_ever_more_rarely(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     """A neighbor lacks memory whenever the budget is used in full, until the neighbor ends."""
-    limit = BUDGET
+    limits = [BUDGET]
     for _ in range(int(600 / TICK_S)):
-        watched.spare(-100 * MIB if limit == BUDGET else 300 * MIB)
-        limit = watched.limit(held_bytes=limit)
-    assert 3 <= sum("pressure is over" in record.message for record in caplog.records) <= 15
-    caplog.clear()
+        watched.spare(-100 * MIB if limits[-1] == BUDGET else 300 * MIB)
+        limits.append(watched.limit(held_bytes=limits[-1]))
+    assert 3 <= sum(before < after == BUDGET for before, after in pairwise(limits)) <= 15
+    assert 3 <= len(caplog.records) <= 11, "at most one message a minute"
     watched.spare(GIB)
     for _ in range(int(300 / TICK_S)):
         watched.limit()
@@ -276,6 +276,21 @@ def test_a_budget_that_causes_pressure_grows_ever_more_rarely(watched: Watched, 
     watched.limit()
     watched.spare(GIB)
     assert [watched.limit() for _ in range(int(10 / TICK_S))][-1] == BUDGET, "a long calm resets the backoff"
+
+
+def test_changes_of_the_limit_are_logged_at_most_once_a_minute(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    """A mount without --cache has all spare memory, of which another program uses a little more every second."""
+    for second in range(120):
+        watched.spare(-MIB if second else GIB)
+        watched.limit(held_bytes=BUDGET - second * MIB)
+        watched.now_s += 1
+    watched.spare(GIB)
+    for _ in range(int(120 / TICK_S)):
+        watched.limit(held_bytes=BUDGET)
+    texts = [record.message for record in caplog.records]
+    assert len(texts) <= 5, texts
+    assert texts[0].startswith("memory pressure (free memory is") and "reductions" in texts[1]
+    assert texts[-1].startswith("memory pressure is over")
 
 
 def test_less_spare_memory_means_more_frequent_checks(watched: Watched) -> None:

@@ -139,5 +139,5 @@ def test_the_heat_map_of_a_running_engine_matches_its_counters(tmp_path: Path, m
         least, most = sorted((before, after))  # the engine keeps pinning during the call
         assert least - 4 * MIB <= layer.pinned_bytes <= most + 4 * MIB
         assert layer.size_bytes == LOOP and layer.age_s is not None and layer.age_s < 120
-        waits = rig.engine.stats()["waits"]
-        assert sum(waits["demand"]["counts"]) > 0 and waits["demand"]["sum_s"] > 0
+        waits = rig.engine.stats().waits
+        assert sum(waits.demand.counts) > 0 and waits.demand.sum_s > 0

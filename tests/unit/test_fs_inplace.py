@@ -21,6 +21,7 @@ from llmcache.mount import syscalls
 from llmcache.mount.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.source.backing import Backing
+from llmcache.storage import cached_blocks
 
 SIZE = 5 * HUGE_BYTES + 12345
 
@@ -52,7 +53,7 @@ def mapping(tmp_path: Path) -> Iterator[MappedFile]:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     status = os.fstat(fd)
-    if syscalls.cached_blocks(fd, 0, SIZE):
+    if cached_blocks(fd, 0, SIZE):
         pytest.skip("this file system keeps pages despite POSIX_FADV_DONTNEED")
     found = MappedFile.of(Backing("/file", fd, status, False))
     yield found
@@ -63,14 +64,14 @@ def test_bring_reads_exactly_the_requested_range(mapping: MappedFile) -> None:
     fd = mapping.backing.fd
     assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == HUGE_BYTES
     deadline = time.monotonic() + 30
-    while syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
+    while cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) < HUGE_BYTES // 4096 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert syscalls.cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
+    assert cached_blocks(fd, 0, SIZE) == HUGE_BYTES // 4096
     assert mapping.populate(HUGE_BYTES, HUGE_BYTES) == 0, "already resident"
     mapping.populate(5 * HUGE_BYTES, 12345)  # the end of the file
-    while syscalls.cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
+    while cached_blocks(fd, 5 * HUGE_BYTES, 12345) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert syscalls.cached_blocks(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
+    assert cached_blocks(fd, 5 * HUGE_BYTES, HUGE_BYTES) == 4
 
 
 def test_cached_pages_larger_than_a_block_count_as_their_blocks(
@@ -78,11 +79,11 @@ def test_cached_pages_larger_than_a_block_count_as_their_blocks(
 ) -> None:
     fd = mapping.backing.fd
     os.pread(fd, 1, 0)
-    found = syscalls.cached_blocks(fd, 0, SIZE)
+    found = cached_blocks(fd, 0, SIZE)
     assert 0 < 4 * found <= SIZE // 4096
     monkeypatch.setattr("llmcache.storage.PAGE_BYTES", 16384)
-    assert syscalls.cached_blocks(fd, 0, SIZE) == 4 * found
-    assert syscalls.cached_blocks(fd, 0, 3 * 4096) == 3
+    assert cached_blocks(fd, 0, SIZE) == 4 * found
+    assert cached_blocks(fd, 0, 3 * 4096) == 3
 
 
 def test_read_ahead_reads_exactly_the_requested_range(tmp_path: Path) -> None:
@@ -96,12 +97,12 @@ def test_read_ahead_reads_exactly_the_requested_range(tmp_path: Path) -> None:
     try:
         assert read_ahead(fd, [(offset, length)], window) == length
         deadline = time.monotonic() + 30
-        while syscalls.cached_blocks(fd, offset, length) < length // page and time.monotonic() < deadline:
+        while cached_blocks(fd, offset, length) < length // page and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert syscalls.cached_blocks(fd, offset, length) == length // page
+        assert cached_blocks(fd, offset, length) == length // page
         with mmap.mmap(fd, 13 * window, prot=mmap.PROT_READ) as view:
             assert not any(view[offset : offset + length : page])
-        assert syscalls.cached_blocks(fd, 0, 13 * window) == length // page
+        assert cached_blocks(fd, 0, 13 * window) == length // page
         assert read_ahead(fd, [(offset, length)], window) == 0, "already resident"
     finally:
         os.close(fd)
@@ -134,9 +135,9 @@ def test_pages_that_a_program_maps_are_dropped(mapping: MappedFile, tmp_path: Pa
         process.stdin.write("\n")
         before = process.stdout.readline()
         assert not program.ended and program.has(*key) and program.maps(*key)
-        assert syscalls.cached_blocks(fd, 0, SIZE) == -(-SIZE // 4096)
+        assert cached_blocks(fd, 0, SIZE) == -(-SIZE // 4096)
         assert program.advise(*key, [(0, SIZE)], syscalls.MADV_PAGEOUT)
-        left = syscalls.cached_blocks(fd, 0, SIZE) * mmap.PAGESIZE
+        left = cached_blocks(fd, 0, SIZE) * mmap.PAGESIZE
         assert left < SIZE // 2 and not program.refused
         process.stdin.write("\n")
         assert process.stdout.readline() == before
@@ -165,8 +166,8 @@ def test_ranges_that_a_program_has_unmapped_are_skipped(mapping: MappedFile, tmp
         parts = [(at, min(1 << 16, SIZE - at)) for at in range(0, SIZE, 1 << 16)]
         assert program.advise(*key, parts, syscalls.MADV_PAGEOUT) and not program.refused
         behind = SIZE - 2 * HUGE_BYTES
-        assert syscalls.cached_blocks(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
-        assert syscalls.cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
+        assert cached_blocks(fd, 2 * HUGE_BYTES, behind) * mmap.PAGESIZE < behind // 2
+        assert cached_blocks(fd, HUGE_BYTES, HUGE_BYTES) * mmap.PAGESIZE == HUGE_BYTES
 
 
 def test_a_program_that_has_closed_a_file_is_removed_from_its_readers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -170,8 +171,10 @@ def test_the_end_of_a_process_wakes_a_waiting_thread() -> None:
     with subprocess.Popen(["sleep", "600"]) as process, procfs.RunningProcesses() as running:
         running.add(process.pid)
         assert running.wait(0) == set() and running.pids == {process.pid} and procfs.is_running(process.pid)
+        assert not select.select([running], [], [], 0)[0]
         held = Child(["true"], "/bin/true", {})  # has copies of all descriptors until it executes the program
         process.kill()
+        assert select.select([running], [], [], 60)[0]
         assert running.wait(60) == {process.pid} and running.pids == set(), "also while it is a zombie"
         assert not procfs.is_running(process.pid)
         assert running.wait(0) == set()

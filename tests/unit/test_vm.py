@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,16 @@ def test_qemu_that_exits_at_once_is_reported_with_its_console(
     image: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = cache / "log" / "trixie.console"
-    program(image, "qemu-system-x86_64", f"echo kernel panic >{console}; echo no such device >&2; exit 1")
-    with pytest.raises(GuestFailure, match="does not boot"), booted(GUESTS["trixie"], Settings()):
+    program(
+        image, "qemu-system-x86_64", f"echo '[ 1.0] Kernel panic - not syncing' >{console}; echo no such device >&2; exit 1"
+    )
+    with (
+        pytest.raises(GuestFailure, match=r"does not boot \(Kernel panic - not syncing; QEMU exited with status 1\)"),
+        booted(GUESTS["trixie"], Settings()),
+    ):
         pass
     printed = capsys.readouterr().err
-    assert "kernel panic" in printed and "no such device" in printed
+    assert "Kernel panic" in printed and "no such device" in printed
     assert console.exists() and not list(cache.glob("run-*"))
 
 
@@ -244,3 +250,29 @@ def test_results_of_earlier_runs_are_kept(cache: Path, monkeypatch: pytest.Monke
     guests = {one["name"]: one for one in json.loads(file.read_text())["guests"]}
     kept = {name: [(each["check"], each["outcome"]) for each in one["checks"]] for name, one in guests.items()}
     assert kept == {"trixie": [("inplace", "pass"), ("steer", "fail")], "bookworm": [("doctor", "pass")]}
+
+
+def test_a_guest_that_crashes_is_booted_again_for_the_remaining_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    boots: list[str] = []
+
+    class Booted:
+        accelerator = "tcg"
+
+        def output(self, _words: object) -> subprocess.CompletedProcess[str]:
+            return subprocess.CompletedProcess([], 0, stdout="")
+
+    @contextlib.contextmanager
+    def boot(guest: images.Guest, _settings: Settings) -> Iterator[Booted]:
+        boots.append(guest.name)
+        yield Booted()
+
+    def check(_machine: object, name: str) -> dict[str, Any]:
+        if name == "inplace":
+            raise GuestFailure("guest trixie does not answer (Kernel panic)")
+        return {"check": name, "outcome": "pass", "reason": "", "facts": {}}
+
+    monkeypatch.setattr(nightly, "booted", boot)
+    monkeypatch.setattr(nightly, "run_check", check)
+    found = list(nightly.results(GUESTS["trixie"], Settings(), ["doctor", "inplace", "steer"], {}))
+    assert [(one["check"], one["outcome"]) for one in found] == [("doctor", "pass"), ("inplace", "fail"), ("steer", "pass")]
+    assert boots == ["trixie", "trixie"]

@@ -46,9 +46,7 @@ def dense(directory: Path, scale: float) -> Iterator[Experiment]:
 
 def mixtures(directory: Path, scale: float) -> Iterator[Experiment]:
     """Yield the MoE cells."""
-    shape = choose_shape(
-        int(MOE_BYTES * scale), BYTES_PER_VALUE["gguf"], None, False, MoeShape(EXPERTS, USED, SLICE_BYTES)
-    )
+    shape = choose_shape(int(MOE_BYTES * scale), BYTES_PER_VALUE["gguf"], None, False, MoeShape(EXPERTS, USED, SLICE_BYTES))
     (file,) = make_model(directory / "moe.gguf", shape, "gguf", 1, 0)
     size, layout = file.stat().st_size, routing.layout_of(file)
     steps, warmup = MOE_STEPS

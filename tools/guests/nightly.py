@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from tools.bench.results import markdown, read, write
 
 from .checks import CHECKS
-from .images import ROOT, Guest, kernel_version, say
+from .images import GUESTS, ROOT, Guest, kernel_version, say
 from .machine import MGLRU, GuestFailure, Machine, Settings, booted
 
 CHECK_SECONDS = 1500
@@ -26,38 +28,57 @@ def nightly(guests: list[Guest], settings: Settings, names: list[str], file: Pat
     Results that `file` has from earlier runs are kept, unless the same guest has run the same check again.
     """
     document: Result = read(file) if file and file.exists() else {"schema": "llmcache.nightly/1", "guests": []}
-    earlier = {one["name"]: one for one in document["guests"]}
-    failures = []
+    known = {one["name"]: one for one in document["guests"]}
+    failed = False
     for guest in guests:
-        one = earlier.setdefault(guest.name, {"name": guest.name, "system": guest.system, "checks": []})
+        one = known.setdefault(guest.name, {"name": guest.name, "system": guest.system, "checks": []})
         one.pop("failure", None)
-        try:
-            with booted(guest, settings) as machine:
-                one["kernel"], one["accelerator"] = kernel_version(guest), machine.accelerator
-                one["mglru"] = machine.output(["cat", MGLRU]).stdout.strip() not in ("", "0x0000")
-                for name in names:
-                    result = {**run_check(machine, name), "commit": commit(), "date": datetime.date.today().isoformat()}
-                    print(f"{guest.name:<10} {result['outcome']:<12}{name:<15}{result['reason']}", flush=True)
-                    failures += [name] if result["outcome"] == "fail" else []
-                    one["checks"] = in_order([each for each in one["checks"] if each["check"] != name] + [result])
-                    document["guests"] = list(earlier.values())
-                    if file:
-                        write(file, document)
-        except GuestFailure as failure:
-            one["failure"] = failure.message
-            failures.append(guest.name)
-            print(f"{guest.name:<10} fail        {failure.message}", flush=True)
-    document["guests"] = list(earlier.values())
+        with contextlib.closing(results(guest, settings, names, one)) as each:
+            try:
+                for result in each:
+                    print(f"{guest.name:<10} {result['outcome']:<12}{result['check']:<15}{result['reason']}", flush=True)
+                    failed |= result["outcome"] == "fail"
+                    add(one["checks"], {**result, "commit": commit(), "date": datetime.date.today().isoformat()})
+                    save(file, document, known)
+            except GuestFailure as failure:
+                print(f"{guest.name:<10} fail        {failure.message}", flush=True)
+                failed, one["failure"] = True, failure.message
+        save(file, document, known)
+    print(table(document))
+    return 1 if failed else 0
+
+
+def results(guest: Guest, settings: Settings, names: list[str], about: Result) -> Generator[Result, None, None]:
+    """Yield the result of each check, and put properties of the guest into `about`.
+
+    A guest that crashes in a check is booted again for the remaining ones.
+    """
+    remaining = list(names)
+    while remaining:
+        with booted(guest, settings) as machine:
+            about |= {"kernel": kernel_version(guest), "accelerator": machine.accelerator}
+            about["mglru"] = machine.output(["cat", MGLRU]).stdout.strip() not in ("", "0x0000")
+            while remaining:
+                name = remaining.pop(0)
+                try:
+                    yield run_check(machine, name)
+                except GuestFailure as failure:
+                    yield {"check": name, "outcome": "fail", "reason": failure.message, "facts": {}}
+                    break
+
+
+def add(checks: list[Result], result: Result) -> None:
+    """Add a result in place of an older one of the same check; `checks` stay in the order of `CHECKS`."""
+    names = list(CHECKS)
+    checks[:] = [one for one in checks if one["check"] != result["check"]] + [result]
+    checks.sort(key=lambda one: names.index(one["check"]))
+
+
+def save(file: Path | None, document: Result, known: dict[str, Result]) -> None:
+    """Write the results of all guests to `file`, if there is one."""
+    document["guests"] = [known[name] for name in GUESTS if name in known]
     if file:
         write(file, document)
-    print(table(document))
-    return 1 if failures else 0
-
-
-def in_order(results: list[Result]) -> list[Result]:
-    """Return results in the order of the checks."""
-    names = list(CHECKS)
-    return sorted(results, key=lambda one: names.index(one["check"]))
 
 
 def run_check(machine: Machine, name: str) -> Result:

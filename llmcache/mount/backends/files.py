@@ -15,6 +15,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import queue
 import select
@@ -30,18 +31,22 @@ from llmcache.errors import MissingRequirement
 from llmcache.model.names import NOT_THERE
 from llmcache.mount import syscalls
 from llmcache.mount.backends.touches import FILES, PLACES, RUNS, Touches
+from llmcache.mount.changes import SourceChanges
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB, ReadAhead, read_ahead_advice, read_ahead_file
 from llmcache.mount.source.backing import Backing
 from llmcache.mount.source.tree import Caller, LinkTarget
 from llmcache.mount.state.interfaces import EngineCalls
 from llmcache.mount.state.space import PINNED, SINGLE, LoopSpace, SpaceFile
 from llmcache.mount.state.state import LOADS_S
+from llmcache.procfs import RunningProcesses
+from llmcache.storage import cached_blocks
 from llmcache.units import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 
 SCAN_S, SCAN_REST = 1.0, 50  # between walks of SOURCE; at least this multiple of the time that the last walk took
-CHECK_S = 0.25  # between checks of clients and deleted files
+QUIET_SCAN_S = 60.0  # between walks without a reported change, if all changes are reported
+CHECK_S = 0.25  # between checks of open files and their clients
 LOOK_REST = 20  # pause between checks of the files' paths, as a multiple of the time that the last one took
 QUIET_NS = 2_000_000_000  # a file that was modified less than this ago is not steered
 IDLE_NS = 10_000_000_000  # a file that no client has touched for this time may have been closed
@@ -160,7 +165,7 @@ def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> in
     try:
         for offset, length in parts:
             blocks = -(-(offset + length) // BLOCK_BYTES) - offset // BLOCK_BYTES
-            absent = blocks - syscalls.cached_blocks(fd, offset, length)
+            absent = blocks - cached_blocks(fd, offset, length)
             large = window > 0 and absent * BLOCK_BYTES >= LEAST_WINDOWS * window
             if large and own_fd < 0:
                 with contextlib.suppress(OSError):  # no free descriptor
@@ -199,11 +204,11 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 os.preadv(fd, [byte], mark, os.RWF_NOWAIT)
             if size < window:  # windows grow, and are cut to whole folios
-                size = syscalls.cached_blocks(fd, at, window) * BLOCK_BYTES
+                size = cached_blocks(fd, at, window) * BLOCK_BYTES
             if not size:
                 break
             mark, at = at if mark < at else at + size - BLOCK_BYTES, at + size
-    if syscalls.cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
+    if cached_blocks(fd, offset, at - offset) * BLOCK_BYTES < at - offset:
         at = offset
     _will_need(fd, at, end - at)
 
@@ -237,13 +242,13 @@ class MappedFile:
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
             wanted = -(-size // BLOCK_BYTES)
-            resident = syscalls.cached_blocks(fd, start, size)
+            resident = cached_blocks(fd, start, size)
             if resident >= wanted:
                 continue
             read += (wanted - resident) * BLOCK_BYTES
             if not resident and size == HUGE_BYTES and self.failures < FAILURES_MAX:
                 syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
-                resident = syscalls.cached_blocks(fd, start, size)
+                resident = cached_blocks(fd, start, size)
                 self.failures = max(-FAILURES_MAX, self.failures + (1 if resident < wanted else -1))
             if resident < wanted:
                 read_ahead(fd, [(start, size)], self.window)
@@ -346,18 +351,30 @@ class Files:
         self.by_key: dict[tuple[int, int], File] = {}
         self.by_number: dict[int, File] = {}
         self.in_use: dict[int, File] = {}  # the open ones, by number
+        self.has_opened = threading.Event()  # set at each open; cleared by the thread that waits for it
         self.window = 0  # readahead of the kernel in bytes
         self.read_ahead: ReadAhead | None = None  # the setting to use while the files do not fit
         self.turn, self.lock = threading.Lock(), threading.Lock()
         self._dev = os.fstat(self.tree.fd).st_dev  # file systems mounted below SOURCE are not visible through MOUNT
         self._numbers = iter(range(1, 1 << 32))
         self._requests: queue.SimpleQueue[tuple[File, int] | None] = queue.SimpleQueue()
+        self._changes = SourceChanges(self.tree.fd)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events = select.epoll()  # requests, ends of clients, and changes below SOURCE
+        self._events.register(self._wake_fd, select.EPOLLIN)
+        self._running = RunningProcesses()
+        self._events.register(self._running, select.EPOLLIN | select.EPOLLONESHOT)
+        if self._changes.fd is not None:
+            self._events.register(self._changes.fd, select.EPOLLIN | select.EPOLLONESHOT)
         self._pending: set[tuple[int, int]] = set()
         self._programs: dict[int, Program] = {}
         self._places, self._runs = SlotAllocator(PLACES), SlotAllocator(RUNS)
         self._too_many = False  # logged that there are too many files
         self._advised = False  # logged the advice to use --read-ahead for experts
         self._refused = 0  # times that advice was refused on the memory of clients that have ended
+        self._has_news = True  # something may have changed below SOURCE
+        self._end_due = math.inf  # when to remove clients that have ended: their last touches are reported a little later
+        self._scanned, self._pause_s, self._checked = 0.0, 0.0, 0.0  # last walk, pause after it, last check of open files
         self._unknown = False  # logged that a client is outside this PID namespace
 
     @property
@@ -403,9 +420,11 @@ class Files:
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
             self._requests.put((file, pid))
+            os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
         self._requests.put(None)
+        os.eventfd_write(self._wake_fd, 1)
 
     # The thread
 
@@ -436,35 +455,76 @@ class Files:
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
     def run(self) -> None:
-        """Until `stop`: open requested files, walk SOURCE at times, and notice clients that end and files that change."""
-        next_scan = next_check = next_look = 0.0
+        """Until `stop`: open requested files, walk SOURCE after changes, and notice clients that end."""
+        next_scan = next_look = next_check = self._end_due = 0.0
         while True:
-            began = time.monotonic()
-            if began >= next_look:
+            now = time.monotonic()
+            if now >= next_look and (self._has_news or not self._changes.is_complete):
+                has_changed = self._take_news()
                 with self.turn:
-                    if self._forget_deleted():
-                        next_scan = min(next_scan, began)
-                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - began))
-            if began >= next_scan:
+                    has_left = self._forget_deleted()
+                if has_changed or has_left:
+                    next_scan = min(next_scan, now if has_left else self._scanned + self._pause_s)
+                next_look = time.monotonic() + max(CHECK_S, LOOK_REST * (time.monotonic() - now))
+            if now >= next_scan:
+                self._walk_again()
+                next_scan = self._scanned + (QUIET_SCAN_S if self._changes.is_complete else self._pause_s)
+            if now >= self._end_due:
                 with self.turn:
-                    with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
-                        self._scan()
-                    self._check_changes()
-                    with contextlib.suppress(MissingRequirement, OSError):  # the device was removed
-                        self._set_read_ahead()
-                next_scan = time.monotonic() + max(SCAN_S, SCAN_REST * (time.monotonic() - began))
-            if began >= next_check:
+                    self._remove_ended()
+            if self.in_use and now >= next_check:
                 with self.turn:
-                    self._check_programs()
+                    if now >= self._checked + SCAN_S:
+                        self._checked = now
+                        self._check_changes()  # a write through a mapping is reported only when the file is closed
                     self._check_use()
                     self._thin()
                     self._place_waiting()
                 next_check = time.monotonic() + CHECK_S
-            with contextlib.suppress(queue.Empty):
-                request = self._requests.get(timeout=CHECK_S)
+            pause_s = min(next_scan, self._end_due) - time.monotonic()
+            if self._has_news or not self._changes.is_complete:
+                pause_s = min(pause_s, next_look - time.monotonic())
+            if self.in_use:
+                pause_s = min(pause_s, next_check - time.monotonic())
+            if not self._serve(max(0.0, pause_s)):
+                self._changes.close()
+                self._running.close()
+                return
+
+    def _take_news(self) -> bool:
+        self._has_news = False
+        has_changed = self._changes.take()
+        if self._changes.fd is not None:
+            self._events.modify(self._changes.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        return has_changed
+
+    def _walk_again(self) -> None:
+        began = time.monotonic()
+        with self.turn:
+            with contextlib.suppress(OSError):  # SOURCE is unreadable, or there is no free descriptor: retry later
+                self._scan()
+            self._check_changes()
+            with contextlib.suppress(MissingRequirement, OSError):  # the device was removed
+                self._set_read_ahead()
+        self._scanned = time.monotonic()
+        self._pause_s = max(SCAN_S, SCAN_REST * (self._scanned - began))
+        self._has_news = True  # new directories may have changed before they were watched
+
+    def _serve(self, timeout_s: float) -> bool:
+        """Wait for an event, and serve requests and ends of clients; return False after `stop`."""
+        ready = [fd for fd, _ in self._events.poll(timeout_s)]
+        self._has_news = self._has_news or self._changes.fd in ready
+        if self._running.fileno() in ready:
+            self._end_due = time.monotonic() + CHECK_S
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        with contextlib.suppress(queue.Empty):  # without an event, too: a run that failed may have left requests
+            while True:
+                request = self._requests.get_nowait()
                 if request is None:
-                    return
+                    return False
                 self._answer(*request)
+        return True
 
     def _answer(self, file: File, pid: int) -> None:
         try:
@@ -483,7 +543,9 @@ class Files:
         """Return the files of SOURCE to steer, the links to files outside it, and whether the walk saw everything."""
         found: FilesByKey = {}
         errors: list[OSError] = []
+        self._changes.begin()
         for directory, _, names, fd in os.fwalk(".", dir_fd=self.tree.fd, follow_symlinks=False, onerror=errors.append):
+            self._changes.visit(fd)
             for name in names:
                 try:
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -506,7 +568,9 @@ class Files:
                     found[key], targets[path] = (path, status), target
                 followed[path] = found[key][0]
         self.tree.names.followed = followed
-        return found, targets, all(error.errno in NOT_THERE for error in errors)
+        is_complete = all(error.errno in NOT_THERE for error in errors)
+        self._changes.end(is_complete and not self.tree.names.outside)  # changes of files outside SOURCE are not reported
+        return found, targets, is_complete
 
     def _scan(self) -> None:
         self.tree.names.scan()
@@ -573,8 +637,10 @@ class Files:
             log.warning("a client outside this PID namespace reads files: pages that it maps cannot be dropped")
         program: Program | None = None
         if pid not in file.programs and pid not in (0, os.getpid()):
-            program = self._programs.get(pid) or Program(pid)
-            self._programs[pid] = program
+            program = self._programs.get(pid)
+            if program is None:
+                self._running.add(pid)  # first: an end before the next line is reported, too
+                program = self._programs[pid] = Program(pid)
             program.look(again=True)
         if file.mapping is None:
             self._open(file)
@@ -612,6 +678,8 @@ class Files:
         except OSError:  # it was truncated to nothing
             backing.close()
             raise
+        self.has_opened.set()
+        os.eventfd_write(self._wake_fd, 1)
 
     def _watch_extents(self, file: File, space: LoopSpace, member: SpaceFile) -> None:
         self._give_places(file)
@@ -706,9 +774,13 @@ class Files:
                 file.step = step
                 self._watch(file, space, member)
 
-    def _check_programs(self) -> None:
+    def _remove_ended(self) -> None:
+        self._end_due = math.inf
+        self._running.wait(0)
+        self._events.modify(self._running, select.EPOLLIN | select.EPOLLONESHOT)
+        running = self._running.pids
         for pid, program in list(self._programs.items()):
-            if not program.ended:
+            if pid in running:
                 continue
             del self._programs[pid]
             for file in list(self.in_use.values()):

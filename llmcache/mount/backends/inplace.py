@@ -28,14 +28,12 @@ import functools
 import itertools
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmcache.cache.arbitration import LEAST_WINDOW_MAX_BYTES, least_window
 from llmcache.cache.space import HUGE_BYTES
-from llmcache.errors import MountProblem
 from llmcache.mount import syscalls
 from llmcache.mount.backends.files import CHECK_S, FAILURES_MAX, File, Files, MappedFile, read_ahead
 from llmcache.mount.backends.samples import Samples
@@ -56,7 +54,7 @@ from llmcache.mount.state.space import (
     SpaceFile,
 )
 from llmcache.mount.state.state import Job
-from llmcache.procfs import MountWatch, mounts
+from llmcache.storage import cached_blocks
 from llmcache.units import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
@@ -70,70 +68,6 @@ FAST_BPS = 700e6  # more than a SATA disk delivers
 RENEWAL_SHARE, RENEWAL_TURN_S = 0.2, 0.1  # most of the time since the loop was pinned whole; most in one turn
 RENEWAL_EXTENTS, PINS_S = 4, 1.0  # extents at a time; time to wait for their unlock
 RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is slower than this over these bytes
-_LOOK_S = 0.5
-
-
-class BindMount:
-    """A bind mount, from `run` until `stop` or until a user unmounts it."""
-
-    def __init__(
-        self,
-        source: str,
-        point: str,
-        flags: int,
-        files: Files,
-        on_init: Callable[[], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        """`flags`: MOUNT_ATTR_RDONLY and similar. `on_init` and `on_end` are called on the thread of `run`."""
-        self._source, self._point, self._flags, self._files = source, point, flags, files
-        self._on_init, self._on_end = on_init, on_end
-        self.mount_id: int | None = None
-        self._table = MountWatch(self._is_in_table)
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; MissingRequirement."""
-        try:
-            self._files.begin()
-            self._serve()
-        finally:
-            self._files.end()
-
-    def _serve(self) -> None:
-        if self._source != self._point:
-            try:
-                self.mount_id = syscalls.bind(self._source, self._point, self._flags)
-            except OSError as error:
-                hint = "mode inplace needs root; --mode steer does not, if fusermount3 is installed"
-                if error.errno == errno.ENOSYS:
-                    hint = (
-                        "it needs Linux 5.12, and in a container a seccomp filter that allows this call; or use --mode steer"
-                    )
-                raise MountProblem(f"cannot mount {self._source} on {self._point}: {error.strerror}", hint) from error
-        try:
-            self._on_init()
-            while not self._over.wait(_LOOK_S) and self._is_mounted():
-                pass
-        finally:
-            if self._is_mounted() and self.mount_id is not None:
-                syscalls.umount2(self._point, syscalls.UMOUNT_NOFOLLOW | syscalls.MNT_DETACH)
-            self._table.close()
-            self._on_end()
-
-    def _is_mounted(self) -> bool:
-        if self.mount_id is None:
-            return os.path.isdir(self._point)
-        try:
-            return self._table.current()
-        except OSError:  # no free descriptor for now
-            return True
-
-    def _is_in_table(self) -> bool:
-        return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
-
-    def stop(self) -> None:
-        self._over.set()
 
 
 class InPlaceBackend:
@@ -175,6 +109,7 @@ class InPlaceBackend:
         self._closed = True
         if self._observing.is_alive():
             self.files.stop()
+            self.files.has_opened.set()
             self.samples.stop()
             self._tending.join(timeout=10)
             self._observing.join(timeout=10)
@@ -219,7 +154,7 @@ class InPlaceBackend:
             member = space.member_of(extent)
             if member.backing is not None:
                 length = space.length_of(member, extent)
-                pages = syscalls.cached_blocks(member.backing.fd, space.offset_of(member, extent), length)
+                pages = cached_blocks(member.backing.fd, space.offset_of(member, extent), length)
                 absent += [extent] if 2 * pages * BLOCK_BYTES < length else []
         return absent
 
@@ -264,7 +199,7 @@ class InPlaceBackend:
             return
         with contextlib.suppress(OSError), self.files.opened(file) as fd:
             for expert in range(moe.layout.count):
-                pages = sum(syscalls.cached_blocks(fd, *part) for part in moe.ranges(expert))
+                pages = sum(cached_blocks(fd, *part) for part in moe.ranges(expert))
                 if pages * BLOCK_BYTES >= moe.sizes[expert] > 0:
                     whole.append(expert)
                 elif pages:
@@ -462,7 +397,7 @@ class InPlaceBackend:
         if file is None or file.mapping is None:
             return False
         offset, length = moe.pages_of(number)
-        return syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
+        return cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES
 
     def _record_touch(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch) -> None:
         state, now_ns = space.state(extent), touch.t_ns
@@ -471,7 +406,7 @@ class InPlaceBackend:
         if state == SINGLE:
             space.record_pages(extent, now_ns)
             if file.mapping is not None:
-                pages = syscalls.cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
+                pages = cached_blocks(file.mapping.backing.fd, space.offset_of(member, extent), length)
                 self.engine.judge.touched_pages(space, extent, pages * BLOCK_BYTES)
             return
         self.state.counters.requested_bytes += length
@@ -504,7 +439,7 @@ class InPlaceBackend:
         """Handle a touch of an extent that was read before: a hit, or a miss if the kernel has reclaimed it. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = space.offset_of(member, extent)
-            if syscalls.cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
+            if cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
                 self.state.counters.refault_bytes += length
                 self._demand(space, member, extent)
                 return
@@ -517,6 +452,9 @@ class InPlaceBackend:
 
     def _look_after(self) -> None:
         while not self._closed:
+            self.files.has_opened.clear()
+            if not (self.files.in_use or self._closed):
+                self.files.has_opened.wait()
             time.sleep(CHECK_S)
             for file in list(self.files.in_use.values()) if self.state.running else []:
                 self._renew(file)

@@ -15,6 +15,7 @@ import reprlib
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +225,7 @@ class Requests:
         self.engine = engine
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
-            "stats": lambda _request, _on_progress: engine.stats() | {"metrics": metrics},
+            "stats": lambda _request, _on_progress: to_json(replace(engine.stats(), metrics=metrics)),
             "heat": lambda _request, _on_progress: to_json(heat_map(engine.state, engine.mode, engine.tree.names.shown)),
             "resize": self._resize,
             "warmup": self._warm,

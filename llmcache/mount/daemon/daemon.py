@@ -50,7 +50,6 @@ from llmcache.mount.daemon.parts import new_engine
 from llmcache.mount.engine.warmup import Tell, Warmup
 from llmcache.mount.readahead import ReadAhead, restore_left
 from llmcache.mount.source.tree import DEFAULT_SPILL, SourceTree, WritePolicy
-from llmcache.mount.stats import MountStats, from_json
 from llmcache.mount.vfs import libfuse
 from llmcache.mount.vfs.callbacks import Callbacks
 from llmcache.mount.vfs.libfuse import Session
@@ -266,9 +265,7 @@ class Daemon:
                 self._files.write_info(facts)
             if self._metrics is not None:
                 names = self._request.metrics_files
-                self._metrics.start(
-                    lambda: openmetrics.exposition(from_json(MountStats, self._engine.stats()), self._point, paths=names)
-                )
+                self._metrics.start(lambda: openmetrics.exposition(self._engine.stats(), self._point, paths=names))
             return server
         except BaseException as error:  # noqa: BLE001 - ends the mount, and is raised by run()
             self._failure = error

@@ -27,12 +27,13 @@ from llmcache.mount.engine.evidence import Judge
 from llmcache.mount.engine.grouping import Grouping
 from llmcache.mount.engine.loader import Loader
 from llmcache.mount.engine.planner import UNLIMITED, Planner
-from llmcache.mount.engine.report import snapshot
+from llmcache.mount.engine.report import statistics
 from llmcache.mount.source.backing import Backing
 from llmcache.mount.source.tree import SourceTree
 from llmcache.mount.state.interfaces import Backend, KernelNotifier, PinHelpers, PinStore
 from llmcache.mount.state.space import PINNED, LoopSpace, SpaceFile
 from llmcache.mount.state.state import LOADS_S, WRITE, CacheState
+from llmcache.mount.stats import MountStats
 
 log = logging.getLogger(__name__)
 
@@ -280,12 +281,13 @@ class Engine:
             facts["unseen"] = "pinned extents are read without a request, so these reads are not recorded"
         return {"extra": facts, "note": facts.get("unseen", "")}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> MountStats:
         names = self.tree.names
         names.refresh(0)  # for the next call: this one does not wait for storage
-        result = snapshot(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
-        result["services"] |= self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
-        return result
+        found = statistics(self.state, self.mode, self.pins.pids, self.backend.client_reads(), names.shown)
+        faults: dict[str, Any] = self.backend.faults() | {"locked_again_bytes": self.pins.again_bytes}
+        services = replace(found.services, **faults)
+        return replace(found, services=services)
 
     @property
     def _held_bytes(self) -> int:

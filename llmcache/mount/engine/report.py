@@ -39,7 +39,6 @@ from llmcache.mount.stats import (
     Waits,
     WaitsByReason,
     from_json,
-    to_json,
 )
 from llmcache.procfs import status_of
 
@@ -47,14 +46,6 @@ SPACES_AT_A_TIME = 100  # while the lock is held
 
 
 NameOf = Callable[[str], str]
-
-
-def snapshot(
-    state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
-) -> dict[str, Any]:
-    """Return the document of `statistics`."""
-    document: dict[str, Any] = to_json(statistics(state, mode, helper_pids, reads, name_of))
-    return document
 
 
 def statistics(
