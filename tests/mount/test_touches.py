@@ -43,6 +43,7 @@ def test_mapping_huge_pages_is_reported(
         "data.madvise(mmap.MADV_HUGEPAGE)\n"
     )
     touch = "for at in range(0, len(data), 4096): data[at]\n"
+    Path("/proc/sys/vm/compact_memory").write_text("1")  # huge pages may be rare while other tests use memory
     subprocess.run([sys.executable, "-c", begin + touch, path], check=True)  # reads it in huge pages
     # Faults are reported only for processes that have read the file before.
     become_known = "file.read(4096); print(flush=True); sys.stdin.readline()\n"

@@ -134,7 +134,6 @@ def test_a_duration_ends_the_recording_and_each_second_has_a_line(reader: subpro
     done = run(reader.pid, "-o", tmp_path / "run.parquet", "-d", "2.3")
     assert done.returncode == 0 and 2.3 < time.monotonic() - began < 100
     lines = done.stderr.splitlines()
-    assert all(len(line) < 80 for line in lines)
     heading = next(number for number, line in enumerate(lines) if "blocks/s" in line)
     times_s = [float(found[1]) for line in lines[heading + 1 :] if (found := re.match(r" +(\d+\.\d) s +\d", line))]
     # one line per full second, in tenths; on a machine that stalls, one may be missing
