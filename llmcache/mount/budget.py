@@ -1,9 +1,8 @@
 """The budget of a mount, and the limit that memory pressure leaves of it. `root` lets tests use recorded trees.
 
-The OOM killer counts locked pages as used. So free memory is compared with a margin for the machine and for each limited
-cgroup above the daemon: every 0.25 s, down to every 0.05 s when little is left. Below the margin, the limit drops at once to
-the bytes that the kernel cannot reclaim, less the missing bytes. PSI shows earlier that tasks stall; the limit then drops in
-steps. After a calm period it grows back slowly.
+Free memory is compared with a margin for the machine and each limited cgroup above the daemon, every 0.25 s to 0.05 s. Below
+the margin, the limit drops at once to the bytes that the kernel cannot reclaim, less the missing bytes. If PSI shows stalls,
+it drops in steps. It grows back slowly after a calm period.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def ram_for(budget_bytes: int) -> int:
 def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     """Return the budget for `cache_bytes` (None: all memory that can be spared).
 
-    It is reduced, with a warning, to the memory that can be spared now; more than the machine's memory is an error.
+    A budget that cannot be spared now is reduced, with a warning; one larger than the machine's memory is an error.
     """
     least = tightest(root)
     spare = least.spare_bytes - DAEMON_BYTES
@@ -81,10 +80,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 
 
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
-    """Return `mode`; for auto, steer if the whole budget may be locked, otherwise arena.
-
-    MissingRequirement: steer cannot lock it.
-    """
+    """Return `mode`; for auto, steer if the budget may be locked, otherwise arena. MissingRequirement."""
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
@@ -132,7 +128,7 @@ class PressureGauge:
 
     @property
     def is_near(self) -> bool:
-        """True if little memory was left: call `limit` sooner."""
+        """Call `limit` sooner, because little memory is left."""
         return self.pause_s < PAUSE_S
 
     @property
@@ -141,7 +137,7 @@ class PressureGauge:
         return time.monotonic() - self._calm_since > CALM_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """MissingRequirement if a new budget cannot be spared, of which `held_bytes` are in use."""
+        """MissingRequirement if the budget cannot be spared; `held_bytes` of it are in use."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise MissingRequirement(
                 f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
@@ -158,10 +154,7 @@ class PressureGauge:
         self.budget_bytes = self._limit = self._logged_bytes = budget_bytes
 
     def limit(self, held_bytes: int) -> int:
-        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory.
-
-        Unlocked pages count as available, because the kernel can reclaim them.
-        """
+        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory."""
         now = time.monotonic()
         memories = places(self._root)
         missing = -min(memory.spare_bytes for memory in memories)
@@ -201,7 +194,7 @@ class PressureGauge:
         self._logged_bytes, self._logged_s, self._reductions = self._limit, now, 0
 
     def lost(self, pinned_bytes: int) -> None:
-        """The pin helper was killed: restart with half of its bytes."""
+        """Restart with half of a killed helper's bytes."""
         self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
 
     def _lower(self, limit: int, now: float, why: str) -> None:
@@ -219,12 +212,12 @@ class PressureGauge:
         self._grown = True
 
     def _scarce(self) -> bool:
-        """Stalls alone can come from another process in a limited cgroup."""
+        """Stalls alone can come from another process."""
         memory: Memory = machine_memory(self._root)
         return memory.available_bytes < memory.margin_bytes * 2 + DAEMON_BYTES
 
     def _stalls(self, now: float) -> float:
-        """Return the share of time in which some task stalled; 0 without PSI."""
+        """Return a share of time; 0 without PSI."""
         total_us = stalled_us(self._root)
         if total_us is None:
             return 0.0

@@ -1,7 +1,6 @@
 """Detection of inference engines that copy their weights into private memory, where a file cache does not help.
 
-llama.cpp repacks tensors of some types, reads the whole file without mmap, bypasses the page cache with direct I/O, and
-copies GPU layers. mlock keeps the whole file resident. /proc shows each case. The flags in the remedies are those of
+The signs in /proc: private and locked memory, mappings, O_DIRECT and open devices. The flags in the remedies are those of
 llama.cpp b11434 (`common/arg.cpp`) and older ones.
 """
 
@@ -34,8 +33,7 @@ _REMEDIES: dict[Cause, str] = {
 class ClientFacts:
     """A process that has read a model.
 
-    `private_bytes` may be swapped; `mapped_bytes`: of the model's files; `has_direct`: has a file open with O_DIRECT;
-    `locked_bytes`: by mlock.
+    `private_bytes` may be swapped; `mapped_bytes` are of the model's files; `locked_bytes` by mlock.
     """
 
     pid: int
@@ -75,9 +73,9 @@ class Copied:
 
 
 def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copied | None:
-    """Return the copy that a client has made of a model; None without a sign of one.
+    """Return the copy that a client has made of a model, or None.
 
-    `size_bytes`: of all files of the model; `repacked_bytes`: tensors that llama.cpp may repack.
+    `repacked_bytes`: of tensors that llama.cpp may repack.
     """
     private = client.private_bytes
     if client.has_direct and private > WHOLE_SHARE * size_bytes:
@@ -96,7 +94,7 @@ def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copi
 def client_facts(pid: int, files: set[tuple[int, int]]) -> ClientFacts:
     """Return the facts of a process or thread id. OSError: it has ended.
 
-    `files`: (device, inode) of the model's files. Without root, other users' processes count as having the file mapped.
+    `files`: (device, inode). Without root, other users' processes count as having them mapped.
     """
     fields = status_of(pid)
     pid = int(fields["Tgid"])

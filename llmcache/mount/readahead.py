@@ -1,8 +1,7 @@
 """The kernel's readahead of a block device (`read_ahead_kb`): mounts change it and restore it.
 
-All mounts on a disk share the setting. A note in the directory of the daemons' files, named after the device, keeps the
-original value. Mounts lock it (shared); the last one restores the value. After a daemon was killed, the next mount, or
-`llmcache umount --force`, does.
+A note in the directory of the daemons' files keeps the original value for all mounts on a disk, which lock it. The last one
+restores the value; after a killed daemon, the next mount or `llmcache umount --force` does.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ def read_ahead_advice() -> str:
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
-    """Return the sysfs file of the setting (KiB) of a directory's disk; None without a block device.
-
-    `root` is for tests.
-    """
+    """Return the sysfs file (KiB) of a directory's disk; None without a block device."""
     device = os.stat(directory).st_dev
     block = (root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     places = (block / "queue/read_ahead_kb", block.parent / "queue/read_ahead_kb")
@@ -45,7 +41,7 @@ def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
 
 
 class ReadAhead:
-    """A changed readahead; it applies to files that are opened while it is set."""
+    """A changed readahead; it applies to files that are opened later."""
 
     def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
         """MissingRequirement: the storage has no setting."""
@@ -56,7 +52,6 @@ class ReadAhead:
         self._fd: int | None = None
 
     def set(self) -> None:
-        """Change the setting, once. MissingRequirement."""
         if self._fd is not None:
             return
         note = Path(control.directory(os.geteuid())) / (_NOTES + self._path.parents[1].name)
@@ -75,7 +70,6 @@ class ReadAhead:
             ) from error
 
     def restore(self) -> None:
-        """Restore the value, unless another mount uses the note."""
         if self._fd is None:
             return
         os.close(self._fd)
@@ -98,7 +92,7 @@ def restore_left() -> None:
 
 
 def _restore(path: str) -> None:
-    """After an OSError the note remains, for a later attempt."""
+    """After an OSError the note remains."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,14 +111,14 @@ def _restore(path: str) -> None:
 
 
 def _read(fd: int) -> tuple[Path, int] | None:
-    """Return the sysfs file and its value; None if the note is incomplete."""
+    """None: the note is incomplete."""
     lines = os.pread(fd, _LONGEST_NOTE, 0).decode(errors="surrogateescape").split("\n")
     return (Path(lines[1]), int(lines[0])) if len(lines) == 3 and lines[0].isdecimal() else None
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Lock the notes. OSError: the directory is missing."""
+    """OSError: the directory is missing."""
     fd = os.open(control.directory(os.geteuid()), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

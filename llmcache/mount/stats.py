@@ -1,7 +1,7 @@
 """The statistics of a mount (`llmcache stats`) and the layers of its models (`llmcache top`), with their JSON documents.
 
-Values are in base units. Daemons' replies are not trusted and may have another version: `from_json` checks every value,
-ignores unknown keys, and uses the default of a missing field (version 1.0 does not send all keys).
+Values are in base units. Daemons may have another version: `from_json` checks every value, ignores unknown keys, and uses
+the default of a missing field.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Waits:
-    """Histogram: `counts` by class, upper bounds of the classes (the last has none), and the sum."""
+    """Histogram: `counts` by class, upper bounds of the classes, and the sum."""
 
     bounds_s: tuple[float, ...]
     counts: tuple[int, ...]
@@ -62,7 +62,7 @@ class Waits:
         return Waits(self.bounds_s, counts, self.sum_s - before.sum_s)
 
     def quantile_s(self, share: float) -> float | None:
-        """Return the upper bound of the class that at least `share` (0..1) of the waits did not exceed.
+        """Return an upper bound of `share` (0..1) of the waits.
 
         None without waits; infinity beyond the last bound.
         """
@@ -130,8 +130,8 @@ class ExpertStats:
 class LoopStats:
     """A loop. `readers`: their positions (0..1); `copied`: a client that has copied the weights.
 
-    `left`: to the kernel. `steered_pass_bytes`, `lru_pass_bytes`: read per pass by steering and by the page cache, None if
-    unknown. `unused_bytes`: used by no client for some passes.
+    `left`: the loop is left to the kernel. `steered_pass_bytes`, `lru_pass_bytes`: bytes read per pass by steering and by
+    the page cache, None if unknown. `unused_bytes`: no client has used them for some passes.
     """
 
     size_bytes: int = _key("bytes")
@@ -218,8 +218,8 @@ class LayerExperts:
 class LayerHeat:
     """A layer: bytes by state, seconds since the last request (`age_s`), and strips.
 
-    `streamed_bytes` on storage were read recently, `cold_bytes` not. `cells`: for each of STRIPS, a digit per segment of the
-    layer: the ninths in that state.
+    `streamed_bytes` on storage were read recently, `cold_bytes` not. `cells`: for each of STRIPS, a digit per segment: its
+    ninths in that state.
     """
 
     name: str
@@ -241,7 +241,7 @@ class LayerHeat:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHeat:
-    """The layers of a file in order of computation; one if the format is unknown."""
+    """The layers of a file in order; one if the format is unknown."""
 
     name: str | None = None
     path: str
@@ -273,8 +273,7 @@ def shown_name(path: str, name: str | None) -> str:
 def hit_ratio(mode: str, hit_bytes: int, read_bytes: int) -> float | None:
     """Return the share (0..1) of the bytes read by clients that came from memory; None if unknown.
 
-    In modes steer and inplace, hits send no request: the resident part of a loop counts once for each observed pass, and the
-    ratio is unknown if no hit was observed.
+    In modes steer and inplace, a loop's resident part counts once for each observed pass.
     """
     return hit_bytes / read_bytes if read_bytes and (hit_bytes or mode == "arena") else None
 
@@ -307,8 +306,7 @@ def from_json(kind: type[_Stats], document: Any) -> _Stats:
 class _Plan:
     """How a class is converted.
 
-    `values(object)`: in the order of `keys`. `nested`: keys of objects and tuples; `omitted`: left out if None. `parsers`:
-    (field, key, required, check).
+    `nested`: keys of objects and tuples; `omitted`: left out if None. `parsers`: (field, key, required, check).
     """
 
     keys: tuple[str, ...]
@@ -337,7 +335,6 @@ def _plan(kind: Any) -> _Plan:
 
 
 def _parser(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that checks a value against a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (_parser(each) for each in arguments if each is not types.NoneType)

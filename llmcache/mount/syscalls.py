@@ -1,4 +1,4 @@
-"""System calls that Python's os module lacks, or offers only with a copy of the data (I/O to raw addresses).
+"""System calls that Python's os module lacks, or offers only with a copy of the data.
 
 Calls that can wait release the GIL. All raise OSError and retry EINTR.
 """
@@ -72,7 +72,7 @@ def _failure() -> OSError:
 
 
 def pread(fd: int, address: int, size: int, offset: int) -> int:
-    """Return the number of bytes read, short at the end of the file."""
+    """Return the bytes read, short at the end of the file."""
     while True:
         done = int(_libc.pread64(fd, address, size, offset))
         if done >= 0:
@@ -119,9 +119,9 @@ def madvise(address: int, size: int, advice: int) -> None:
 
 
 def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -> int:
-    """Give advice on at most 1024 ranges, (address, bytes), of another process; return the bytes advised.
+    """Advise on at most 1024 ranges, (address, bytes), of another process; return the bytes advised.
 
-    The kernel stops at the first range that it refuses. OSError: it refuses the first one.
+    OSError: the kernel refuses the first range.
     """
     count = min(len(parts), _IOV_MAX)
     packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec, filled fast
@@ -133,9 +133,9 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
 
 
 def refusal() -> str | None:
-    """Return the first system call of in-place steering that fails, and its error; None if all work.
+    """Return the first call of in-place steering that fails, and its error, or None.
 
-    In containers, a seccomp filter may refuse calls.
+    A seccomp filter may refuse calls in containers.
     """
     call, page, own, file = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1, -1
     try:
@@ -170,8 +170,7 @@ def huge_bytes(address: int, size: int) -> int:
 def bind(source: str, target: str, attributes: int = 0) -> int:
     """Bind-mount a directory on `target`, with MOUNT_ATTR_ flags; return the id of the mount (root only).
 
-    Copies in other mount namespaces have the flags, too. Later mounts below one directory do not appear below the other.
-    OSError names the failed call: ENOSYS before Linux 5.12, and with old seccomp filters.
+    Copies in other mount namespaces have the flags, too; later mounts are not propagated. ENOSYS before Linux 5.12.
     """
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     tree = _mount_call("open_tree", _OPEN_TREE, ctypes.c_int(AT_FDCWD), os.fsencode(source), flags)

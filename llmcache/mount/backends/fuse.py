@@ -1,11 +1,11 @@
-"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the mount's page cache.
+"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the page cache.
 
-A reader that needs an extent, or a loader that runs ahead of readers, claims its fetch under the lock. Every reader can use
-the data once `done` is set; the STORE follows. The state of an extent decides how a request is answered:
-- absent: fetch the whole extent, reply, store the rest afterwards;
+A reader, or a loader that runs ahead of one, claims the fetch of an extent under the lock. Every reader can use the data
+once `done` is set; the STORE follows. The state of an extent decides how a request is answered:
+- absent: fetch the whole extent;
 - loading: wait for that fetch;
-- ready: all pages except the first, the tripwire, are stored: reply from memory, and record the reader;
-- touched or pinned: read the pages that the kernel has reclaimed or has not received;
+- ready: reply from memory; all pages except the first, the tripwire, are stored;
+- touched or pinned: read the pages that the kernel lacks;
 - single: read only the requested bytes.
 """
 
@@ -61,7 +61,6 @@ class FuseBackend:
     def __init__(
         self, state: CacheState, pin_store: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
     ) -> None:
-        """`find(mountpoint)` returns this mount, or None."""
         self.state = state
         self.pin_store = pin_store
         self._find = find
@@ -71,7 +70,7 @@ class FuseBackend:
         self._entry: MountWatch[Mount | None] | None = None  # this mount's entry in the mount table
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Call it before the first request: from then on, clients do not hang if this process is killed."""
+        """Call it before the first request, so that clients do not hang if this process is killed."""
         self.notifier = notifier
         self._entry = MountWatch(lambda: self._find(mountpoint))
         entry = self._entry.current()
@@ -107,7 +106,7 @@ class FuseBackend:
                 self.notifier.invalidate(node, offset, length)
 
     def claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
-        """Return a fetch of an absent extent, which the caller must load; None without a buffer. Lock held."""
+        """The caller must load the fetch. None if there is no buffer. Lock held."""
         has_region = self.pin_store.has_region(space, extent)
         buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
@@ -151,7 +150,7 @@ class FuseBackend:
         return space.read_bytes
 
     def client_reads(self) -> None:
-        """Return None: every read from storage is made by this process."""
+        """This process makes every read from storage."""
 
     def faults(self) -> dict[str, int]:
         return {}
@@ -160,7 +159,6 @@ class FuseBackend:
         return [extent for extent in extents if not space.accounted_bytes[extent]]
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Drop the first page of pinned extents, so that the next touch sends a request."""
         with self.state.lock:
             places = [(extent, *self._first_page(space, extent)) for extent in extents if space.state(extent) == PINNED]
         for _, _, node, offset in places:
@@ -174,7 +172,7 @@ class FuseBackend:
         return ()
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Do nothing: experts are never left to the kernel over FUSE."""
+        """Experts are never left to the kernel over FUSE."""
 
     @staticmethod
     def _first_page(space: LoopSpace, extent: int) -> tuple[SpaceFile, int | None, int]:
@@ -190,7 +188,7 @@ class FuseBackend:
         self.store(space, member, fetch)
 
     def load(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
-        """Read the extent; then set `done`, with data or with `error`."""
+        """It sets `done`, with data or with `error`."""
         if fetch.done.is_set():
             return
         backing = fetch.backing
@@ -216,7 +214,7 @@ class FuseBackend:
         fetch.done.set()
 
     def _fail(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Never fetch the extent ahead again; readers get the error from their own read. Lock held."""
+        """Readers get the error from their own read. Lock held."""
         extent = fetch.extent
         if fetch.keep and space.alive:
             self.state.references.lost(space, extent)
@@ -321,7 +319,7 @@ def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
 
 
 def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
-    """Copy a part of `region` to the address `target`, without the GIL."""
+    """Copy a part of `region` to an address, without the GIL."""
     ctypes.memmove(target, region.address + start, length)
 
 
@@ -334,14 +332,12 @@ LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 class SliceReader:
     """Loads experts for the requests that miss them, and observes which resident experts are used.
 
-    Loaders and requests read the slices of a missing expert in pieces. A request reads its own piece unless another thread
-    does, so no reply waits for data that it does not need.
+    Loaders and requests read the slices of a missing expert in pieces, so that no reply waits for data that it does not
+    need.
 
-    Uses of resident experts send no request. So a page of each expert to be evicted next is dropped, as a tripwire: a
-    request for it shows that the expert is in use. If page tables can be read (by root), accessed bits show the other uses.
-
-    The kernel requests the pages around a page fault, too. So a request counts as a use only of the slice in which it
-    begins, or of the next one if it covers nothing of the first.
+    Uses of resident experts send no request. So a page of each expert to be evicted next is dropped, as a tripwire; if page
+    tables can be read (by root), accessed bits show the other uses. The kernel requests the pages around a page fault, too,
+    so a request counts only for the slice in which it begins, or for the next one if it covers nothing of the first.
     """
 
     def __init__(self, backend: FuseBackend) -> None:
@@ -379,7 +375,7 @@ class SliceReader:
         self._programs.close()
 
     def wanted(self, moe: MoeFile, offset: int, size: int) -> int | None:
-        """Return the slice of a request; None for kernel readahead from the slice before. Lock held."""
+        """None for kernel readahead from the slice before. Lock held."""
         first = moe.slice_at(offset)
         if first is None or moe.states[moe.layout.expert_of[first]] != ABSENT:
             return first
@@ -391,7 +387,7 @@ class SliceReader:
     def claim(
         self, moe: MoeFile, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
-        """Return the fetch of a part of a slice, and whether the caller must load it. Lock held.
+        """Return the fetch, and whether the caller must load it. Lock held.
 
         None: the caller reads only the requested bytes.
         """
@@ -510,7 +506,7 @@ class SliceReader:
         return [(part[0].member.node, *part[2:]) for part in absent if part[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
-        """Return (node, offset, bytes) of the pages to drop as tripwires. Lock held."""
+        """Return (node, offset, bytes) of pages to drop. Lock held."""
         cache = self.state.expert_cache
         for moe in cache.moe_files:
             cache.catch_up(moe)
@@ -546,7 +542,7 @@ STORE_WAIT_S = 0.005  # for a slice: without this wait, kernel readahead request
 class PendingRead:
     """The unanswered part of a read: `size` bytes at `offset` of a file, into memory at `address`.
 
-    `pid`: 0 for pin helpers, and outside this PID namespace. `first_byte`: offset of the whole request.
+    `pid`: 0 for pin helpers, and outside this PID namespace.
     """
 
     space: LoopSpace
@@ -561,7 +557,7 @@ class PendingRead:
 
 
 class Reader:
-    """Serves reads of all files, and reports completed passes to the engine."""
+    """Serves reads of all files."""
 
     def __init__(self, engine: EngineCalls, backend: FuseBackend) -> None:
         self.engine = engine
@@ -570,7 +566,7 @@ class Reader:
         self._warned = False
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """Return the bytes read into `address`, fewer only at the end of the file. OSError."""
+        """Return the bytes read, fewer only at the end of the file. OSError."""
         by_client = pid not in self.engine.pins.pids
         pid = pid if by_client else 0
         if by_client and not pid and not self._warned:
@@ -601,7 +597,7 @@ class Reader:
         return done
 
     def _slice(self, rest: PendingRead, wanted: int | None) -> tuple[int, int] | None:
-        """Return the bytes answered from a slice and the bytes read, or None."""
+        """Return (bytes answered, bytes read), or None."""
         space, member, offset = rest.space, rest.member, rest.offset
         with self.state.lock:
             moe = member.moe
@@ -624,7 +620,6 @@ class Reader:
         return length, self._answer(rest, fetch, mine, start, length)
 
     def _segment(self, rest: PendingRead) -> tuple[int, int]:
-        """Return the bytes answered, at most to the end of the extent, and the bytes read."""
         space, member, pid = rest.space, rest.member, rest.pid
         index, start = divmod(rest.offset, space.extent_bytes)
         extent, length = member.base + index, min(rest.size, space.extent_bytes - start)
@@ -671,7 +666,7 @@ class Reader:
 
     @staticmethod
     def _is_sequential(rest: PendingRead, state: int) -> bool:
-        """Return False if the request may be for a row of a table, of which only its bytes are read."""
+        """Any other request may be for a row of a table."""
         is_sequential = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.space.request_ends
         if is_sequential:
             rest.space.sequential_ns = time.monotonic_ns()
@@ -731,7 +726,7 @@ class Reader:
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:
-        """Count a reader's wait, and prefetched bytes once. Lock held."""
+        """Lock held."""
         counters = self.state.counters
         if waited:
             (self.state.late_waits if fetch.ahead else self.state.demand_waits).add(waited_ns)
@@ -751,7 +746,6 @@ class Reader:
         return done
 
     def direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
-        """Read exactly this range; return the bytes read."""
         bounce = self.state.pool.bounce()
         done = 0
         while done < size:

@@ -1,16 +1,11 @@
 """The in-place back end steers the page cache of SOURCE's files; clients access their file system directly.
 
-MOUNT is a bind mount of SOURCE, or both are the same directory. No client ever waits for this process.
+No client ever waits for this process. Touches that BPF programs report (`touches.py`) take the place of READ requests.
 
-- Observe: touches that BPF programs report (`touches.py`) take the place of READ requests.
-- Fetch: this process faults on the first page of each huge page, in a mapping that requests huge pages. The file system then
-  reads it into one folio (measured: 0.02 CPU seconds per GB; readahead in single pages takes 0.13 to 0.2). Readahead fetches
-  huge pages that are resident in part, and all pages on file systems without large folios.
-- Pin: the pin helper calls mlock.
-- Drop: through the mappings of clients (`files.py`), and by posix_fadvise for pages that no process maps.
-
-Only loops and experts of MoE models are fetched and dropped; the kernel handles everything else. Locks: `files.py`,
-`state.py`.
+To fetch an extent, this process faults on the first page of each huge page, and the file system reads it into one folio
+(measured: 0.02 CPU seconds per GB; readahead in single pages takes 0.13 to 0.2). Readahead fetches huge pages that are
+resident in part, and all pages on file systems without large folios. Pages are dropped through the mappings of clients
+(`files.py`). Only loops and experts of MoE models are fetched and dropped. Locks: `files.py`, `state.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +59,7 @@ RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is s
 
 
 class InPlaceBackend:
-    """Fetches and drops extents of SOURCE's files, and reports touches to the engine."""
+    """Fetches and drops extents of SOURCE's files, and reports touches."""
 
     in_place, large_extent = True, HUGE_BYTES
 
@@ -110,7 +105,7 @@ class InPlaceBackend:
         self.touches.close()
 
     def guards(self, _mountpoint: str) -> bool:
-        """Return True: no client hangs if this process is killed."""
+        """No client hangs if this process is killed."""
         return True
 
     # Fetching
@@ -118,8 +113,7 @@ class InPlaceBackend:
     def follows(self, space: LoopSpace) -> bool:
         """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
 
-        False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages: if both read
-        there, the kernel continues in small pages, which clients then keep mapped.
+        False in a first pass over a loop that will be pinned whole: if both read, the kernel continues in small pages.
         """
         is_kernels = not space.touches.passes and self.files.window >= HUGE_BYTES and space.kept_whole
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
@@ -149,7 +143,6 @@ class InPlaceBackend:
         return absent
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Clear the accessed bits of the clients that map the files."""
         for file in filter(None, [self.files.of_node(member.node) for member in space.members]):
             if 0 in file.programs:  # a client outside this PID namespace, whose page tables cannot be read
                 return ()
@@ -171,7 +164,6 @@ class InPlaceBackend:
         return extents
 
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents with an accessed bit set."""
         touched: list[int] = []
         for member in space.members:
             in_member = [extent for extent in extents if member.base <= extent < member.base + member.count]
@@ -254,7 +246,7 @@ class InPlaceBackend:
             self.state.expert_cache.arrived(moe, expert, done)
 
     def _begin(self, member: SpaceFile, backing: Backing | None) -> MappedFile | None:
-        """Begin a read of the open file; None if it is no longer `backing`."""
+        """None: the open file is no longer `backing`."""
         file = self.files.of_node(member.node)
         with self.state.lock:
             mapping = None if file is None else file.mapping
@@ -267,10 +259,9 @@ class InPlaceBackend:
             return mapping
 
     def _end(self, mapping: MappedFile, requested_bytes: int, read_bytes: int) -> None:
-        """Record the end of a read, and adapt the least window to the storage. Lock held.
+        """Record the end of a read, and adapt the least window. Lock held.
 
-        If clients overtake the fetches, kernel readahead continues in small pages. A wider window gets ahead of it, but
-        leaves less room for pins, which costs more on slow storage; so only fast storage gets a wider window.
+        A wider window keeps fetches ahead of clients, but leaves less room for pins, which costs more on slow storage.
         """
         mapping.reads -= 1
         self.state.ended.notify_all()
@@ -380,7 +371,7 @@ class InPlaceBackend:
             self.state.queue(functools.partial(self._fetch_expert, moe, each))
 
     def _lacks(self, moe: MoeFile, number: int) -> bool:
-        """Return True if the kernel has reclaimed pages of a slice: a miss may be of a page being read."""
+        """A miss alone may be of a page that is being read."""
         file = self.files.of_node(moe.member.node)
         if file is None or file.mapping is None:
             return False
@@ -424,7 +415,7 @@ class InPlaceBackend:
             self._came_back(space, member, file, extent, touch, length)
 
     def _came_back(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch, length: int) -> None:
-        """Count a hit, or a miss if the kernel has reclaimed the extent. Lock held."""
+        """Count a hit or a miss. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = space.offset_of(member, extent)
             if cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
@@ -450,8 +441,7 @@ class InPlaceBackend:
     def _renew(self, file: File) -> None:
         """Read pinned extents in small pages again as huge pages, once the loop is pinned whole.
 
-        Clients take up to a quarter less time for data in huge pages. Renewal takes a bounded share of the time since all
-        was pinned. It needs fast storage, and at most one client that maps the file: other pages cannot be dropped.
+        Clients take up to a quarter less time then. It needs fast storage, and at most one client that maps the file.
         """
         turn_s, more = 0.0, True
         with self.files.mapped(file) as mapping:
@@ -476,7 +466,6 @@ class InPlaceBackend:
                 turn_s += took_s
 
     def _renew_next(self, file: File, mapping: MappedFile) -> bool:
-        """Renew the next few extents; return False at the end."""
         state = self.state
         with state.lock:
             owner = state.owners.get(mapping.backing)

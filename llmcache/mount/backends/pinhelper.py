@@ -1,9 +1,8 @@
 """The pin helper: a small process that maps files of the mount and locks ranges of them with mlock.
 
-In the daemon, mlock would fault pages in through the mount while it holds the memory map lock that serving threads need.
-Open handles keep the kernel's nodes (`st_ino`) valid. The helper uses only the standard library and runs as `python
-pinhelper.py MOUNT DAEMON_PID`, with a JSON request per line on stdin and a reply per line on stdout. It dies with the daemon
-(PR_SET_PDEATHSIG), and the kernel then releases its locks.
+In the daemon, mlock would fault pages in through the mount while it holds the memory map lock that serving threads need. The
+helper uses only the standard library: `python pinhelper.py MOUNT DAEMON_PID`, with a JSON request per line on stdin and a
+reply per line on stdout. It dies with the daemon, and the kernel then releases its locks. Open handles keep nodes valid.
 
 Requests and their replies; a request that fails has the reply {"errno"}:
 - {"op": "attach", "path"} -> {"node", "size"}. For a link, "target", "dev" and "ino" describe the file that it leads to.
@@ -12,9 +11,9 @@ Requests and their replies; a request that fails has the reply {"errno"}:
   pages charged to cgroups that are not in "free"; null if the kernel does not show it.
 - {"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if "look" is true.
 
-Beyond memory.high, the kernel suspends allocating threads, and the daemon may unlock too late. So this process watches that
-limit too, and unlocks the excess; the next reply reports it in "given": [path, offset, bytes]. To avoid allocations, it
-locks its own program in memory, makes each call once at the start, and unlocks with one call for each file.
+Beyond memory.high, the kernel suspends allocating threads, so the daemon may unlock too late. This process then unlocks the
+excess, and the next reply reports it in "given": [path, offset, bytes]. To avoid allocations itself, it locks its program in
+memory, makes each call once at the start, and unlocks with one call for each file.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def unlock(address: int, length: int) -> int:
-    """Unlock and unmap pages: the kernel does not drop pages that this process maps. Return 0, or -1 and errno."""
+    """Unlock and unmap pages, which are not dropped while mapped. Return 0, or -1 and errno."""
     code: int = libc.munlock(address, length)
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
@@ -80,7 +79,7 @@ def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
 
 
 def add_run(runs: list[Run], offset: int, length: int) -> int:
-    """Add a range to `runs`, merged with its neighbours; return how many bytes are new."""
+    """Add a range to `runs`; return how many bytes are new."""
     added = length + take_out(runs, offset, length)
     at, end = bisect_left(runs, (offset,)), offset + length
     if at < len(runs) and runs[at][0] == end:
@@ -114,7 +113,7 @@ def pieces(offset: int, length: int) -> Iterator[Run]:
 
 
 class Mapping:
-    """An attached file: a descriptor and a read-only shared mapping."""
+    """An attached file and its mapping."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -175,9 +174,9 @@ class Helper:
         return {"again": self.lock_again() if request["look"] else 0}
 
     def lock_again(self) -> int:
-        """Lock unmapped pages of the next part of the locked ranges again; return the bytes of those ranges.
+        """Lock unmapped pages of the next part again; return the bytes of those ranges.
 
-        The kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
+        The kernel may unmap locked pages when it replaces them (seen on Linux 7.3).
         """
         left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
         if not self.runs:
@@ -193,7 +192,7 @@ class Helper:
         return locked_bytes
 
     def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """The calls, which may take long, need no lock, because only this thread unmaps files."""
+        """No lock is needed, because only this thread unmaps files."""
         mapping = self.files.get(path)
         if mapping is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -211,7 +210,7 @@ class Helper:
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock at least `size_bytes`, from the end of each file."""
+        """Unlock `size_bytes` or more, from the end of each file."""
         with self.lock:
             for path, mapping in self.files.items():
                 if size_bytes <= 0 or not mapping.locked:
@@ -231,7 +230,6 @@ class Helper:
                 size_bytes += take_out(mapping.locked, start, end - start)
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Open `path`, or the target of a link at `path`; detach it first."""
         self.detach(path)
         if "target" in request:
             fd = open_target(request["target"], request["dev"], request["ino"])
@@ -270,14 +268,13 @@ class Charges:
             self.payers = os.open("/proc/kpagecgroup", os.O_RDONLY | os.O_CLOEXEC)
 
     def all_mapped(self, address: int, length: int) -> bool:
-        """Return True if all pages of a range are in this process's page tables."""
         first = address // PAGE
         count = -(-(address + length) // PAGE) - first
         entries = array("Q", os.pread(self.pagemap, 8 * count, 8 * first)) if self.pagemap >= 0 else array("Q")
         return not entries or min(entries) >= MAPPED
 
     def runs(self, address: int, length: int, free: set[int]) -> list[tuple[int, int, int]] | None:
-        """Return (address, bytes, cgroup inode) of pages charged to cgroups not in `free`; None: unknown."""
+        """Return (address, bytes, cgroup inode) for cgroups not in `free`; None: unknown."""
         if self.payers < 0:
             return None if os.path.exists("/proc/kpagecgroup") else []
         first = address // PAGE
@@ -304,7 +301,7 @@ class Charges:
 
 
 class HighLimits:
-    """memory.high of this process's cgroup and of those above it (cgroup v2), through files that stay open."""
+    """memory.high of this process's cgroup and of those above it (cgroup v2)."""
 
     FILES = ("memory.high", "memory.current", "memory.stat")
 
@@ -319,7 +316,7 @@ class HighLimits:
             cgroup = os.path.dirname(cgroup)
 
     def excess(self) -> int:
-        """Return the largest excess, in bytes that cannot be reclaimed; negative below the limits."""
+        """Return the largest excess, in unreclaimable bytes; negative below the limits."""
         worst = -1
         for high, current, stat_fd in self.spaces:
             with contextlib.suppress(OSError):  # the cgroup was removed
@@ -349,7 +346,7 @@ def watch(helper: Helper, limits: HighLimits) -> None:
 def open_below(directory: str, path: str, clone: int | None = None) -> int:
     """Return a descriptor of the regular file at `path` below `directory`, or below its `clone`.
 
-    Links are not followed: a link in place of a file could lead root anywhere. Opening a pipe does not block.
+    Links are not followed: they could lead root anywhere.
     """
     *above, name = path.strip("/").split("/")
     fd = os.open(directory if clone is None else ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=clone)
@@ -368,7 +365,7 @@ def open_below(directory: str, path: str, clone: int | None = None) -> int:
 
 
 def open_target(path: str, dev: int, ino: int) -> int:
-    """Return a descriptor of the file at a real path; OSError if another file is there."""
+    """Return a descriptor of the file; OSError if another file is at its real path."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (dev, ino):
@@ -380,8 +377,7 @@ def open_target(path: str, dev: int, ino: int) -> int:
 def clone_mount(directory: str) -> int | None:
     """Return a descriptor of a detached clone of the mount of `directory`; None if the kernel refuses.
 
-    Files opened through the clone do not make the mount point busy. The kernel refuses without CAP_SYS_ADMIN, before Linux
-    5.2, and for mounts that may not be bound; then `umount MOUNT` finds the mount busy while files are attached.
+    Files opened through the clone do not make the mount point busy. It needs CAP_SYS_ADMIN and Linux 5.2.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | os.O_CLOEXEC)
     fd = libc.syscall(ctypes.c_long(OPEN_TREE), ctypes.c_int(AT_FDCWD), os.fsencode(directory), flags)

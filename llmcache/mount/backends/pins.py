@@ -1,15 +1,13 @@
 """Pin stores: pinned extents are locked in the page cache by pin helpers (steer, in place), or held by the daemon (arena).
 
-`PinService` starts and restarts the pin helpers. Its methods only queue requests; one thread owns the pipes and reports
-results through the callbacks, without any lock held. After a helper's death, its locks are taken again once no other request
-is queued: after an OOM kill, the planner has reduced the pins by then. More helpers are started before one approaches
-vm.max_map_count mappings, where the kernel refuses locks, and unlocks within a run.
+`PinService` only queues requests; one thread owns the helpers' pipes and calls the callbacks, without any lock held. After a
+helper's death, its locks are taken again last: after an OOM kill, the planner has reduced the pins by then. Helpers stay
+below vm.max_map_count mappings, where the kernel refuses locks, and unlocks within a run.
 
-A page is charged to the memory cgroup of the process that first read it. A page that is charged to a client's cgroup with a
-limit of its own must not stay locked: the kernel could not reclaim it, and would kill the client. The helper reports such
-pages, and they are unlocked at once, in blocks of LARGE_EXTENT.
+A page is charged to the memory cgroup of the process that first read it. If that is a client's cgroup with a limit of its
+own, the page is unlocked at once: the kernel could not reclaim it, and would kill the client.
 
-Mode arena copies pinned extents into the page cache in every pass: slower than locking, but it needs no privilege.
+Mode arena copies pinned extents into the page cache in every pass: slower than locking, but without privileges.
 """
 
 from __future__ import annotations
@@ -50,10 +48,9 @@ DEFAULT_MAP_COUNT = 65530
 
 
 class PinHelper:
-    """One helper process and the runs that it has locked.
+    """One helper process.
 
-    `locked`: runs by path of each attached file, sorted and merged. `count`: number of runs. `nodes`: inode numbers of the
-    files in the mount; None for files that cannot be opened.
+    `locked`: runs by path, sorted and merged. `nodes`: inode numbers in the mount; None for files that cannot be opened.
     """
 
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
@@ -97,7 +94,7 @@ class PinHelper:
         return reply
 
     def attach(self, path: str) -> int | None:
-        """Return the file's node, or None if it cannot be opened."""
+        """Return the file's node, or None."""
         self._drop(path)
         target = self.target_of(path)
         more: dict[str, int | str | list[int]] = {}
@@ -119,9 +116,9 @@ class PinHelper:
             self.locked[new], self.nodes[new] = self.locked.pop(old), self.nodes.pop(old)
 
     def lock(self, path: str, run: Run, free: list[int]) -> tuple[int, list[tuple[int, int, int]] | None]:
-        """Lock a run of an attached file; return (errno or 0, ranges charged to other cgroups).
+        """Return (errno or 0, ranges charged to other cgroups).
 
-        Each range is (offset, bytes, inode of a memory cgroup not in `free`). None: the kernel does not show charges.
+        A range is (offset, bytes, inode of a memory cgroup not in `free`). None: the kernel does not show charges.
         """
         reply = self.call("lock", path, offset=run[0], length=run[1], free=free)
         if code := int(reply.get("errno", 0)):
@@ -130,7 +127,7 @@ class PinHelper:
         return 0, reply["charged"]
 
     def unlock(self, path: str, run: Run) -> int:
-        """Return 0, or the errno of a refusal, after which the run is still locked."""
+        """Return 0, or the errno of a refusal."""
         code = int(self.call("unlock", path, offset=run[0], length=run[1]).get("errno", 0))
         if not code:
             self._change(path, run, take_out)
@@ -157,16 +154,13 @@ class PinHelper:
 
 
 class Payers:
-    """Decides which memory cgroups may be charged for locked pages: those whose limits all bind this process too.
-
-    `free`: inodes of such cgroups.
-    """
+    """Decides which memory cgroups may be charged for locked pages: those whose limits all bind this process too."""
 
     def __init__(self) -> None:
         self.free: list[int] = []
 
     def refuse(self, inode: int) -> int:
-        """Return 0 for a cgroup that may be charged, EDQUOT if it is short of memory, else EAGAIN."""
+        """Return 0, EDQUOT if the cgroup is short of memory, else EAGAIN."""
         if inode in self.free:
             return 0
         limits = limits_apart(inode)
@@ -176,7 +170,6 @@ class Payers:
         return errno.EDQUOT if limits and min(limit.slack_bytes for limit in limits) < 0 else errno.EAGAIN
 
     def have_changed(self) -> bool:
-        """Return True if a cgroup in `free` has a limit now."""
         before, self.free = self.free, []
         return any([self.refuse(inode) for inode in before])
 
@@ -190,7 +183,7 @@ class HelperLost(Exception):
 
 
 class PinService:
-    """The queue of requests to pin helpers, and the record of attached files and locked ranges.
+    """The queue of requests to pin helpers, and the record of files and locks.
 
     The first helper has all files attached, to learn their nodes.
     """
@@ -204,7 +197,7 @@ class PinService:
         is_limited: Callable[[str], bool] = lambda _path: False,
         services: Services | None = None,
     ) -> None:
-        """`target_of(path)`: the file to attach in place of a link; None if `path` is no link.
+        """`target_of(path)`: the file to attach in place of a link, or None.
 
         `is_limited(path)`: whether a memory limit binds a client of the file but not this process.
         """
@@ -237,7 +230,7 @@ class PinService:
         return sum(helper.locked_bytes for helper in list(self._helpers))
 
     def start(self, mountpoint: str) -> None:
-        """Start the first helper. May follow `stop`."""
+        """May follow `stop`."""
         self._mountpoint = mountpoint
         self._stopping = False
         self._queue = queue.SimpleQueue()
@@ -250,7 +243,7 @@ class PinService:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the helpers, which releases all locks; wait for them."""
+        """Releases all locks; waits for the helpers."""
         self._stopping = True
         self._queue.put(None)
         for helper in list(self._helpers):
@@ -260,23 +253,21 @@ class PinService:
         self._helpers = []
 
     def attach(self, path: str) -> None:
-        """The thread calls `on_attached(path, node or None)`."""
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range; the thread calls `on_failed(path, offset, length, errno)` for parts that cannot stay locked.
+        """The thread calls `on_failed(path, offset, length, errno)` for parts that cannot stay locked.
 
-        For pages charged to a cgroup with a limit of its own, errno is EDQUOT if that cgroup is short of memory, else
-        EAGAIN.
+        For pages charged to a cgroup with a limit of its own, errno is EDQUOT if it is short of memory, else EAGAIN.
         """
         for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
     def unlock(self, path: str, offset: int, length: int) -> None:
-        """If the kernel refuses, the bytes count as locked until a later attempt succeeds."""
+        """If the kernel refuses, the bytes count as locked."""
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
@@ -344,7 +335,6 @@ class PinService:
             self._check()
 
     def _check(self) -> None:
-        """Check helpers, locked ranges, and at times the limits of cgroups."""
         for helper in self._helpers:
             again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
             if again and not self.again_bytes:
@@ -463,7 +453,6 @@ class PinService:
         return False
 
     def _replace(self, helper: PinHelper) -> None:
-        """Queue the runs of a dead helper for locking; replace the first helper at once."""
         helper.kill()
         for path, runs in helper.locked.items():
             for run in runs:
@@ -486,8 +475,7 @@ class PinService:
 def capacity() -> tuple[int, int]:
     """Return how many runs, and how many bytes, one helper locks at most.
 
-    A run takes two mappings. Runs may take half of vm.max_map_count, and unlocking every second extent of the bytes takes at
-    most the other half.
+    A run takes two mappings. Half of vm.max_map_count is kept for unlocking every second extent of them.
     """
     with contextlib.suppress(OSError, ValueError):
         most = int(MAP_COUNT.read_text()) // 4
@@ -496,7 +484,7 @@ def capacity() -> tuple[int, int]:
 
 
 def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None:
-    """Take the last piece out; return (path, offset, bytes), or None if there is none."""
+    """Return (path, offset, bytes) of the last piece, or None."""
     while runs_by_path:
         path, runs = next(iter(runs_by_path.items()))
         if runs:
@@ -509,7 +497,7 @@ def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None
 
 
 class LockedPinStore(PinStore):
-    """Pin store for steer and in place: pins are locked in the page cache through `PinService`."""
+    """Pin store for steer and in place, locked through `PinService`."""
 
     def __init__(self, state: CacheState, pins: PinService) -> None:
         self.state = state
@@ -554,10 +542,9 @@ class LockedPinStore(PinStore):
 
 
 class ArenaPinStore(PinStore):
-    """Pin store for arena: one region of anonymous memory for each pinned extent, read into with O_DIRECT.
+    """Pin store for arena: one region of anonymous memory for each pinned extent.
 
     The deterministic core (`llmcache.cache.steering`) chooses pins and victims; an extent is pinned when it is next read.
-    `regions`: by space key and extent.
     """
 
     def __init__(self, state: CacheState, steering: Steering) -> None:
@@ -579,7 +566,6 @@ class ArenaPinStore(PinStore):
             self.state.memory.hold(space, region.size)
 
     def _evicted(self, key: str, extent: int) -> None:
-        """Free the region of an evicted extent; one that is still being read has none yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
             self.state.memory.hold(self.state.spaces[key], -region.size)

@@ -1,11 +1,9 @@
 """The sentinel: a small process that frees the readers of a mount whose daemon was killed.
 
 A killed daemon with a thread in STORE or INVAL that waits for a page of an unanswered READ cannot exit, and the kernel
-aborts the FUSE connection only after the exit. The sentinel aborts the connection through fusectl; the mount then returns
-ENOTCONN.
+aborts the FUSE connection only after the exit. The sentinel aborts it through fusectl; the mount then returns ENOTCONN.
 
-It uses only the standard library and is run as `python sentinel.py DAEMON_PID DEVICE_MINOR`. At a regular end, the daemon
-kills it.
+It uses only the standard library: `python sentinel.py DAEMON_PID DEVICE_MINOR`. The daemon kills it at a regular end.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def is_dead(pid: int) -> bool:
 def abort(minor: int) -> None:
     """Abort the FUSE connection of device 0:`minor`.
 
-    Without a mounted fusectl, use a detached mount of it. OSError: that needs CAP_SYS_ADMIN and Linux 5.2.
+    Without a mounted fusectl, it needs CAP_SYS_ADMIN and Linux 5.2, else OSError.
     """
     mounted = os.path.exists(f"{CONNECTIONS}/{minor}")
     directory = os.open(CONNECTIONS, os.O_PATH | os.O_DIRECTORY) if mounted else fusectl()
@@ -54,7 +52,7 @@ def abort(minor: int) -> None:
 
 
 def fusectl() -> int:
-    """Return a descriptor of the root of a detached fusectl mount."""
+    """Return a descriptor of a detached fusectl mount."""
     context = _call(FSOPEN, b"fusectl", ctypes.c_uint(0))
     try:
         _call(FSCONFIG, ctypes.c_int(context), ctypes.c_uint(FSCONFIG_CMD_CREATE), None, None, ctypes.c_int(0))

@@ -1,6 +1,6 @@
 """Touches: the extents of watched files that clients read or map, as BPF programs report them (bpf/touches.bpf.c).
 
-An extent is reported again after QUIET_NS at the earliest. Access to a mapped page causes no fault, and is not reported.
+An extent is reported again after QUIET_NS at the earliest. Access to a mapped page is not reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FILES, RUNS = 1 << 13, 1 << 14  # files watched at a time; runs of slices in all
 
 
 class Touch(NamedTuple):
-    """`flags`: MISS if the page was not in the page cache (or triggers readahead), FAULT if a mapping was used."""
+    """`flags`: MISS if the page was absent (or triggers readahead), FAULT if a mapping was used."""
 
     t_ns: int  # CLOCK_MONOTONIC
     file: int
@@ -89,7 +89,7 @@ class _Programs(NamedTuple):
     names: Sequence[str]
 
     def attach(self) -> None:
-        """Report the touches of all other processes. After a LoadFailure, the object is closed."""
+        """After a LoadFailure, the object is closed."""
         try:
             self.object.run("begin", _Nothing())
             for name in self.names:
@@ -134,10 +134,7 @@ class _Nothing(ctypes.Structure):
 
 
 class Touches:
-    """The attached programs, until `close`. MissingRequirement if the kernel refuses them.
-
-    `loaded`: programs kept by `why_not`.
-    """
+    """The attached programs, until `close`. MissingRequirement if the kernel refuses them."""
 
     loaded: ClassVar[_Programs | None] = None
 
@@ -172,8 +169,8 @@ class Touches:
     ) -> None:
         """Report touches of a file as file number `file`; its `count` extents use places from `first` on.
 
-        Only every `step`th extent is reported. Slice n of `runs` is reported as extent `count` + n; its place is behind the
-        extents, and its run is in the table of runs from `first_run` on.
+        Only every `step`th extent is reported. Slice n of `runs` is reported as extent `count` + n; `first_run` is the place
+        of the runs in their table.
         """
         for number, run in enumerate(runs):
             packed = _RUN.pack(run.first_byte, run.slice_bytes, run.count, run.first)
@@ -189,7 +186,7 @@ class Touches:
         self._object.remove("files", self._key(dev, ino))
 
     def reads(self, file: int) -> ClientReads:
-        """Return the bytes that the kernel has read of file number `file` since it is watched."""
+        """Return the bytes that the kernel has read of a file since it is watched."""
         if file not in self._counted:
             return ClientReads(0, 0)
         pages = _ADDED.unpack(self._object.read("added_pages", struct.pack("<I", file), _ADDED.size))
@@ -210,9 +207,9 @@ class Touches:
         return _KEY.pack(dev, ino)
 
     def wait(self, timeout_s: float) -> list[Touch]:
-        """Return the touches since the last call, once there are some; empty after `timeout_s`.
+        """Return the touches since the last call; empty after `timeout_s`.
 
-        Hits end the wait at most once in GATHER_NS, and the last ones do not: use a short `timeout_s` after a touch.
+        Hits end the wait at most once in GATHER_NS, and the last ones do not: use a short timeout after a touch.
         """
         self._poll.poll(timeout_s * 1e3)
         return [Touch(*fields) for fields in self._ring.take(_FRAME)]

@@ -1,12 +1,10 @@
 """Open files of SOURCE: one Backing, with a generation, for each open path (so for each kernel inode of the mount).
 
-A file that is replaced behind the mount keeps its kernel inode. The next open switches the Backing to the new file's
-descriptors and increments its generation; every handle of the path then reads the new file. An open fails with EBUSY while a
-user with the path open may not read the new file.
+The next open of a replaced file switches the Backing to its descriptors and begins a generation; every handle then reads the
+new file. The open fails with EBUSY while a user with the path open may not read the new file.
 
-Locks: BackingTable's lock protects the maps and references, without I/O under it. Backing.lock serializes changes made
-through the mount, the exchange of descriptors and updates of the identity; no thread waits for it while it holds another
-lock. Reads take neither: dup2 is atomic with respect to pread.
+Locks: BackingTable's lock protects maps and references, without I/O under it. Backing.lock serializes changes through the
+mount; no thread waits for it while it holds another lock. Reads take neither: dup2 is atomic with respect to pread.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class Backing:
         return self.identity.mtime_ns
 
     def read_into(self, address: int, size: int, offset: int) -> int:
-        """Return the number of bytes, short only at the end of the file. OSError."""
+        """The result is short only at the end of the file. OSError."""
         done = 0
         direct = self.direct_fd
         if direct is not None and not self._dirty and (address | size | offset) % BLOCK_BYTES == 0:
@@ -112,7 +110,7 @@ class Backing:
         return done
 
     def _read_direct(self, fd: int, address: int, size: int, offset: int) -> int:
-        """Read until a short read that ends within a block; return the bytes."""
+        """A short read that ends within a block ends it."""
         done = 0
         while done < size:
             try:
@@ -141,7 +139,7 @@ class Backing:
         return done
 
     def write_from(self, address: int, size: int, offset: int) -> int:
-        """Return the bytes written, fewer than `size` only after an error. OSError if none."""
+        """The result is short only after an error. OSError if nothing was written."""
         done = 0
         with self.own_change():
             while done < size:
@@ -155,7 +153,7 @@ class Backing:
 
     @contextlib.contextmanager
     def own_change(self) -> Iterator[None]:
-        """Make a change through the mount, which does not count as one behind it."""
+        """The change does not count as one behind the mount."""
         with self.lock:
             if Identity.of(os.fstat(self.fd)) != self.identity:
                 self._changed_behind = True
@@ -173,7 +171,7 @@ class Backing:
             self.links = status.st_nlink
 
     def outdate(self) -> int:
-        """Begin and return a new generation: the kernel's pages are stale."""
+        """Return a new generation: the kernel's pages are stale."""
         with self.lock:
             self.record()
             self.generation += 1
@@ -185,7 +183,7 @@ class Backing:
         self._synced = max(self._synced, changes)
 
     def notice(self, fd: int) -> bool:
-        """Switch to the file of `fd`, opened at this path; return True if the content changed."""
+        """Switch to the file of `fd`; return True if the content changed."""
         with self.lock:
             status = os.fstat(fd)  # under the lock: not between a write through the mount and its record()
             identity = Identity.of(status)
@@ -199,9 +197,9 @@ class Backing:
             return True
 
     def settle(self, known: Identity | None, empty: bool) -> int | None:
-        """At the first open, return the generation whose pages must be dropped, or None.
+        """Return the generation whose pages must be dropped, or None.
 
-        `empty`: the kernel has no pages. `known`: the content of its pages, None if unknown.
+        `empty`: the kernel has no pages. `known`: their content, None if unknown.
         """
         with self.lock:
             self.record()  # a change through another hard link shows here, or it found this Backing in the table
@@ -213,7 +211,6 @@ class Backing:
         return (status.st_dev, status.st_ino) != (self.dev, self.ino)
 
     def make_writable(self, fd: int) -> None:
-        """Replace the descriptor by a writable one of the same file."""
         with self.lock:
             os.dup2(fd, self.fd, inheritable=False)
             no_read_ahead(self.fd)
@@ -238,7 +235,7 @@ class Backing:
             self.direct_fd = fresh
 
     def keep_open(self, reason: str) -> None:
-        """Never close: a read in progress would read another file if numbers were reused."""
+        """Never close: a read in progress could read another file."""
         log.error("inode %d stays open: %s", self.identity.ino, reason)
         self.kept = True
 
@@ -263,7 +260,7 @@ class Opened:
 class BackingTable:
     """All open Backings by path, and the identities of recently closed ones.
 
-    `_closed`: the content of the kernel's pages of a closed path, None if unknown. Other paths have no pages if `_complete`.
+    `_closed`: the content of the kernel's pages of a path, None if unknown.
     """
 
     def __init__(self) -> None:
@@ -283,7 +280,7 @@ class BackingTable:
         caller: Caller = THE_DAEMON,
         may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
     ) -> Opened:
-        """Open `name` in `dir_fd`, the mount's `path`. O_CREAT and O_EXCL are honored, O_APPEND and O_TRUNC not.
+        """Open `name` in `dir_fd`, the mount's `path`. O_APPEND and O_TRUNC are ignored.
 
         PermissionError if `caller` may not open the file; EBUSY if `path` has another file now and `may_replace(backing,
         fd)` is false, because existing handles would read it.
@@ -306,7 +303,7 @@ class BackingTable:
         raise _busy()
 
     def _new(self, path: str, fd: int, flags: int) -> Backing | None:
-        """Return a Backing with one reference; None if the path has one."""
+        """None: the path has a Backing."""
         with self._lock:
             if path in self._open:
                 return None
@@ -320,7 +317,7 @@ class BackingTable:
         return None
 
     def _begin(self, backing: Backing) -> Opened:
-        """Until this completes the first open, `unsettled` prevents `keep_cache`."""
+        """Until the end, `unsettled` prevents `keep_cache`."""
         try:
             with self._lock:
                 empty = self._complete and backing.path not in self._closed
@@ -334,7 +331,7 @@ class BackingTable:
     def _join(
         self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
     ) -> Opened | None:
-        """Use an acquired reference; None if the file was replaced again."""
+        """The caller has acquired the reference. None: the file was replaced again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             with backing.lock:
@@ -360,7 +357,7 @@ class BackingTable:
             return backing
 
     def release(self, backing: Backing) -> bool:
-        """Drop a reference; return True if the Backing was closed."""
+        """Return True if the Backing was closed."""
         with self._lock:
             backing.references -= 1
             if backing.references:
@@ -385,7 +382,7 @@ class BackingTable:
 
     @contextlib.contextmanager
     def using(self, path: str) -> Iterator[Backing | None]:
-        """Keep the Backing of a path open; None if it is not open."""
+        """Yield None if the path is not open."""
         backing = self.acquire(path)
         try:
             yield backing
@@ -394,7 +391,7 @@ class BackingTable:
                 self.release(backing)
 
     def find_deleted(self) -> list[Backing]:
-        """Return open Backings deleted behind the mount, each with another reference."""
+        """Return Backings deleted behind the mount, with another reference."""
         with self._lock:
             paths = [path for path, backing in self._open.items() if not (backing.hidden or backing.deleted)]
         found = []
@@ -411,7 +408,7 @@ class BackingTable:
         return found
 
     def others(self, backing: Backing) -> list[Backing]:
-        """Return open Backings of other hard links, each with another reference."""
+        """Return Backings of other hard links, with another reference."""
         with self._lock:
             same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
             for other in same:
@@ -419,7 +416,7 @@ class BackingTable:
             return same
 
     def moved(self, old: str, new: str, *, exchanged: bool = False) -> None:
-        """Update the paths after a rename through the mount; `new` replaces any previous file."""
+        """`new` replaces any previous file."""
         ways = [(old, new), (new, old)] if exchanged else [(old, new)]
         with self._lock:
             found = [
@@ -436,7 +433,7 @@ class BackingTable:
                     self._open[target] = backing
 
     def forget(self, path: str) -> None:
-        """Remove a path that was deleted through the mount."""
+        """The path was deleted through the mount."""
         with self._lock:
             self._closed.pop(path, None)
 

@@ -1,12 +1,10 @@
 """Access to SOURCE: paths below it, the rights of callers, and descriptors of its files.
 
-Paths are resolved one component at a time, without following symbolic links: the kernel resolves links itself, so a path in
-a request has none. A component that has become a link is refused, so no race leads out of SOURCE.
+Paths are resolved without following symbolic links, which the kernel resolves itself: no race leads out of SOURCE.
 
-The kernel checks rights (default_permissions) against attributes it received before. For a root daemon that serves other
-users, the file may have been replaced since. So the daemon changes and lists directories with the caller's rights, and opens
-a file only if the caller may open the very file of the descriptor. It writes with the caller's rights, because root is not
-subject to quotas. Raw system calls change the rights of the calling thread only (glibc's setgroups would change all).
+The kernel checks rights (default_permissions) against attributes that may be outdated. So a root daemon that serves other
+users changes and lists directories with the caller's rights, and opens a file only if the caller may open the file of the
+descriptor. It writes with these rights, too, because of quotas. They are set for one thread by raw system calls.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Caller:
         return (self.uid, self.gid) != (0, 0) and os.geteuid() == 0
 
     def groups(self) -> tuple[int, ...]:
-        """None if the thread has ended or is in a hiding pid namespace."""
+        """Empty if the thread has ended or its pid namespace hides it."""
         if self.known_groups is not None:
             return self.known_groups
         try:
@@ -58,12 +56,12 @@ class Caller:
         return ()
 
     def remembered(self) -> Caller | None:
-        """Return the caller with its current groups; None if the daemon keeps its own rights."""
+        """None if the daemon keeps its own rights."""
         return replace(self, known_groups=self.groups()) if self.is_other else None
 
     @contextlib.contextmanager
     def rights(self) -> Iterator[None]:
-        """This thread has the caller's rights on file systems, and creates files that the caller owns."""
+        """This thread has the caller's rights, and creates files that the caller owns."""
         if not self.is_other:
             yield
             return
@@ -79,7 +77,7 @@ class Caller:
             syscalls.set_thread_groups(groups)
 
     def check(self, fd: int, flags: int) -> None:
-        """Raise PermissionError unless the caller may open the file with `flags`."""
+        """PermissionError unless the caller may open the file."""
         if self.is_other:
             both = os.R_OK | os.W_OK  # also for access mode 3, which opens a file only for ioctl
             access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK}.get(flags & os.O_ACCMODE, both)
@@ -91,7 +89,7 @@ class Caller:
         self.check(fd, _EXEC)
 
     def new_mode(self, dir_fd: int, mode: int) -> int:
-        """Apply the umask to `mode`, unless the directory has a default access list."""
+        """Apply the umask, unless the directory has a default access list."""
         if not mode & self.umask:
             return mode
         try:
@@ -106,7 +104,7 @@ THE_DAEMON = Caller(0, 0, 0)
 
 
 def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """Open a regular file if `caller` may; a file that is created belongs to `caller`."""
+    """Open a regular file if `caller` may. A new file belongs to `caller`."""
     if flags & os.O_CREAT:
         with caller.rights():
             return _open_regular(dir_fd, name, flags, caller.new_mode(dir_fd, mode))
@@ -120,7 +118,7 @@ def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> i
 
 
 def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """Follow no links, and refuse other kinds of files (a FIFO would block)."""
+    """Refuse links and other kinds of files (a FIFO would block)."""
     wanted = flags & (os.O_CREAT | os.O_EXCL)
     writable = flags & os.O_ACCMODE != os.O_RDONLY
     common = wanted | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -140,7 +138,7 @@ def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
 
 
 def open_again(fd: int, flags: int) -> int | None:
-    """Return another descriptor of the same file; None if `flags` are not allowed."""
+    """Return another descriptor of the file; None if `flags` are not allowed."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     except OSError:
@@ -178,7 +176,7 @@ class LinkTarget(NamedTuple):
 class SourceTree:
     """SOURCE, by a directory descriptor that is opened before the mount may cover the path.
 
-    `targets`: the file outside SOURCE for each symbolic link to one; empty with FUSE. `names`: all names of the files.
+    `targets`: the file outside SOURCE for each symbolic link to one; empty with FUSE.
     """
 
     def __init__(self, directory: str) -> None:
@@ -188,12 +186,11 @@ class SourceTree:
         self.names = ModelNames(directory, self.fd)
 
     def matches(self, path: str, globs: Iterable[str]) -> bool:
-        """Return True if a name of a file, or its base name, matches."""
         return any(matches(name, globs) for name in self.names.all_of(path))
 
     @contextlib.contextmanager
     def parent(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[tuple[int, str]]:
-        """(descriptor of the parent directory, last component) of a path that `caller` may walk."""
+        """Yield (descriptor of the parent directory, last component)."""
         *above, name = relative(path).split("/")
         if not above:
             yield self.fd, name
@@ -208,7 +205,7 @@ class SourceTree:
 
     @contextlib.contextmanager
     def item(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[str]:
-        """A name in /proc of the file, directory or link, for calls without `dir_fd`."""
+        """Yield a name in /proc, for calls without `dir_fd`."""
         with self.parent(path, caller) as (dir_fd, name):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
@@ -217,7 +214,7 @@ class SourceTree:
             os.close(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return the lstat result of a path, or of its target in `targets`."""
+        """A link in `targets` has its target's status."""
         with self.parent(path) as (dir_fd, name):
             status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         target = self.targets.get(path) if stat.S_ISLNK(status.st_mode) else None
@@ -226,7 +223,7 @@ class SourceTree:
     def find_target(self, dir_fd: int, name: str) -> tuple[LinkTarget, os.stat_result]:
         """Return the file that a link leads to, and its status. OSError.
 
-        PermissionError: the link's owner may not read the file, so the daemon must not get access through it.
+        PermissionError: the link's owner may not read it.
         """
         link = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         fd = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -247,7 +244,6 @@ class SourceTree:
 
 
 def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
-    """Return a user's supplementary groups; none if it is unknown."""
     try:
         return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     except KeyError:
@@ -255,10 +251,10 @@ def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
 
 
 def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
-    """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
+    """Return the symbolic links below SOURCE whose targets a mount of it does not serve.
 
-    With FUSE, they lead out of MOUNT. In place, they lead to files on other file systems or to directories outside SOURCE.
-    The scan ends after SCAN_S.
+    With FUSE, they lead out of MOUNT; in place, to other file systems or to directories outside SOURCE. The scan ends after
+    SCAN_S.
     """
     fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     names = ModelNames(source if in_place else mount, fd, links_only=True)
@@ -273,7 +269,7 @@ def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
 
 
 def _is_followed(path: str, device: int) -> bool:
-    """Also True for a dangling or special link."""
+    """True for dangling and special links, too."""
     try:
         status = os.stat(path)
     except OSError:
@@ -293,7 +289,7 @@ def matches(path: str, globs: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """What may be changed: with `everything` (--rw), all; else regular files that match `spill`."""
+    """What may be changed: with `everything`, all; else regular files that match `spill`."""
 
     everything: bool = False
     spill: tuple[str, ...] = DEFAULT_SPILL
@@ -307,7 +303,7 @@ class WritePolicy:
                 raise read_only()
 
     def check_tree(self) -> None:
-        """EROFS unless directories, links and special files may be changed."""
+        """EROFS unless directories and links may be changed."""
         if not self.everything:
             raise read_only()
 

@@ -42,7 +42,7 @@ _WITH_RIGHTS = {
 
 
 class OpenInfo(Protocol):
-    """struct fuse_file_info."""
+    """fuse_file_info."""
 
     fh: int
     flags: int
@@ -55,7 +55,7 @@ class DirectoryFiller(Protocol):
     argtypes: Sequence[type[Struct]]
 
     def __call__(self, buffer: int, name: bytes, status: object, offset: int, flags: int, /) -> int:
-        """Return 0 if the entry was added, not 0 if the buffer is full; `offset`: of the next entry."""
+        """Return 0 if the entry was added, not 0 if the buffer is full."""
         ...
 
 
@@ -85,10 +85,10 @@ _RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
 
 
 class Callbacks:
-    """Callbacks for struct fuse_operations: `_op_<name>`, or one of `_DIRECT`, serves the member `<name>`."""
+    """Callbacks for fuse_operations: `_op_<name>`, or one of `_DIRECT`, serves the member `<name>`."""
 
     def __init__(self, operations: LlmcacheOperations, on_init: Callable[[Notifier], None]) -> None:
-        """The kernel's connection calls `on_init`; requests are served once it returns."""
+        """Requests are served once `on_init` returns."""
         self._ops = operations
         self._on_init = on_init
         self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
@@ -101,7 +101,7 @@ class Callbacks:
         self._ops.destroy()
 
     def function(self, name: str) -> Callable[..., int] | None:
-        """Return the callback for `name`. It returns OSErrors as -errno, logs others and returns -EIO."""
+        """The callback returns OSErrors as -errno; it logs others and returns -EIO."""
         method = getattr(self._ops, name) if name in _DIRECT else getattr(self, "_op_" + name, None)
         if method is None:
             return None
@@ -129,8 +129,7 @@ class Callbacks:
     def _keep_thread(self) -> None:
         """Keep the Python state of this libfuse thread until the thread ends.
 
-        Creating a state takes as long as a small request and loses thread-local data. The release matters because libfuse
-        before 3.12 ends surplus workers after a burst of requests.
+        Creating one takes as long as a small request. libfuse before 3.12 ends surplus workers after a burst.
         """
         if not hasattr(self._thread, "looked"):
             self._thread.looked = None
@@ -275,7 +274,7 @@ class Callbacks:
 
 
 def _put(value: bytes, buffer: Buffer, size: int) -> int:
-    """Return the value's length; copy it if the caller passed a buffer. ERANGE: too small."""
+    """Copy the value if the caller passed a buffer; return its length. ERANGE: the buffer is too small."""
     if size and buffer:
         if len(value) > size:
             return -errno.ERANGE

@@ -1,12 +1,11 @@
 """libfuse 3 through mfusepy's ctypes declarations: loading it, mounting, the serving loop and kernel notifications.
 
-Only this file imports mfusepy. It does not use mfusepy's FUSE class: fuse_main_real of libfuse 3.14 ignores `max_threads`,
-handles signals itself, and prints errors.
+mfusepy's FUSE class is not used: fuse_main_real of libfuse 3.14 ignores `max_threads` and handles signals itself.
 
-ABI: fields of fuse_config after `auto_cache` moved between versions; of them, only `nullpath_ok` is set, which has mfusepy's
-offset in every release. Of fuse_file_info, only flags, direct_io, keep_cache and fh are used, which never moved. The nodeid
-of a path is its st_ino, because use_ino is unset. Since 2.6, a pointer to the request follows a thread's fuse_context, and
-the request begins with the session and its number; this is not documented.
+ABI: of fuse_config's fields after `auto_cache`, which moved between versions, only `nullpath_ok` is set; mfusepy has its
+offset in every release. flags, direct_io, keep_cache and fh of fuse_file_info never moved. A path's nodeid is its st_ino,
+because use_ino is unset. Since 2.6, a pointer to the request follows a thread's fuse_context, and the request begins with
+the session and its number (undocumented).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Pointer(Protocol[Pointed]):
 
     @property
     def contents(self) -> Pointed:
-        """The structure."""
+        """The target."""
 
     def __bool__(self) -> bool: ...
 
@@ -66,18 +65,18 @@ class Callbacks(Protocol):
     """Functions for a session."""
 
     def function(self, name: str) -> Callable[..., int] | None:
-        """Return the function for a member of struct fuse_operations, or None."""
+        """None: there is no such function."""
 
     def init(self, notifier: Notifier) -> None:
         """FUSE_INIT: start to serve."""
 
     def destroy(self) -> None:
-        """End after the unmount; no request is in progress."""
+        """Called when no request is in progress."""
 
 
 @functools.cache
 def binding() -> ModuleType:
-    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). MissingRequirement: not installed."""
+    """Load mfusepy with libfuse 3. MissingRequirement: not installed."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
     failure = ""
@@ -151,7 +150,7 @@ def version() -> str:
 
 
 class _Buffer(ctypes.Structure):
-    """fuse_bufvec with one fuse_buf inside it (mfusepy declares a pointer there)."""
+    """fuse_bufvec with a fuse_buf (mfusepy declares a pointer)."""
 
     _fields_ = [
         ("count", ctypes.c_size_t),
@@ -170,19 +169,19 @@ class _Arguments(ctypes.Structure):
 
 
 class _OldLoopConfig(ctypes.Structure):
-    """fuse_loop_config before libfuse 3.12, which limits only idle threads."""
+    """fuse_loop_config before libfuse 3.12."""
 
     _fields_ = [("clone_fd", ctypes.c_int), ("max_idle_threads", ctypes.c_uint)]
 
 
 class Notifier:
-    """Notifications from the daemon to the kernel. They return 0 or a negative errno.
+    """Notifications to the kernel. They return 0 or a negative errno.
 
     -ENOENT: the kernel has no such inode. -ENOTCONN: the notifier is closed.
 
-    Calls wait for locked pages; a page is locked once its READ is queued. So a thread with a pending request must not make
-    them, nor wait without a limit for a thread that does (`state.py`). A call that waits after the loop's end would keep the
-    connection open forever, so `close` waits for all calls first.
+    Calls wait for locked pages, and a page is locked once its READ is queued. So a thread with a pending request must not
+    make them, nor wait without a limit for a thread that does (`state.py`), and `close` waits for all calls before the loop
+    ends.
     """
 
     def __init__(self, fuse: int) -> None:
@@ -194,16 +193,15 @@ class Notifier:
         self._closed = False
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Copy memory at `address` into the page cache."""
         vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
         return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drop pages, mapped or not. Length 0: to the end of the file; offset -1: only the attributes."""
+        """Length 0: to the end of the file; offset -1: only the attributes."""
         return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
 
     def invalidate_path(self, path: str) -> int:
-        """Drop all pages and the attributes at a path of the mount (`/a/b`)."""
+        """`path`: in the mount (`/a/b`)."""
         return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
 
     def _tell(self, call: Callable[..., int], *arguments: object) -> int:
@@ -219,7 +217,7 @@ class Notifier:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Refuse further calls and wait for those in progress; requests must still be served."""
+        """Wait for the calls in progress; requests must still be served."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
@@ -264,7 +262,7 @@ class Session:
         return int(fuse)
 
     def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
-        """Configure the session and start the callbacks. `run` raises a failure."""
+        """`run` raises a failure."""
         try:
             self._configure(conn.contents, config.contents)
             self._notifier = Notifier(self._fuse)
@@ -327,9 +325,9 @@ class Session:
             lib.fuse_loop_cfg_destroy(loop)
 
     def stop(self) -> None:
-        """End `run` after the requests in progress, and detach the mount. Returns when the loop has ended.
+        """End `run` after the requests in progress. Returns when the loop has ended.
 
-        The loop waits on a semaphore that only a signal interrupts; one sent too early is lost, so it is repeated.
+        The loop waits on a semaphore; a signal that is sent before the wait is lost.
         """
         if self._notifier is not None:
             self._notifier.close()

@@ -1,14 +1,12 @@
 """Operations of the mount on files, directories and names. The cache itself is in `engine.py`.
 
-Opens detect changes behind the mount: the Backing switches to the new content and the engine drops the old before the open
-returns. Every open clears `keep_cache`, which drops the file's pages, until the maintenance thread has dropped them as well;
-otherwise a second open could read a stale page. Attributes expire at once, so sizes are never stale.
+Opens detect changes behind the mount: the Backing switches to the new content, and the engine drops the old, before the open
+returns. Opens clear `keep_cache` until the maintenance thread has dropped the old pages, too; otherwise a second open could
+read a stale page. Opens of other hard links read the data of a write at once; existing handles later.
 
-After a write through one hard link, opens of other links read the new data; existing handles do once the pages are dropped.
-
-libfuse renames a file that is deleted while open to `.fuse_hidden` + 16 hex digits. `hide` deletes it at once, and its
-Backing continues under the hidden name, which exists only in `hidden`; so no file remains if the daemon is killed. With
-libfuse's `hard_remove`, chmod and open of /proc/PID/fd would fail (ESTALE).
+libfuse renames a file that is deleted while open to `.fuse_hidden` + 16 hex digits. `hide` deletes it at once, and keeps its
+Backing under the hidden name in `hidden`, so no file remains if the daemon is killed. With libfuse's `hard_remove`, chmod
+and open of /proc/PID/fd would fail (ESTALE).
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ log = logging.getLogger("llmcache.mount")
 
 
 class Notifier(Protocol):
-    """The call of the FUSE session that operations need."""
+    """The call of the session that operations need."""
 
     def invalidate_path(self, path: str) -> int:
-        """Drop all pages and the attributes at a path; return 0 or -errno."""
+        """Return 0 or -errno."""
 
 
 LOOK_S = 0.5  # interval of the checks for open files that were deleted behind the mount
@@ -57,7 +55,7 @@ class FileHandle:
     rights: Caller | None = None  # of another user
 
     def writer(self, caller: Caller) -> Caller:
-        """Return the rights for a write: the caller's, or the opener's for mapped pages (pid 0).
+        """Return the caller's rights, or the opener's for mapped pages (pid 0).
 
         The groups are the opener's if it is the same user, else none.
         """
@@ -68,7 +66,7 @@ class FileHandle:
 
 
 class Listing:
-    """An open directory. Offsets are counts of entries; offset 0 reads the directory again."""
+    """An open directory. Offsets count entries; offset 0 reads the directory again."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -93,7 +91,6 @@ def _scan(fd: int) -> Iterator[tuple[str, int]]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Return the file type bits, usually without stat."""
     if entry.is_symlink():
         return stat.S_IFLNK
     if entry.is_dir(follow_symlinks=False):
@@ -107,9 +104,9 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _chmod(file: int | str, bits: int, caller: Caller) -> None:
-    """Change the mode with the caller's rights.
+    """Use the caller's rights.
 
-    The kernel clears set-id bits at a write by another user, so that alone uses the daemon's rights.
+    The kernel clears set-id bits at a write by any user, so that alone uses the daemon's.
     """
     before = stat.S_IMODE(os.stat(file).st_mode)
     less = before & ~bits
@@ -119,7 +116,7 @@ def _chmod(file: int | str, bits: int, caller: Caller) -> None:
 
 
 class LlmcacheOperations:
-    """The file system of one mount. libfuse's threads call the methods concurrently. OSError."""
+    """The file system of one mount. Methods are thread-safe and raise OSError."""
 
     def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
         self._tree, self.table, self._policy = tree, BackingTable(), policy
@@ -145,7 +142,6 @@ class LlmcacheOperations:
         self._dropper.start()
 
     def destroy(self) -> None:
-        """Stop after the unmount; no request is in progress."""
         with self._drops:
             self._ended = True
             self._drops.notify_all()
@@ -153,13 +149,12 @@ class LlmcacheOperations:
         self._engine.stop()
 
     def _queue_drop(self, backing: Backing, generation: int) -> None:
-        """The engine must have dropped the content before `generation` already."""
+        """The engine has dropped the content before `generation` already."""
         with self._drops:
             self._to_drop[backing] = max(generation, self._to_drop.get(backing, 0))
             self._drops.notify_all()
 
     def _maintain(self) -> None:
-        """Drop the pages of changed paths, and release deleted files."""
         next_look = 0.0
         while True:
             if time.monotonic() >= next_look:
@@ -181,7 +176,6 @@ class LlmcacheOperations:
                 backing.dropped = max(generation, backing.dropped)
 
     def _release_deleted(self) -> None:
-        """Remove files deleted behind the mount from the engine."""
         for backing in self.table.find_deleted():
             self._engine.removed(backing.path)
             self._release(backing)
@@ -189,8 +183,8 @@ class LlmcacheOperations:
     def _drop(self, backing: Backing) -> bool:
         """Drop all pages of a path; return False if the mount has ended.
 
-        It waits for pages being read, so the thread may have no pending request. Until a rename's callback has returned,
-        libfuse knows the inode by the old name, so both are used.
+        It waits for pages being read, so the thread may have no pending request. libfuse learns a new name only after the
+        callback of the rename, so both names are used.
         """
         assert self._notifier is not None
         renames = -1
@@ -219,7 +213,7 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _opening(self, path: str, flags: int, rights: Caller | None) -> Iterator[None]:
-        """Register an open without a handle, so that `_may_replace` considers its rights."""
+        """`_may_replace` considers the rights of the open."""
         if rights is None:
             yield
             return
@@ -231,7 +225,7 @@ class LlmcacheOperations:
             self._in_progress.remove(entry)
 
     def _may_replace(self, backing: Backing, fd: int) -> bool:
-        """Return True if all users of the path's handles may open the new file of `fd`."""
+        """True if all users of the path's handles may open the new file."""
         known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
         if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
             again = open_again(fd, os.O_RDWR)
@@ -242,7 +236,7 @@ class LlmcacheOperations:
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
     def _may_open(self, path: str, fd: int, flags: int, caller: Caller) -> bool:
-        """Return True if `path` is the file of `fd`, and `caller` may open it."""
+        """True if `path` is the file of `fd`, and `caller` may open it."""
         try:
             with self._tree.parent(path, caller) as (dir_fd, name):
                 found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -256,7 +250,6 @@ class LlmcacheOperations:
         return self._open(path, flags | os.O_CREAT, mode, caller)
 
     def _register(self, opened: Opened, path: str, flags: int, pid: int, rights: Caller | None) -> tuple[int, bool]:
-        """Pass detected changes to the engine; return (handle, `keep_cache`)."""
         backing = opened.backing
         try:
             if opened.changed:
@@ -279,7 +272,7 @@ class LlmcacheOperations:
             raise
 
     def _reopen_hidden(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """Reopen through /proc/PID/fd. Writing is allowed, because deleting was."""
+        """Writing is allowed, because deleting was."""
         backing = self.table.acquire(path)
         if backing is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -301,7 +294,7 @@ class LlmcacheOperations:
             self._release_hidden(handle.backing)
 
     def _release(self, backing: Backing) -> bool:
-        """Return True if it was the last reference. Stale pages are dropped at the next open."""
+        """Return True if it was the last reference."""
         if not self.table.release(backing):
             return False
         with self._drops:
@@ -311,14 +304,14 @@ class LlmcacheOperations:
     # Data
 
     def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
-        """Return the number of bytes, short only at the end of the file."""
+        """The result is short only at the end of the file."""
         handle = self._files[number]
         if handle.flags & os.O_DIRECT:  # bypasses the page cache of the mount
             return self._reader.uncached(handle.backing, address, size, offset)
         return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
-        """Write through to SOURCE. For O_APPEND, the kernel has computed the offset."""
+        """For O_APPEND, the kernel has computed the offset."""
         handle = self._files[number]
         backing = handle.backing
         with handle.writer(caller).rights():
@@ -351,7 +344,7 @@ class LlmcacheOperations:
         self._note_change(backing, min(before, length), -1)
 
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
-        """The kernel's pages of this path are current; those of other hard links are stale."""
+        """The kernel's pages of other hard links are stale."""
         self._engine.changed(backing, offset, length)
         deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self.hidden.values()))
         if backing.links + deleted < 2:
@@ -381,14 +374,13 @@ class LlmcacheOperations:
     # Attributes
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
-        """Return the Backing of a handle or a hidden path, else None."""
         if number is not None:
             return self._files[number].backing
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
     def _change(self, path: str | None, number: int | None = None, caller: Caller = THE_DAEMON) -> Iterator[int | str]:
-        """A descriptor, or a name in /proc, of a file to change. EROFS."""
+        """Yield a descriptor, or a name in /proc. EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
             if not backing.hidden:
@@ -404,7 +396,6 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _lookup(self, path: str) -> Iterator[int | str]:
-        """Like `_change`, for reading attributes."""
         backing = self.hidden.get(path)
         if backing is not None:
             yield backing.fd
@@ -420,7 +411,7 @@ class LlmcacheOperations:
         return self._tree.stat(path)
 
     def readlink(self, path: str) -> str:
-        """The kernel resolves the text, in the mount or outside of it."""
+        """The kernel resolves the text."""
         with self._tree.parent(path) as (dir_fd, name):
             return os.readlink(name, dir_fd=dir_fd)
 
@@ -508,7 +499,7 @@ class LlmcacheOperations:
         self._release_hidden(backing)
 
     def _release_hidden(self, backing: Backing) -> None:
-        """Release a deleted file, and so its space, after its last close.
+        """Release a deleted file and its space.
 
         libfuse does not unlink the hidden name if the last release ran while it hid the file.
         """
@@ -580,7 +571,7 @@ class LlmcacheOperations:
     # Shared
 
     def _check_file(self, path: str) -> None:
-        """EROFS; without --rw, only regular files that match `--spill` may be changed."""
+        """EROFS; without --rw, files that match `--spill` may be changed."""
         if self._policy.everything:
             return
         self._policy.check(path)
@@ -595,7 +586,7 @@ class LlmcacheOperations:
         return True
 
     def _touched(self, path: str) -> None:
-        """Record the new ctime, which is no change of content."""
+        """The new ctime does not count as a change of content."""
         with self.table.using(path) as backing:
             if backing is not None:
                 backing.record()
