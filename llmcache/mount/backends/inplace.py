@@ -113,7 +113,8 @@ class InPlaceBackend:
     def follows(self, space: LoopSpace) -> bool:
         """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
 
-        False in a first pass over a loop that will be pinned whole: if both read, the kernel continues in small pages.
+        False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages: if both read,
+        it continues in small pages.
         """
         is_kernels = not space.touches.passes and self.files.window >= HUGE_BYTES and space.kept_whole
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
