@@ -1,10 +1,8 @@
 """The budget of a mount, and the limit that memory pressure leaves of it. `root` lets tests use recorded trees.
 
-The limit drops under memory pressure, before the OOM killer acts, and grows again afterwards. The OOM killer counts locked
-pages as used, so free memory is compared with a margin for the machine and for each cgroup above the daemon that has a
-limit: every 0.25 s, down to every 0.05 s when little is left. If it is below the margin, the limit drops at once to the
-bytes that the kernel cannot reclaim (locked pages, memory of the daemon), less the missing bytes. PSI, where the
-kernel has it, shows earlier that tasks stall; the limit then drops in steps. After a calm period it grows back slowly.
+Free memory is compared with a margin for the machine and each limited cgroup above the daemon, every 0.25 s to 0.05 s. Below
+the margin, the limit drops at once to the bytes that the kernel cannot reclaim, less the missing bytes. If PSI shows stalls,
+it drops in steps. It grows back slowly after a calm period.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ DAEMON_BYTES = 40 << 20  # reserved outside the budget for daemon, helper, buffe
 
 
 def budget_of(ram_bytes: int) -> int:
-    """Return the budget of a mount without --cache on a machine with `ram_bytes` of otherwise free memory."""
+    """Return the budget without --cache for `ram_bytes` of otherwise free memory."""
     return max(0, machine_of(ram_bytes, ram_bytes).spare_bytes - DAEMON_BYTES)
 
 
 def ram_for(budget_bytes: int) -> int:
-    """Return the smallest memory for which `budget_of` returns at least `budget_bytes`."""
+    """Return the smallest memory for which `budget_of` returns `budget_bytes`."""
     needed_bytes = budget_bytes + DAEMON_BYTES
     ram_bytes = max(needed_bytes + MACHINE_MARGIN_BYTES, int(needed_bytes / (1 - MACHINE_MARGIN_SHARE)))
     return next(size for size in itertools.count(ram_bytes) if budget_of(size) >= budget_bytes)
@@ -49,8 +47,7 @@ def ram_for(budget_bytes: int) -> int:
 def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
     """Return the budget for `cache_bytes` (None: all memory that can be spared).
 
-    A budget larger than the machine's memory is an error; one larger than the memory that can be spared now is reduced, with
-    a warning.
+    A budget that cannot be spared now is reduced, with a warning; one larger than the machine's memory is an error.
     """
     least = tightest(root)
     spare = least.spare_bytes - DAEMON_BYTES
@@ -83,10 +80,7 @@ def settle_budget(cache_bytes: int | None, root: Path = Path("/")) -> int:
 
 
 def settle_mode(mode: str, budget_bytes: int, root: Path = Path("/")) -> str:
-    """Return `mode`; for auto, steer if the whole budget may be locked, otherwise arena.
-
-    MissingRequirement: mode steer cannot lock the budget.
-    """
+    """Return `mode`; for auto, steer if the budget may be locked, otherwise arena. MissingRequirement."""
     lockable = lockable_bytes(root)
     if mode == "auto":
         chosen = "steer" if lockable >= budget_bytes else "arena"
@@ -114,7 +108,7 @@ LOG_S = 60.0  # between messages about the limit: another program may use and fr
 
 
 class PressureGauge:
-    """Turns the state of the machine's memory into the limit of the budget."""
+    """Limits the budget by the state of the machine's memory."""
 
     def __init__(self, budget_bytes: int, root: Path = Path("/")) -> None:
         self.budget_bytes = budget_bytes
@@ -134,7 +128,7 @@ class PressureGauge:
 
     @property
     def is_near(self) -> bool:
-        """True if little memory was left at the last call of `limit`, so that the next call is sooner."""
+        """Call `limit` sooner, because little memory is left."""
         return self.pause_s < PAUSE_S
 
     @property
@@ -143,7 +137,7 @@ class PressureGauge:
         return time.monotonic() - self._calm_since > CALM_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """Raise MissingRequirement if the machine cannot spare a new budget, of which the mount has `held_bytes` already."""
+        """MissingRequirement if the budget cannot be spared; `held_bytes` of it are in use."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise MissingRequirement(
                 f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"
@@ -160,10 +154,7 @@ class PressureGauge:
         self.budget_bytes = self._limit = self._logged_bytes = budget_bytes
 
     def limit(self, held_bytes: int) -> int:
-        """Return the bytes that may be used now. `held_bytes`: bytes locked or in the daemon's memory.
-
-        Unlocked pages count as available, because the kernel can reclaim them.
-        """
+        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory."""
         now = time.monotonic()
         memories = places(self._root)
         missing = -min(memory.spare_bytes for memory in memories)
@@ -192,7 +183,6 @@ class PressureGauge:
         return self._limit
 
     def _log(self, now: float) -> None:
-        """Log that the limit was lowered since the last message, or is the budget again."""
         limit, times = format_size(self._limit), f"{self._reductions} reductions in {now - self._logged_s:.0f} s"
         often = f" ({times})" if self._reductions > 1 else ""
         if self._limit == self.budget_bytes and (self._reductions or self._logged_bytes < self._limit):
@@ -204,7 +194,7 @@ class PressureGauge:
         self._logged_bytes, self._logged_s, self._reductions = self._limit, now, 0
 
     def lost(self, pinned_bytes: int) -> None:
-        """Restart with half of the bytes that were pinned when the pin helper was killed."""
+        """Restart with half of a killed helper's bytes."""
         self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
 
     def _lower(self, limit: int, now: float, why: str) -> None:
@@ -222,12 +212,12 @@ class PressureGauge:
         self._grown = True
 
     def _scarce(self) -> bool:
-        """Return True if the machine is short of memory. Stalls alone can come from another process in a limited cgroup."""
+        """Stalls alone can come from another process."""
         memory: Memory = machine_memory(self._root)
         return memory.available_bytes < memory.margin_bytes * 2 + DAEMON_BYTES
 
     def _stalls(self, now: float) -> float:
-        """Return the share of the time since the last call in which some task stalled on memory; 0 without PSI."""
+        """Return a share of time; 0 without PSI."""
         total_us = stalled_us(self._root)
         if total_us is None:
             return 0.0

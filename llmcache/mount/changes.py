@@ -1,8 +1,6 @@
 """Notices changes below SOURCE by inotify, so that the tree needs to be walked only after a change.
 
-inotify reports no changes that other machines make on a network file system, nor writes through a mapping before the file
-is closed, and it needs a watch for each directory. Where it may miss changes, `is_complete` is false, and the caller walks
-the tree at intervals.
+`is_complete` is false where inotify may miss changes (other machines, too few watches); the caller then walks at intervals.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that f
 
 
 class SourceChanges:
-    """Changes below a directory, from the first walk on. A walk calls `begin`, `visit` for each directory, and `end`."""
+    """Changes below a directory. A walk calls `begin`, `visit` for each directory, and `end`."""
 
     def __init__(self, source_fd: int) -> None:
         self.fd: int | None = None  # readable once something has changed; None without inotify
@@ -45,7 +43,7 @@ class SourceChanges:
         self._visited, self._missed = set(), not self._is_local
 
     def visit(self, directory_fd: int) -> None:
-        """Watch a directory of the walk; directories of other file systems are ignored."""
+        """Watch a directory, unless it is on another file system."""
         if self.fd is None or os.fstat(directory_fd).st_dev != self._device:
             return
         try:
@@ -61,7 +59,7 @@ class SourceChanges:
             self._has_changed = True
 
     def end(self, is_whole: bool) -> None:
-        """End a walk, which has seen the whole tree or not; stop watching directories that have left it."""
+        """End a walk; stop watching directories that have left the tree."""
         if self.fd is not None and is_whole:
             for watch in self._watches - self._visited:
                 syscalls.inotify_rm_watch(self.fd, watch)
@@ -69,7 +67,6 @@ class SourceChanges:
         self.is_complete = is_whole and not self._missed
 
     def take(self) -> bool:
-        """Return True if something may have changed since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         while self.fd is not None:
             try:

@@ -1,9 +1,7 @@
 """Detection of inference engines that copy their weights into private memory, where a file cache does not help.
 
-llama.cpp rearranges ("repacks") tensors of some types into private memory. Without mmap, it reads the whole file into
-private memory. Direct I/O bypasses the page cache. Layers that a GPU computes are copied to its memory. mlock keeps the
-whole file resident. Each case is visible in /proc: private and locked memory of the process, mappings of the file, flags
-of descriptors, and open devices. The flags in the remedies are those of llama.cpp b11434 (`common/arg.cpp`) and older ones.
+The signs in /proc: private and locked memory, mappings, O_DIRECT and open devices. The flags in the remedies are those of
+llama.cpp b11434 (`common/arg.cpp`) and older ones.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ _REMEDIES: dict[Cause, str] = {
 class ClientFacts:
     """A process that has read a model.
 
-    `private_bytes`: private memory, resident or swapped; `mapped_bytes`: mapped bytes of the model's files; `has_direct`:
-    it has a file open with O_DIRECT; `has_gpu`: it has a GPU device open; `locked_bytes`: memory locked with mlock.
+    `private_bytes` may be swapped; `mapped_bytes` are of the model's files; `locked_bytes` by mlock.
     """
 
     pid: int
@@ -62,7 +59,7 @@ class Copied:
         object.__setattr__(self, "remedy", _REMEDIES[self.cause])
 
     def said(self) -> str:
-        """Return the sentence about the copy, without the remedy."""
+        """Return the sentence without the remedy."""
         how = {"repacking": "by repacking", "no-mmap": "without mapping the file", "direct-io": "by direct I/O"}
         if self.cause == "gpu":
             return f"{self.process} ({self.pid}) uses a GPU: it reads the weights that it copies there only once"
@@ -76,9 +73,9 @@ class Copied:
 
 
 def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copied | None:
-    """Return the copy that a client has made of a model; None if there is no sign of one.
+    """Return the copy that a client has made of a model, or None.
 
-    `size_bytes`: size of all files of the model; `repacked_bytes`: size of the tensors that llama.cpp may repack.
+    `repacked_bytes`: of tensors that llama.cpp may repack.
     """
     private = client.private_bytes
     if client.has_direct and private > WHOLE_SHARE * size_bytes:
@@ -95,10 +92,9 @@ def find_copy(client: ClientFacts, size_bytes: int, repacked_bytes: int) -> Copi
 
 
 def client_facts(pid: int, files: set[tuple[int, int]]) -> ClientFacts:
-    """Return the facts of the process of `pid`, a process or thread id. OSError: it has ended.
+    """Return the facts of a process or thread id. OSError: it has ended.
 
-    `files`: (device, inode) of the model's files. Only root can read the mappings and descriptors of other users'
-    processes; a process whose mappings cannot be read counts as having the file mapped.
+    `files`: (device, inode). Without root, other users' processes count as having them mapped.
     """
     fields = status_of(pid)
     pid = int(fields["Tgid"])

@@ -1,9 +1,7 @@
 """The kernel's readahead of a block device (`read_ahead_kb`): mounts change it and restore it.
 
-The setting belongs to a whole disk, so all mounts on its partitions share it. The original value is kept in a note in the
-directory of the daemons' files, named after the device. Each mount that changes the setting has a shared lock on the note;
-the last one restores the value. If a daemon was killed, its note remains without a lock, and the next mount of any kind, or
-`llmcache umount --force`, restores the value from it.
+A note in the directory of the daemons' files keeps the original value for all mounts on a disk, which lock it. The last one
+restores the value; after a killed daemon, the next mount or `llmcache umount --force` does.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ _GONE = (errno.ENOENT, errno.ENODEV, errno.ENXIO)
 
 
 def read_ahead_advice() -> str:
-    """Return the option of `llmcache mount` to recommend for MoE models."""
+    """Return the option to recommend for MoE models."""
     large = f"{SMALL_READ_AHEAD_KB}Ki if each tensor of an expert has 1 MiB or more"
     return f"--read-ahead {MOE_READ_AHEAD_KB}Ki ({large})"
 
 
 def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
-    """Return the sysfs file of the setting (KiB) for the storage of `directory`; None if it is not a block device.
-
-    For a partition, this is the file of its disk. `root` is for tests.
-    """
+    """Return the sysfs file (KiB) of a directory's disk; None without a block device."""
     device = os.stat(directory).st_dev
     block = (root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     places = (block / "queue/read_ahead_kb", block.parent / "queue/read_ahead_kb")
@@ -46,10 +41,10 @@ def read_ahead_file(directory: str, root: Path = Path("/")) -> Path | None:
 
 
 class ReadAhead:
-    """A changed readahead for the storage of a directory; it applies to files that are opened while it is set."""
+    """A changed readahead; it applies to files that are opened later."""
 
     def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
-        """Find the setting. MissingRequirement: the storage has none."""
+        """MissingRequirement: the storage has no setting."""
         path = read_ahead_file(directory, root)
         if path is None:
             raise MissingRequirement(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
@@ -57,7 +52,6 @@ class ReadAhead:
         self._fd: int | None = None
 
     def set(self) -> None:
-        """Change the setting, unless this object already has. Raises MissingRequirement."""
         if self._fd is not None:
             return
         note = Path(control.directory(os.geteuid())) / (_NOTES + self._path.parents[1].name)
@@ -76,7 +70,6 @@ class ReadAhead:
             ) from error
 
     def restore(self) -> None:
-        """Restore the original value, unless another mount still uses the note."""
         if self._fd is None:
             return
         os.close(self._fd)
@@ -99,7 +92,7 @@ def restore_left() -> None:
 
 
 def _restore(path: str) -> None:
-    """Write the value back, then remove the note. After an OSError the note remains, for a later attempt."""
+    """After an OSError the note remains."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,14 +111,14 @@ def _restore(path: str) -> None:
 
 
 def _read(fd: int) -> tuple[Path, int] | None:
-    """Return the sysfs file and its original value from a note; None if the note is incomplete."""
+    """None: the note is incomplete."""
     lines = os.pread(fd, _LONGEST_NOTE, 0).decode(errors="surrogateescape").split("\n")
     return (Path(lines[1]), int(lines[0])) if len(lines) == 3 and lines[0].isdecimal() else None
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Context manager: lock the notes against other processes. OSError: the directory of the daemons' files is missing."""
+    """OSError: the directory is missing."""
     fd = os.open(control.directory(os.geteuid()), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

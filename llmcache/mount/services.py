@@ -1,8 +1,7 @@
 """Service threads: they run as long as the mount.
 
-An unexpected exception must not silently end a service of a mount that still serves. The exception is logged with its
-traceback and counted, and the service is restarted. After FAILURES_MAX failures within WITHIN_S it is not restarted, and
-`on_broken` decides about the mount.
+An unexpected exception is logged and counted, and the service is restarted, but not after FAILURES_MAX failures within
+WITHIN_S; then `on_broken` decides about the mount.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FAILURES_MAX, WITHIN_S, PAUSE_S = 5, 60.0, 0.2
 
 
 class Services:
-    """The service threads of one mount. A service that is not restarted calls `on_broken(name)` on its thread."""
+    """The service threads of one mount. A service that ends calls `on_broken(name)` on its thread."""
 
     def __init__(self) -> None:
         self.on_broken: Callable[[str], None] = lambda _name: None
@@ -30,7 +29,7 @@ class Services:
         self._lock = threading.Lock()
 
     def thread(self, name: str, work: Callable[..., None], *arguments: object) -> threading.Thread:
-        """Return a new service thread for the caller to start. It ends when `work` returns."""
+        """Return a thread to start; it ends when `work` returns."""
         thread = threading.Thread(target=self._run, args=(name, work, arguments), name=name, daemon=True)
         with self._lock:
             self._threads = [each for each in self._threads if each.is_alive() or each.ident is None] + [thread]
@@ -56,7 +55,6 @@ class Services:
             time.sleep(PAUSE_S)
 
     def stats(self) -> ServiceStats:
-        """Return the number of running threads, the failures, and the names of services that ended."""
         with self._lock:
             running = sum(thread.is_alive() for thread in self._threads)
             return ServiceStats(running, self.failures, tuple(self.ended))

@@ -1,9 +1,7 @@
 """The statistics of a mount (`llmcache stats`) and the layers of its models (`llmcache top`), with their JSON documents.
 
-The engine's report makes these objects; the commands, the metrics and `llmcache top` render them. Values are in base units.
-
-Replies of daemons are not trusted, and a daemon may have another version: `from_json` checks every value against the type of
-its field, ignores unknown keys, and uses the default of a field that is missing (version 1.0 does not send all keys).
+Values are in base units. Daemons may have another version: `from_json` checks every value, ignores unknown keys, and uses
+the default of a missing field.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def _omitted() -> Any:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Prefetched bytes by outcome: read in time, awaited by a client, dropped unread."""
+    """Prefetched bytes: read in time, awaited by a client, dropped unread."""
 
     useful_bytes: int
     late_bytes: int
@@ -44,13 +42,12 @@ class Prefetch:
 
     @property
     def total_bytes(self) -> int:
-        """Prefetched bytes with one of the outcomes."""
         return self.useful_bytes + self.late_bytes + self.wasted_bytes
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Histogram of waits: `counts` by class, the upper bounds of the classes (the last has none), and the sum of all."""
+    """Histogram: `counts` by class, upper bounds of the classes, and the sum."""
 
     bounds_s: tuple[float, ...]
     counts: tuple[int, ...]
@@ -65,7 +62,7 @@ class Waits:
         return Waits(self.bounds_s, counts, self.sum_s - before.sum_s)
 
     def quantile_s(self, share: float) -> float | None:
-        """Return the time that at least `share` (0..1) of the waits did not exceed: the upper bound of a class.
+        """Return an upper bound of `share` (0..1) of the waits.
 
         None without waits; infinity beyond the last bound.
         """
@@ -78,7 +75,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class WaitsByReason:
-    """Waits for extents that were being prefetched, and for those that were not."""
+    """Waits for extents that were being prefetched, and for others."""
 
     late: Waits
     demand: Waits
@@ -86,7 +83,7 @@ class WaitsByReason:
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Counters of the deterministic core in mode arena. Blocks have 4 KiB."""
+    """Counters of the core in mode arena. Blocks have 4 KiB."""
 
     references: int
     hit_blocks: int
@@ -97,7 +94,7 @@ class ArenaStats:
 
 @dataclass(frozen=True)
 class ServiceStats:
-    """Threads of the daemon: number that run, failures, names of those that ended. Two of the counters are only in place."""
+    """Threads of the daemon: running, failures, names of ended ones."""
 
     running: int = 0
     failures: int = 0
@@ -109,7 +106,7 @@ class ServiceStats:
 
 @dataclass(frozen=True)
 class AccessLogStats:
-    """The access log: path, rows, lost rows."""
+    """The access log."""
 
     path: str
     rows: int
@@ -118,7 +115,7 @@ class AccessLogStats:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertStats:
-    """The experts of an MoE model: number, cached number and bytes, whether all are left to the kernel."""
+    """The experts of an MoE model."""
 
     count: int
     kept: int
@@ -131,10 +128,10 @@ class ExpertStats:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopStats:
-    """A loop. `readers`: positions of its readers (0..1); `copied`: a client that has copied the weights.
+    """A loop. `readers`: their positions (0..1); `copied`: a client that has copied the weights.
 
-    `left`: the loop is left to the kernel. `steered_pass_bytes`, `lru_pass_bytes`: bytes that steering, and the page cache,
-    read in a pass; None if unknown. `unused_bytes`: bytes that no client has used for some passes.
+    `left`: the loop is left to the kernel. `steered_pass_bytes`, `lru_pass_bytes`: bytes read per pass by steering and by
+    the page cache, None if unknown. `unused_bytes`: no client has used them for some passes.
     """
 
     size_bytes: int = _key("bytes")
@@ -153,7 +150,7 @@ class LoopStats:
 
 @dataclass(frozen=True, kw_only=True)
 class FileStats:
-    """A file. `kind`: loop, hot, sequential or paged; `lacks_extents`: extents for which there is no room."""
+    """`kind`: loop, hot, sequential or paged; `lacks_extents`: extents without room."""
 
     path: str
     name: str | None = None
@@ -171,7 +168,7 @@ class FileStats:
 
 @dataclass(frozen=True, kw_only=True)
 class MountStats:
-    """The counters and the state of a mount; `llmcache stats --help` describes each key."""
+    """The counters of a mount; `llmcache stats --help` describes each key."""
 
     schema: str
     mode: str
@@ -211,7 +208,7 @@ class MountStats:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """Cached and all experts of a layer."""
+    """Experts of a layer."""
 
     kept: int = 0
     count: int = 0
@@ -219,10 +216,10 @@ class LayerExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeat:
-    """A layer: bytes by state, seconds since the last request for one of them (`age_s`), and strips.
+    """A layer: bytes by state, seconds since the last request (`age_s`), and strips.
 
-    `streamed_bytes` are on storage and were read recently; `cold_bytes` were not. `cells` has a strip for each of STRIPS,
-    with a digit for each segment of the layer: the ninths of it in that state.
+    `streamed_bytes` on storage were read recently, `cold_bytes` not. `cells`: for each of STRIPS, a digit per segment: its
+    ninths in that state.
     """
 
     name: str
@@ -244,7 +241,7 @@ class LayerHeat:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHeat:
-    """The layers of a file, in the order of computation; a file of unknown format has one layer."""
+    """The layers of a file in order; one if the format is unknown."""
 
     name: str | None = None
     path: str
@@ -260,7 +257,7 @@ class FileHeat:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """The layers of every model and looping file."""
+    """The layers of models and looping files."""
 
     schema: str
     mode: str
@@ -269,21 +266,20 @@ class HeatMap:
 
 
 def shown_name(path: str, name: str | None) -> str:
-    """Return the displayed name of a file; from its path if the daemon has version 1.0, which does not send names."""
+    """Return the displayed name; from the path for version 1.0, which sends no names."""
     return (path if name is None else name).lstrip("/")
 
 
 def hit_ratio(mode: str, hit_bytes: int, read_bytes: int) -> float | None:
-    """Return the byte hit ratio (0..1): the share of the bytes read by clients that came from memory; None if unknown.
+    """Return the share (0..1) of the bytes read by clients that came from memory; None if unknown.
 
-    In modes steer and inplace, hits send no request; the resident part of a loop counts once for each observed pass. If no
-    hit was observed, the ratio is unknown, not zero.
+    In modes steer and inplace, a loop's resident part counts once for each observed pass.
     """
     return hit_bytes / read_bytes if read_bytes and (hit_bytes or mode == "arena") else None
 
 
 def to_json(value: Any) -> Any:
-    """Return the JSON document of one of these objects, or of a tuple of them."""
+    """Return the JSON document of one of these objects, or of a tuple."""
     if isinstance(value, tuple):
         return [to_json(part) for part in value]
     if not dataclasses.is_dataclass(value):
@@ -299,7 +295,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[_Stats], document: Any) -> _Stats:
-    """Return the `kind` of a document. KeyError, TypeError or ValueError: a value is missing or has the wrong type."""
+    """Return the `kind` of a document. KeyError, TypeError or ValueError: a value is missing or wrong."""
     if not isinstance(document, dict):
         raise TypeError(f"{type(document).__name__} for an object")
     parsers = _plan(typing.cast(Any, kind)).parsers
@@ -308,10 +304,9 @@ def from_json(kind: type[_Stats], document: Any) -> _Stats:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one of these classes is converted.
+    """How a class is converted.
 
-    `values(object)` returns the values of `keys`, in their order. `nested`: keys of objects and tuples; `omitted`: keys that
-    are left out if the value is None. `parsers`: (field, key, whether it is required, function that checks the value).
+    `nested`: keys of objects and tuples; `omitted`: left out if None. `parsers`: (field, key, required, check).
     """
 
     keys: tuple[str, ...]
@@ -340,7 +335,6 @@ def _plan(kind: Any) -> _Plan:
 
 
 def _parser(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that checks a value of a document against a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (_parser(each) for each in arguments if each is not types.NoneType)
@@ -363,14 +357,14 @@ def _typed(value: object, kind: type[_Stats]) -> _Stats:
 
 
 def whole(value: object) -> int:
-    """Return a whole number, such as a number of bytes; ValueError if it is not one, or out of bounds."""
+    """Return a whole number; ValueError if it is none or out of bounds."""
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError(f"{type(value).__name__} for a whole number")
     return value
 
 
 def real(value: object) -> float:
-    """Return seconds or a ratio; ValueError if it is not a number within bounds."""
+    """Return a number; ValueError if it is none or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_S:
         raise ValueError(f"{type(value).__name__} for a number")
     return float(value)

@@ -1,6 +1,6 @@
-"""System calls that Python's os module lacks, or offers only with a copy of the data (I/O to raw addresses).
+"""System calls that Python's os module lacks, or offers only with a copy of the data.
 
-Calls that can wait release the GIL (ctypes.CDLL). All raise OSError. EINTR is retried, so that applications never see it.
+Calls that can wait release the GIL. All raise OSError and retry EINTR.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _failure() -> OSError:
 
 
 def pread(fd: int, address: int, size: int, offset: int) -> int:
-    """Read into memory at `address` with one pread; return the number of bytes, short at the end of the file."""
+    """Return the bytes read, short at the end of the file."""
     while True:
         done = int(_libc.pread64(fd, address, size, offset))
         if done >= 0:
@@ -82,7 +82,7 @@ def pread(fd: int, address: int, size: int, offset: int) -> int:
 
 
 def pwrite(fd: int, address: int, size: int, offset: int) -> int:
-    """Write memory at `address` with one pwrite; return the number of bytes."""
+    """Return the number of bytes written."""
     while True:
         done = int(_libc.pwrite64(fd, address, size, offset))
         if done >= 0:
@@ -92,14 +92,14 @@ def pwrite(fd: int, address: int, size: int, offset: int) -> int:
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """Call fallocate with its mode bits (os.posix_fallocate has none)."""
+    """Call fallocate with mode bits."""
     while _libc.fallocate64(fd, mode, offset, length) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failure()
 
 
 def mmap(fd: int, size: int) -> int:
-    """Map the first `size` bytes of a file, shared and read-only; return the address."""
+    """Map the first `size` bytes, shared and read-only; return the address."""
     address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         raise _failure()
@@ -113,15 +113,15 @@ def munmap(address: int, size: int) -> None:
 
 
 def madvise(address: int, size: int, advice: int) -> None:
-    """Give advice on a range of this process' memory."""
+    """Give advice on this process' memory."""
     if _libc.madvise(address, size, advice) != 0:
         raise _failure()
 
 
 def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -> int:
-    """Give advice on ranges, (address, bytes), of another process' memory, at most the first 1024; return the bytes advised.
+    """Advise on at most 1024 ranges, (address, bytes), of another process; return the bytes advised.
 
-    The kernel processes the ranges in order and stops at the first one that it refuses. OSError: it refuses the first one.
+    OSError: the kernel refuses the first range.
     """
     count = min(len(parts), _IOV_MAX)
     packed = array.array("Q", itertools.chain.from_iterable(parts[:count]))  # struct iovec, filled fast
@@ -133,9 +133,9 @@ def process_madvise(pidfd: int, parts: Sequence[tuple[int, int]], advice: int) -
 
 
 def refusal() -> str | None:
-    """Return why in-place steering is impossible here: the first system call that fails, and its error; None if all work.
+    """Return the first call of in-place steering that fails, and its error, or None.
 
-    In containers, a seccomp filter may refuse calls that the kernel supports.
+    A seccomp filter may refuse calls in containers.
     """
     call, page, own, file = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1, -1
     try:
@@ -158,7 +158,7 @@ def refusal() -> str | None:
 
 
 def huge_bytes(address: int, size: int) -> int:
-    """Return the bytes of a range of this process' memory that huge pages map (PAGEMAP_SCAN), at most _REGIONS regions."""
+    """Return the bytes that huge pages map (PAGEMAP_SCAN), in at most _REGIONS regions."""
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()
     span = (address, address + size, 0, ctypes.addressof(regions), _REGIONS, 0)
     scan = (ctypes.c_uint64 * 12)(96, 0, *span, 0, _PAGE_IS_HUGE, 0, _PAGE_IS_HUGE)  # struct pm_scan_arg
@@ -170,9 +170,7 @@ def huge_bytes(address: int, size: int) -> int:
 def bind(source: str, target: str, attributes: int = 0) -> int:
     """Bind-mount a directory on `target`, with MOUNT_ATTR_ flags; return the id of the mount (root only).
 
-    The attributes are set before the mount is attached, so its copies in other mount namespaces have them, too. Later mounts
-    below one directory do not appear below the other. OSError names the call that failed: ENOSYS before Linux 5.12, and
-    with old seccomp filters.
+    Copies in other mount namespaces have the flags, too; later mounts are not propagated. ENOSYS before Linux 5.12.
     """
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     tree = _mount_call("open_tree", _OPEN_TREE, ctypes.c_int(AT_FDCWD), os.fsencode(source), flags)
@@ -198,7 +196,7 @@ def _mount_call(name: str, number: int, *arguments: Any) -> int:
 
 
 def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
-    """Set (atime, mtime) of a descriptor or path, each (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT; None: now."""
+    """Set (atime, mtime), each (seconds, nanoseconds), UTIME_NOW or UTIME_OMIT; None: now."""
     block = (_Timespec * 2)(*[_Timespec(*pair) for pair in times]) if times is not None else None
     done = _libc.futimens(file, block) if isinstance(file, int) else _libc.utimensat(AT_FDCWD, os.fsencode(file), block, 0)
     if done != 0:
@@ -206,7 +204,7 @@ def utimens(file: int | str, times: Sequence[tuple[int, int]] | None) -> None:
 
 
 def inotify_init(flags: int) -> int:
-    """Return the descriptor of a new inotify instance."""
+    """Return a new inotify descriptor."""
     fd = int(_libc.inotify_init1(flags))
     if fd < 0:
         raise _failure()
@@ -214,7 +212,7 @@ def inotify_init(flags: int) -> int:
 
 
 def inotify_add_watch(fd: int, path: str, mask: int) -> int:
-    """Watch a file or directory; return the number of the watch."""
+    """Return the number of a watch."""
     watch = int(_libc.inotify_add_watch(fd, os.fsencode(path), ctypes.c_uint32(mask)))
     if watch < 0:
         raise _failure()
@@ -222,7 +220,7 @@ def inotify_add_watch(fd: int, path: str, mask: int) -> int:
 
 
 def inotify_rm_watch(fd: int, watch: int) -> None:
-    """End a watch, unless it has ended because its directory was deleted."""
+    """End a watch, unless it has ended already."""
     _libc.inotify_rm_watch(fd, watch)
 
 
@@ -233,17 +231,17 @@ def umount2(target: str, flags: int) -> None:
 
 
 def set_thread_user(uid: int) -> None:
-    """Set the effective user of this thread only; a user other than root has no capabilities."""
+    """Set this thread's effective user; any but root has no capabilities."""
     _set_thread("setresuid", ctypes.c_long(-1), ctypes.c_long(uid), ctypes.c_long(-1))
 
 
 def set_thread_group(gid: int) -> None:
-    """Set the effective group of this thread only."""
+    """Set this thread's effective group."""
     _set_thread("setresgid", ctypes.c_long(-1), ctypes.c_long(gid), ctypes.c_long(-1))
 
 
 def set_thread_groups(groups: Sequence[int]) -> None:
-    """Set the supplementary groups of this thread only."""
+    """Set this thread's supplementary groups."""
     _set_thread("setgroups", ctypes.c_size_t(len(groups)), (ctypes.c_uint * max(1, len(groups)))(*groups))
 
 
@@ -255,7 +253,7 @@ def _set_thread(call: str, *arguments: Any) -> None:
 
 
 def check_access(fd: int, mode: int) -> None:
-    """Raise OSError unless this thread's effective user may access an open file with `mode` (os.R_OK, …)."""
+    """Raise OSError unless this thread's effective user may access a file with `mode` (os.R_OK, …)."""
     flags = ctypes.c_int(_AT_EACCESS | _AT_EMPTY_PATH)
     if _libc.syscall(ctypes.c_long(_FACCESSAT2), ctypes.c_int(fd), b"", ctypes.c_int(mode), flags) != 0:
         raise _failure()
@@ -264,7 +262,7 @@ def check_access(fd: int, mode: int) -> None:
 def keep_heap_small() -> None:
     """Limit malloc to two arenas and use mmap for large blocks.
 
-    libfuse allocates each 1 MiB reply on the thread that serves it, and glibc would keep such a block per arena forever.
+    glibc would keep a block for each libfuse thread's 1 MiB replies forever.
     """
     _libc.mallopt(_M_ARENA_MAX, 2)
     _libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)

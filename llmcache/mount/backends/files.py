@@ -1,12 +1,10 @@
 """The files below SOURCE and the client processes that read them, in mode inplace.
 
-Each file is watched. It is opened and mapped once a client reads it, and closed after its last client. The mappings of
-clients are recorded, because a mapped page can be dropped only through the mapping, by `process_madvise(MADV_PAGEOUT)`. That
-needs root, or CAP_SYS_PTRACE and CAP_SYS_NICE. MADV_PAGEOUT does not reclaim pages that several processes map; for those,
-MADV_COLD makes the kernel reclaim them first under pressure. The client notices only a page fault at its next access.
+A mapped page can be dropped only through the client's mapping, by `process_madvise(MADV_PAGEOUT)`, which needs root, or
+CAP_SYS_PTRACE and CAP_SYS_NICE. It does not reclaim pages that several processes map; those get MADV_COLD.
 
 Locks, in this order: `Files.turn` for changes of the table of files, `Files.lock` while clients are given advice (they stay
-in the table), the engine's lock as described in `state.py`. A thread that holds one of the last two never waits for storage.
+in the table), the engine's lock (`state.py`). A thread that holds one of the last two never waits for storage.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ FilesByKey = dict[tuple[int, int], tuple[str, os.stat_result]]
 
 
 class Program:
-    """A client process that was seen to read. OSError if it has ended."""
+    """A client process. OSError if it has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -82,7 +80,7 @@ class Program:
         os.close(self._fd)
 
     def addresses_of(self, dev: int, ino: int, offsets: Sequence[int]) -> list[int]:
-        """Return the addresses at which bytes of a file are mapped; 0 for bytes that are not."""
+        """The address is 0 for bytes that are not mapped."""
         addresses = [0] * len(offsets)
         for at, address, size in self._parts.get((dev, ino), ()):
             shift, end = address - at, at + size
@@ -91,14 +89,14 @@ class Program:
         return addresses
 
     def cool(self, addresses: Sequence[int]) -> None:
-        """Clear the accessed bits of the pages at `addresses`, unless other processes map them too."""
+        """Clear accessed bits, unless other processes map the pages too."""
         self._advise([(address, BLOCK_BYTES) for address in addresses], syscalls.MADV_COLD)
 
     def maps(self, dev: int, ino: int) -> bool:
         return (dev, ino) in self._parts
 
     def has(self, dev: int, ino: int) -> bool:
-        """Return True if it has the file mapped or open now, as far as /proc shows."""
+        """True if it has the file mapped or open now."""
         self.look(again=True)
         if self.maps(dev, ino):
             return True
@@ -127,7 +125,7 @@ class Program:
         self._parts = parts
 
     def advise(self, dev: int, ino: int, parts: Sequence[tuple[int, int]], advice: int) -> bool:
-        """Give advice on parts, (offset, bytes), of a file wherever they are mapped; return False if they are not mapped."""
+        """Return False if the parts, (offset, bytes), are not mapped."""
         if not self._parts.get((dev, ino)):
             self.look()
         mapped: list[tuple[int, int]] = []
@@ -156,10 +154,9 @@ class Program:
 
 
 def read_ahead(fd: int, parts: Sequence[tuple[int, int]], window: int = 0) -> int:
-    """Make the kernel read the absent pages of parts, (offset, bytes), of a file; return the bytes read. OSError.
+    """Make the kernel read the absent pages of parts, (offset, bytes), of a file; return the bytes. OSError.
 
-    In single pages; if `window`, the bytes that the kernel reads ahead, is given, in folios as large as the kernel makes
-    them.
+    `window`: the kernel's readahead in bytes, for large folios; 0 for single pages.
     """
     own_fd, read = -1, 0
     try:
@@ -188,12 +185,10 @@ def _will_need(fd: int, offset: int, length: int) -> None:
 
 
 def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
-    """Make the kernel read most of a part of a file as for a sequential reader, in folios of growing size (mm/readahead.c).
+    """Make the kernel read most of a part in folios of growing size (mm/readahead.c).
 
-    Large folios take a third of the CPU time to be read and dropped again. The kernel marks the page at which it begins to
-    read the next window; reading a byte of that page without waiting triggers it. The first window follows resident pages
-    and is about as long as they are; its mark is at its end, later marks are at the beginning. Behind the last mark remains
-    more than a window, so that the kernel reads nothing when a client reaches the mark.
+    Large folios take a third of the CPU time. A read, without waiting, of the page that the kernel has marked triggers the
+    next window. More than a window remains behind the last mark, so that clients which reach it trigger nothing.
     """
     byte, end = bytearray(1), offset + length
     at = mark = offset + min(HEAD_BYTES, length)
@@ -215,7 +210,7 @@ def _read_windows(fd: int, offset: int, length: int, window: int) -> None:
 
 @dataclass(eq=False)
 class MappedFile:
-    """An open file, mapped so that page faults of this process read huge pages."""
+    """An open file, mapped so that page faults read huge pages."""
 
     backing: Backing
     address: int
@@ -237,7 +232,7 @@ class MappedFile:
         return cls(backing, address, length, window)
 
     def populate(self, offset: int, length: int) -> int:
-        """Make the kernel read the absent pages of a part that begins at a huge page; return the bytes read. OSError."""
+        """Return the bytes read; the part begins at a huge page. OSError."""
         fd, read, end = self.backing.fd, 0, offset + length
         for start in range(offset, end, HUGE_BYTES):
             size = min(HUGE_BYTES, end - start)
@@ -256,7 +251,7 @@ class MappedFile:
         return read
 
     def is_huge(self, offset: int, length: int) -> bool:
-        """Return True if a resident part that begins at a huge page is in huge pages, except for its short end. OSError."""
+        """The part is resident, and begins at a huge page; its short end is ignored. OSError."""
         whole = length // HUGE_BYTES * HUGE_BYTES
         for start in range(offset, offset + whole, HUGE_BYTES):
             syscalls.madvise(self.address + start, BLOCK_BYTES, syscalls.MADV_POPULATE_READ)
@@ -269,7 +264,7 @@ class MappedFile:
         syscalls.madvise(self.address + offset, -(-length // BLOCK_BYTES) * BLOCK_BYTES, syscalls.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Close and unmap the file, unless a read of it may hang."""
+        """The file stays open if a read of it may hang."""
         self.backing.close()
         if not self.backing.kept:
             syscalls.munmap(self.address, self.length)
@@ -277,7 +272,7 @@ class MappedFile:
 
 @dataclass(eq=False)
 class File:
-    """A regular file of SOURCE: watched as a whole, or by extents once a client reads it."""
+    """A regular file: watched as a whole, or by extents once a client reads it."""
 
     number: int
     path: str
@@ -298,24 +293,24 @@ class File:
 
     @property
     def readers(self) -> list[Program]:
-        """The clients, without this process. They stay open while `Files.lock` is held."""
+        """They stay open while `Files.lock` is held."""
         return [program for program in list(self.programs.values()) if program is not None]  # a copy, as other threads add
 
     @property
     def mappers(self) -> int:
-        """The number of clients that map it. `Files.lock` held."""
+        """`Files.lock` held."""
         return sum(program.maps(*self.key) for program in self.readers)
 
 
 class SlotAllocator:
-    """Allocator of stretches in a table of `count` places."""
+    """Allocator of places in a table."""
 
     def __init__(self, count: int) -> None:
         self._free = [(0, count)]  # (first, end) of each free stretch, sorted and merged
         self._taken: dict[int, int] = {}  # first place -> length of the stretch
 
     def take(self, count: int) -> int | None:
-        """Return the first of `count` free places in a row, or None if there are none."""
+        """Return the first of `count` places in a row, or None."""
         for at, (first, end) in enumerate(self._free):
             if end - first >= count:
                 self._free[at : at + 1] = [(first + count, end)] if end - first > count else []
@@ -344,7 +339,7 @@ class SlotAllocator:
 
 
 class Files:
-    """The table of files below SOURCE and of their clients, maintained by the thread `run` and by warm-ups."""
+    """The table of files and clients. The thread `run` and warm-ups change it."""
 
     def __init__(self, touches: Touches, engine: EngineCalls) -> None:
         self.tree, self.touches, self.engine = engine.tree, touches, engine
@@ -379,7 +374,6 @@ class Files:
 
     @property
     def refused(self) -> int:
-        """How often the kernel has refused advice on a client's memory, so that pages mapped there cannot be dropped."""
         return self._refused + sum(program.refused for program in list(self._programs.values()))
 
     def of_node(self, node: int | None) -> File | None:
@@ -387,7 +381,7 @@ class Files:
 
     @contextlib.contextmanager
     def mapped(self, file: File) -> Iterator[MappedFile | None]:
-        """Yield the file's mapping, which stays open in the `with` block; None if the file is not open."""
+        """The mapping stays open in the `with` block; None without one."""
         with self.engine.state.lock:
             mapping = file.mapping
             if mapping is not None:
@@ -402,7 +396,7 @@ class Files:
 
     @contextlib.contextmanager
     def opened(self, file: File) -> Iterator[int]:
-        """Yield a descriptor of the file: its mapping's if it has one, otherwise a temporary one. OSError."""
+        """The descriptor is temporary if the file is not open. OSError."""
         with self.mapped(file) as mapping:
             if mapping is not None:
                 yield mapping.backing.fd
@@ -416,7 +410,6 @@ class Files:
     # Touches, on the observing thread
 
     def request(self, file: File, pid: int) -> None:
-        """Request that a file is opened soon, or a client recorded as its reader."""
         if (file.number, pid) not in self._pending:
             self._pending.add((file.number, pid))
             self._requests.put((file, pid))
@@ -429,7 +422,7 @@ class Files:
     # The thread
 
     def begin(self) -> None:
-        """Set the readahead before MOUNT is visible, because a file keeps the one it was opened with. MissingRequirement."""
+        """Call it before MOUNT is visible: files keep the readahead that they were opened with. MissingRequirement."""
         with self.turn:
             try:
                 self._scan()
@@ -448,14 +441,13 @@ class Files:
         return sum(file.status.st_size for file in self.by_key.values()) <= self.engine.state.memory.budget_bytes
 
     def _set_read_ahead(self) -> None:
-        """Set the readahead while the files do not fit. If they do, the kernel's own setting makes larger folios."""
+        """If the files fit, the kernel's own setting makes larger folios."""
         if self.read_ahead is not None:
             self.read_ahead.restore() if self._fit() else self.read_ahead.set()
         setting = read_ahead_file(f"/proc/self/fd/{self.tree.fd}")
         self.window = int(setting.read_text()) << 10 if setting is not None else 0
 
     def run(self) -> None:
-        """Until `stop`: open requested files, walk SOURCE after changes, and notice clients that end."""
         next_scan = next_look = next_check = self._end_due = 0.0
         while True:
             now = time.monotonic()
@@ -511,7 +503,6 @@ class Files:
         self._has_news = True  # new directories may have changed before they were watched
 
     def _serve(self, timeout_s: float) -> bool:
-        """Wait for an event, and serve requests and ends of clients; return False after `stop`."""
         ready = [fd for fd, _ in self._events.poll(timeout_s)]
         self._has_news = self._has_news or self._changes.fd in ready
         if self._running.fileno() in ready:
@@ -540,7 +531,6 @@ class Files:
         return not 0 <= time.time_ns() - max(self.tree.stat(file.path).st_mtime_ns, 0) < QUIET_NS
 
     def _walk(self) -> tuple[FilesByKey, dict[str, LinkTarget], bool]:
-        """Return the files of SOURCE to steer, the links to files outside it, and whether the walk saw everything."""
         found: FilesByKey = {}
         errors: list[OSError] = []
         self._changes.begin()
@@ -616,7 +606,7 @@ class Files:
         return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
 
     def _watch_whole(self, file: File) -> File | None:
-        """Observe a file as one extent; return None if too many files are observed."""
+        """None: too many files are observed."""
         place = self._places.take(1) if file.key in self.by_key or len(self.by_key) < FILES else None
         if place is None:
             if not self._too_many:
@@ -708,7 +698,6 @@ class Files:
         self._watch_whole(file)
 
     def _take_places(self, file: File, extents: int, runs: int) -> bool:
-        """Take places for a file, if need be from files that are closed or idle, least recently used first."""
         now_ns = time.monotonic_ns()
         idle = [other for other in self.by_number.values() if other is not file and self._is_idle(other, now_ns)]
         idle.sort(key=lambda other: (other.mapping is not None, 0 if other.space is None else other.space.last_ns))
@@ -756,7 +745,7 @@ class Files:
         file.first = file.first_run = -1
 
     def _thin(self) -> None:
-        """Observe only every WHOLE_STEP-th extent of a file that is pinned whole: enough to see that it is read."""
+        """Observe only some extents of a file that is pinned whole."""
         state = self.engine.state
         for file in self.in_use.values():
             if file.mapping is None:
@@ -791,10 +780,9 @@ class Files:
                 program.close()
 
     def _check_use(self) -> None:
-        """Remove clients that have closed a file but still run; the last reader of a file being read is not checked.
+        """Remove clients that have closed a file, except its last reader.
 
-        Otherwise a client that has only read the header would count as a second reader of the loop, for which the window is
-        widened.
+        A client that has only read the header would count as a second reader, and widen the window.
         """
         now_ns = time.monotonic_ns()
         for file in list(self.in_use.values()):
@@ -820,7 +808,7 @@ class Files:
                 self._close(file, file.mapping)
 
     def _close(self, file: File, mapping: MappedFile) -> None:
-        """Close a file's descriptors; its space is forgotten only after it has been idle for long."""
+        """The space is forgotten only after it has been idle for long."""
         self.in_use.pop(file.number, None)
         with self.engine.state.lock:
             for space, _ in self.engine.state.places.get(file.path, ()) if file.unplaced else ():
@@ -841,10 +829,7 @@ class Files:
                 self._forget(file)
 
     def _forget_deleted(self) -> bool:
-        """Forget open files without a name; return True if a closed file of a space has left its path.
-
-        That file was renamed or deleted; the next walk shows which.
-        """
+        """Return True if a closed file has left its path."""
         has_left = False
         for file in list(self.by_number.values()):
             if file.mapping is not None:
@@ -864,7 +849,6 @@ class Files:
         return (status.st_dev, status.st_ino) == file.key
 
     def _forget(self, file: File) -> None:
-        """Forget a file and release its descriptors, pins and places. If it still exists, the next walk finds it."""
         self.engine.removed(file.path)
         if file.mapping is not None:
             self.engine.changed(file.mapping.backing, 0, -1)
@@ -880,7 +864,7 @@ class Files:
     # Opens and closes by a warm-up, which counts as a client
 
     def open(self, path: str, _flags: int, caller: Caller) -> tuple[int, bool]:
-        """Open a file until `release`; return (number, True). The number of an empty file is 0. OSError."""
+        """Open a file until `release`; return (number, True); number 0: empty. OSError."""
         with self.turn:
             file = self._find(path)
             if file is None:

@@ -1,14 +1,11 @@
-"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the mount's page cache.
+"""The FUSE back end: answers READ requests, reads extents in one large I/O, and stores them in the page cache.
 
-A fetch is claimed under the lock, either by a reader that needs the extent (`ahead=False`) or by a loader that runs ahead of
-a reader. Its data is available to every reader once `done` is set. The STORE comes afterwards, and no reader depends on it:
-a reply waits only for its bytes.
-
-A request for an extent is handled by the extent's state:
-- absent: fetch the whole extent in one large I/O, reply from it, store the rest afterwards;
-- loading: wait for that fetch, reply from it;
-- ready: all pages are stored except the first, the tripwire. Reply with it from memory, and record the reader;
-- touched or pinned: the kernel has reclaimed pages, or lacks the few pages of an earlier reply. Read those;
+A reader, or a loader that runs ahead of one, claims the fetch of an extent under the lock. Every reader can use the data
+once `done` is set; the STORE follows. The state of an extent decides how a request is answered:
+- absent: fetch the whole extent;
+- loading: wait for that fetch;
+- ready: reply from memory; all pages except the first, the tripwire, are stored;
+- touched or pinned: read the pages that the kernel lacks;
 - single: read only the requested bytes.
 """
 
@@ -57,14 +54,13 @@ log = logging.getLogger(__name__)
 
 
 class FuseBackend:
-    """Claims, loads, stores and drops extents, and has a sentinel process watch this one."""
+    """Claims, loads, stores and drops extents."""
 
     in_place, large_extent = False, LARGE_EXTENT
 
     def __init__(
         self, state: CacheState, pin_store: PinStore, find: Callable[[str], Mount | None] = lambda _mountpoint: None
     ) -> None:
-        """`find(mountpoint)`: this mount in the mount table, or None if it is not there."""
         self.state = state
         self.pin_store = pin_store
         self._find = find
@@ -74,7 +70,7 @@ class FuseBackend:
         self._entry: MountWatch[Mount | None] | None = None  # this mount's entry in the mount table
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Begin to serve; called before the first request, after which clients hang if this process is killed."""
+        """Call it before the first request, so that clients do not hang if this process is killed."""
         self.notifier = notifier
         self._entry = MountWatch(lambda: self._find(mountpoint))
         entry = self._entry.current()
@@ -82,7 +78,7 @@ class FuseBackend:
         self.slices.start(entry.dev if entry is not None else 0)
 
     def stop(self) -> None:
-        """Stop the threads of the slice reader; extents that wait for a STORE are not stored."""
+        """Extents that wait for a STORE are not stored."""
         self.slices.stop()
 
     def close(self) -> None:
@@ -110,10 +106,7 @@ class FuseBackend:
                 self.notifier.invalidate(node, offset, length)
 
     def claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
-        """Return a fetch of an absent extent for `pid`, or None if there is no buffer for it. Lock held.
-
-        The claim is reported as a reference to the extent, so the caller must load it.
-        """
+        """The caller must load the fetch. None if there is no buffer. Lock held."""
         has_region = self.pin_store.has_region(space, extent)
         buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
@@ -148,7 +141,6 @@ class FuseBackend:
         return fetch
 
     def follows(self, space: LoopSpace) -> bool:
-        """Return True unless the space is left to the kernel: any reader that moves may be reading sequentially."""
         return not space.left
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
@@ -158,7 +150,7 @@ class FuseBackend:
         return space.read_bytes
 
     def client_reads(self) -> None:
-        """Return None: every read from storage is made by this process."""
+        """This process makes every read from storage."""
 
     def faults(self) -> dict[str, int]:
         return {}
@@ -167,7 +159,6 @@ class FuseBackend:
         return [extent for extent in extents if not space.accounted_bytes[extent]]
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Drop the first page of pinned extents, so that the next touch sends a request."""
         with self.state.lock:
             places = [(extent, *self._first_page(space, extent)) for extent in extents if space.state(extent) == PINNED]
         for _, _, node, offset in places:
@@ -176,13 +167,12 @@ class FuseBackend:
         return [extent for extent, _, node, _ in places if node is not None]
 
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Lock the dropped pages again. Return nothing, because requests have shown all touches."""
         with self.state.lock:
             self.pin_store.lock_again(space, [extent for extent in extents if space.state(extent) == PINNED])
         return ()
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Do nothing: experts are never left to the kernel over FUSE."""
+        """Experts are never left to the kernel over FUSE."""
 
     @staticmethod
     def _first_page(space: LoopSpace, extent: int) -> tuple[SpaceFile, int | None, int]:
@@ -198,7 +188,7 @@ class FuseBackend:
         self.store(space, member, fetch)
 
     def load(self, space: LoopSpace, member: SpaceFile, fetch: BufferFetch) -> None:
-        """Read the extent, unless the arena had it; then set `done`, with data or with `error`."""
+        """It sets `done`, with data or with `error`."""
         if fetch.done.is_set():
             return
         backing = fetch.backing
@@ -224,7 +214,7 @@ class FuseBackend:
         fetch.done.set()
 
     def _fail(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Make the extent absent, and never fetch it ahead again; readers get the error from their own read. Lock held."""
+        """Readers get the error from their own read. Lock held."""
         extent = fetch.extent
         if fetch.keep and space.alive:
             self.state.references.lost(space, extent)
@@ -322,14 +312,14 @@ class FuseBackend:
 
 
 def start_sentinel(entry: Mount) -> subprocess.Popen[bytes]:
-    """Start the process that aborts the connection of a mount if this process is killed."""
+    """Start the sentinel process of a mount."""
     script = str(Path(__file__).with_name("sentinel.py"))
     minor = str(os.minor(entry.dev))
     return subprocess.Popen([sys.executable, "-I", "-S", script, str(os.getpid()), minor], cwd="/")
 
 
 def copy(target: int, region: MemoryRegion, start: int, length: int) -> None:
-    """Copy `length` bytes at `start` of `region` to the address `target`, without the GIL."""
+    """Copy a part of `region` to an address, without the GIL."""
     ctypes.memmove(target, region.address + start, length)
 
 
@@ -342,18 +332,12 @@ LOOK_S, IDLE_S, UNUSED_S = 0.005, 0.01, 1.0
 class SliceReader:
     """Loads experts for the requests that miss them, and observes which resident experts are used.
 
-    A request for an absent expert has all its slices read and stored, in pieces. The request reads its own piece. Loaders
-    read the others: first those behind it in its slice, then those before it, then the other slices. A request for a piece
-    that no thread reads yet reads it, so a reply never waits for data that it does not need.
+    Loaders and requests read the slices of a missing expert in pieces, so that no reply waits for data that it does not
+    need.
 
-    Uses of resident experts send no request. So a page of each expert that would be evicted next is dropped, as a tripwire:
-    if the expert is in use, a request for that page shows it, and the expert stays (like the reference bit of CLOCK, but
-    only looked at for experts about to be evicted). The more experts are evicted, the more tripwires are set. If page tables
-    can be read (by root), accessed bits show the uses of the other experts.
-
-    A page fault of a client makes the kernel request the pages around it, of other experts too. So a request counts as a use
-    only of the slice in which it begins, or of the next one if it covers nothing of the first. Pages of other absent experts
-    are sent in the reply, and dropped again.
+    Uses of resident experts send no request. So a page of each expert to be evicted next is dropped, as a tripwire; if page
+    tables can be read (by root), accessed bits show the other uses. The kernel requests the pages around a page fault, too,
+    so a request counts only for the slice in which it begins, or for the next one if it covers nothing of the first.
     """
 
     def __init__(self, backend: FuseBackend) -> None:
@@ -371,7 +355,7 @@ class SliceReader:
         self._threads: list[threading.Thread] = []
 
     def start(self, dev: int) -> None:
-        """Start the threads that observe uses. `dev`: device number of the mount. May follow `stop`."""
+        """`dev`: device number of the mount. May follow `stop`."""
         self.dev = self._programs.dev = dev
         self._over.clear()
         self._samples = Samples(self.state, self._programs, logging.INFO)
@@ -391,7 +375,7 @@ class SliceReader:
         self._programs.close()
 
     def wanted(self, moe: MoeFile, offset: int, size: int) -> int | None:
-        """Return the slice that a request is for; None if it is kernel readahead from the slice before. Lock held."""
+        """None for kernel readahead from the slice before. Lock held."""
         first = moe.slice_at(offset)
         if first is None or moe.states[moe.layout.expert_of[first]] != ABSENT:
             return first
@@ -403,7 +387,7 @@ class SliceReader:
     def claim(
         self, moe: MoeFile, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
-        """Return the fetch that reads a part of a slice, and whether the caller must load it. Lock held.
+        """Return the fetch, and whether the caller must load it. Lock held.
 
         None: the caller reads only the requested bytes.
         """
@@ -522,7 +506,7 @@ class SliceReader:
         return [(part[0].member.node, *part[2:]) for part in absent if part[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
-        """Set due tripwires; return (node, offset, bytes) of their pages, to be dropped. Lock held."""
+        """Return (node, offset, bytes) of pages to drop. Lock held."""
         cache = self.state.expert_cache
         for moe in cache.moe_files:
             cache.catch_up(moe)
@@ -556,10 +540,9 @@ STORE_WAIT_S = 0.005  # for a slice: without this wait, kernel readahead request
 
 @dataclass(slots=True)
 class PendingRead:
-    """The part of a read by `pid` that is not answered yet: `size` bytes at `offset` of a file, into memory at `address`.
+    """The unanswered part of a read: `size` bytes at `offset` of a file, into memory at `address`.
 
-    `pid` is 0 for a process outside this PID namespace, and for pin helpers, whose reads are not `by_client`. `first_byte`:
-    offset of the whole request.
+    `pid`: 0 for pin helpers, and outside this PID namespace.
     """
 
     space: LoopSpace
@@ -574,7 +557,7 @@ class PendingRead:
 
 
 class Reader:
-    """Serves reads of all files, and reports completed passes to the engine."""
+    """Serves reads of all files."""
 
     def __init__(self, engine: EngineCalls, backend: FuseBackend) -> None:
         self.engine = engine
@@ -583,10 +566,7 @@ class Reader:
         self._warned = False
 
     def read(self, backing: Backing, address: int, size: int, offset: int, pid: int) -> int:
-        """Fill memory at `address`; return the bytes read, fewer only at the end of the file. OSError.
-
-        Page faults of the pin helpers do not count as reads by clients.
-        """
+        """Return the bytes read, fewer only at the end of the file. OSError."""
         by_client = pid not in self.engine.pins.pids
         pid = pid if by_client else 0
         if by_client and not pid and not self._warned:
@@ -617,7 +597,7 @@ class Reader:
         return done
 
     def _slice(self, rest: PendingRead, wanted: int | None) -> tuple[int, int] | None:
-        """Answer the first part of `rest` if it is in a slice; return its bytes and the bytes read, else None."""
+        """Return (bytes answered, bytes read), or None."""
         space, member, offset = rest.space, rest.member, rest.offset
         with self.state.lock:
             moe = member.moe
@@ -640,7 +620,6 @@ class Reader:
         return length, self._answer(rest, fetch, mine, start, length)
 
     def _segment(self, rest: PendingRead) -> tuple[int, int]:
-        """Answer the first part of `rest`, up to the end of its extent; return its bytes and the bytes read."""
         space, member, pid = rest.space, rest.member, rest.pid
         index, start = divmod(rest.offset, space.extent_bytes)
         extent, length = member.base + index, min(rest.size, space.extent_bytes - start)
@@ -687,10 +666,7 @@ class Reader:
 
     @staticmethod
     def _is_sequential(rest: PendingRead, state: int) -> bool:
-        """Return True if an absent extent is worth fetching whole: it is part of a loop, or continues a sequential read.
-
-        Any other request may be for a row of a table, and only its bytes are read.
-        """
+        """Any other request may be for a row of a table."""
         is_sequential = rest.first_byte == 0 or (rest.member, rest.first_byte) in rest.space.request_ends
         if is_sequential:
             rest.space.sequential_ns = time.monotonic_ns()
@@ -718,10 +694,7 @@ class Reader:
             space.make_partial(extent, time.monotonic_ns())
 
     def _answer(self, rest: PendingRead, fetch: BufferFetch, mine: bool, start: int, length: int) -> int:
-        """Answer `length` bytes from `start` of a fetch; return the bytes.
-
-        `mine`: this thread loads the fetch and queues its STORE; otherwise, another thread does both.
-        """
+        """`mine`: this thread loads the fetch and queues its STORE."""
         waited, began_ns = not fetch.done.is_set(), time.monotonic_ns()
         if mine:
             self.backend.load(rest.space, rest.member, fetch)
@@ -753,7 +726,7 @@ class Reader:
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:
-        """Count a reader's wait for a fetch, and prefetched bytes once, as in time or late. Lock held."""
+        """Lock held."""
         counters = self.state.counters
         if waited:
             (self.state.late_waits if fetch.ahead else self.state.demand_waits).add(waited_ns)
@@ -765,7 +738,6 @@ class Reader:
                 counters.prefetch_useful_bytes += fetch.length
 
     def uncached(self, backing: Backing, address: int, size: int, offset: int, by_client: bool = True) -> int:
-        """Read from storage, for a read of which nothing is cached, such as one with O_DIRECT."""
         done = self.direct(backing, address, max(0, min(size, backing.size - offset)), offset)
         if by_client:
             with self.state.lock:
@@ -774,7 +746,6 @@ class Reader:
         return done
 
     def direct(self, backing: Backing, address: int, size: int, offset: int) -> int:
-        """Read exactly this range through this thread's aligned buffer; return the bytes read."""
         bounce = self.state.pool.bounce()
         done = 0
         while done < size:

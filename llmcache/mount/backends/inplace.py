@@ -1,23 +1,11 @@
 """The in-place back end steers the page cache of SOURCE's files; clients access their file system directly.
 
-MOUNT is a bind mount of SOURCE, or both are the same directory.
+No client ever waits for this process. Touches that BPF programs report (`touches.py`) take the place of READ requests.
 
-- Observe: touches that BPF programs report (`touches.py`) drive the same spaces, cursors and plans as READ requests do in
-  the other modes.
-- Fetch: this process faults on the first page of each huge page of an extent, in a mapping that requests huge pages. The
-  file system then reads the huge page into one folio by DMA, for some microseconds of CPU time (measured: 0.02 CPU seconds
-  per GB; readahead in single pages takes 0.13 to 0.2). Readahead fetches huge pages that are resident in part, and all pages
-  on file systems without large folios. Pinned extents that the kernel has read in small pages are read again as huge pages,
-  once.
-- Pin: the pin helper calls mlock.
-- Drop: through the mappings of clients (`files.py`), and by posix_fadvise for pages that no process maps.
-
-Only loops are fetched and dropped, and experts of MoE models (`experts.py`), whose misses are touches and whose uses are
-accessed bits of one page each. Everything else is left to the kernel, which sees more than one touch for each extent: files
-that are read once, rows of tables, and random reads. Opportunistic bytes beyond the budget stay in unused memory until
-memory is short.
-
-No client ever waits for this process. `files.py` and `state.py` describe the locks.
+To fetch an extent, this process faults on the first page of each huge page, and the file system reads it into one folio
+(measured: 0.02 CPU seconds per GB; readahead in single pages takes 0.13 to 0.2). Readahead fetches huge pages that are
+resident in part, and all pages on file systems without large folios. Pages are dropped through the mappings of clients
+(`files.py`). Only loops and experts of MoE models are fetched and dropped. Locks: `files.py`, `state.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +59,7 @@ RENEWAL_BPS, RENEWAL_LEAST_BYTES = 100e6, 32 << 20  # no renewal if storage is s
 
 
 class InPlaceBackend:
-    """Fetches and drops extents of SOURCE's files, and reports touches to the engine."""
+    """Fetches and drops extents of SOURCE's files, and reports touches."""
 
     in_place, large_extent = True, HUGE_BYTES
 
@@ -101,7 +89,6 @@ class InPlaceBackend:
             self._sampling.start()
 
     def stop(self) -> None:
-        """Run the queued jobs, which only cancel their fetches, because the spaces have ended."""
         while self.state.jobs:
             self.state.jobs.popleft()()
 
@@ -118,7 +105,7 @@ class InPlaceBackend:
         self.touches.close()
 
     def guards(self, _mountpoint: str) -> bool:
-        """Return True: no client hangs if this process is killed. `BindMount` notices an unmount."""
+        """No client hangs if this process is killed."""
         return True
 
     # Fetching
@@ -126,9 +113,8 @@ class InPlaceBackend:
     def follows(self, space: LoopSpace) -> bool:
         """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
 
-        False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages. Fetching ahead
-        gains nothing there, and if both meet, the kernel continues in small pages, which clients then keep mapped. Once the
-        clients pause, extents whose read was not observed are fetched, or found resident.
+        False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages: if both read,
+        it continues in small pages.
         """
         is_kernels = not space.touches.passes and self.files.window >= HUGE_BYTES and space.kept_whole
         return space.looping and not space.left and not (is_kernels and time.monotonic_ns() - space.last_ns <= STILL_NS)
@@ -148,7 +134,6 @@ class InPlaceBackend:
         return {"lost_touches": self.touches.lost, "refused_advice": self.files.refused}
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents of which less than half is in the page cache."""
         absent: list[int] = []
         for extent in extents:
             member = space.member_of(extent)
@@ -159,7 +144,6 @@ class InPlaceBackend:
         return absent
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Clear the accessed bits of the clients that map the files; events show touches by the others."""
         for file in filter(None, [self.files.of_node(member.node) for member in space.members]):
             if 0 in file.programs:  # a client outside this PID namespace, whose page tables cannot be read
                 return ()
@@ -181,7 +165,6 @@ class InPlaceBackend:
         return extents
 
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return the extents with a page that a client has touched, by accessed bits."""
         touched: list[int] = []
         for member in space.members:
             in_member = [extent for extent in extents if member.base <= extent < member.base + member.count]
@@ -264,7 +247,7 @@ class InPlaceBackend:
             self.state.expert_cache.arrived(moe, expert, done)
 
     def _begin(self, member: SpaceFile, backing: Backing | None) -> MappedFile | None:
-        """Begin a read of the member's open file; return None if that is no longer `backing`."""
+        """None: the open file is no longer `backing`."""
         file = self.files.of_node(member.node)
         with self.state.lock:
             mapping = None if file is None else file.mapping
@@ -277,11 +260,9 @@ class InPlaceBackend:
             return mapping
 
     def _end(self, mapping: MappedFile, requested_bytes: int, read_bytes: int) -> None:
-        """Record the end of a read, and adapt the least window to the storage. Lock held.
+        """Record the end of a read, and adapt the least window. Lock held.
 
-        If clients fault on extents before they are fetched, the kernel has read most of the requested bytes already. Its
-        readahead then continues in small pages, and reads dropped pages behind the reader again. A wider window gets ahead
-        of it, but leaves less room for pins, which costs more on slow storage; so only fast storage gets a wider window.
+        A wider window keeps fetches ahead of clients, but leaves less room for pins, which costs more on slow storage.
         """
         mapping.reads -= 1
         self.state.ended.notify_all()
@@ -355,7 +336,6 @@ class InPlaceBackend:
                         self.state.work.notify()
 
     def _touched(self, touch: Touch) -> bool:
-        """Handle a touch; return True if a reader has moved, so that loaders may have work. Lock held."""
         file = self.files.by_number.get(touch.file)
         if file is None:
             return False
@@ -392,7 +372,7 @@ class InPlaceBackend:
             self.state.queue(functools.partial(self._fetch_expert, moe, each))
 
     def _lacks(self, moe: MoeFile, number: int) -> bool:
-        """Return True if the kernel has reclaimed pages of a slice; a miss alone may be of a page that is being read."""
+        """A miss alone may be of a page that is being read."""
         file = self.files.of_node(moe.member.node)
         if file is None or file.mapping is None:
             return False
@@ -436,7 +416,7 @@ class InPlaceBackend:
             self._came_back(space, member, file, extent, touch, length)
 
     def _came_back(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch, length: int) -> None:
-        """Handle a touch of an extent that was read before: a hit, or a miss if the kernel has reclaimed it. Lock held."""
+        """Count a hit or a miss. Lock held."""
         if touch.flags & MISS and file.mapping is not None:
             offset = space.offset_of(member, extent)
             if cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:
@@ -460,11 +440,9 @@ class InPlaceBackend:
                 self._renew(file)
 
     def _renew(self, file: File) -> None:
-        """Read pinned extents again in huge pages that the kernel has read in small ones, once the loop is pinned whole.
+        """Read pinned extents in small pages again as huge pages, once the loop is pinned whole.
 
-        Clients take up to a quarter less time for data in huge pages, which need fewer page table entries. Renewal takes a
-        bounded share of the time since all was pinned, so that it costs a short-lived client little. It needs fast storage,
-        and at most one client that maps the file: pages that several clients map cannot be dropped.
+        Clients take up to a quarter less time then. It needs fast storage, and at most one client that maps the file.
         """
         turn_s, more = 0.0, True
         with self.files.mapped(file) as mapping:
@@ -489,7 +467,6 @@ class InPlaceBackend:
                 turn_s += took_s
 
     def _renew_next(self, file: File, mapping: MappedFile) -> bool:
-        """Drop the next few pinned extents in small pages, fetch and pin them again; return False at the end."""
         state = self.state
         with state.lock:
             owner = state.owners.get(mapping.backing)

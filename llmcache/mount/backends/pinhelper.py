@@ -1,23 +1,19 @@
 """The pin helper: a small process that maps files of the mount and locks ranges of them with mlock.
 
-It is a separate process, because mlock faults the pages in through the mount: in the daemon, that would hold the memory map
-lock that serving threads need. It keeps a handle on each file open, so that the kernel's node (`st_ino`) stays valid. It
-uses only the standard library and runs as `python pinhelper.py MOUNT DAEMON_PID`, with a JSON request per line on stdin and
-a reply per line on stdout. It dies with the daemon (PR_SET_PDEATHSIG), and the kernel then releases its locks.
+In the daemon, mlock would fault pages in through the mount while it holds the memory map lock that serving threads need. The
+helper uses only the standard library: `python pinhelper.py MOUNT DAEMON_PID`, with a JSON request per line on stdin and a
+reply per line on stdout. It dies with the daemon, and the kernel then releases its locks. Open handles keep nodes valid.
 
 Requests and their replies; a request that fails has the reply {"errno"}:
 - {"op": "attach", "path"} -> {"node", "size"}. For a link, "target", "dev" and "ino" describe the file that it leads to.
 - {"op": "detach", "path"}; {"op": "rename", "path", "new"}; {"op": "unlock", "path", "offset", "length"} -> {}
 - {"op": "lock", "path", "offset", "length", "free"} -> {"charged"}: [offset, bytes, inode of a memory cgroup] of locked
-  pages charged to cgroups that are not in "free"; null if the kernel does not show it. A page is charged to the cgroup of
-  the process that first read it. That cgroup cannot reclaim locked pages, so the OOM killer may kill the client: the daemon
-  decides.
+  pages charged to cgroups that are not in "free"; null if the kernel does not show it.
 - {"op": "check", "look"} -> {"again"}: bytes that had to be locked again, if "look" is true.
 
-If the daemon's cgroup exceeds a memory.high, the kernel suspends allocating threads for seconds at a time, and the daemon
-may be too late to unlock anything. So this process watches that limit too, and unlocks the excess; the next reply reports it
-in "given": [path, offset, bytes]. A page fault or system call that allocates memory may suspend this process as well.
-Therefore it locks its own program in memory, makes each call once at the start, and unlocks with one call for each file.
+Beyond memory.high, the kernel suspends allocating threads, so the daemon may unlock too late. This process then unlocks the
+excess, and the next reply reports it in "given": [path, offset, bytes]. To avoid allocations itself, it locks its program in
+memory, makes each call once at the start, and unlocks with one call for each file.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def unlock(address: int, length: int) -> int:
-    """Unlock and unmap pages, because the kernel does not drop pages that this process maps. Return 0, or -1 and errno."""
+    """Unlock and unmap pages, which are not dropped while mapped. Return 0, or -1 and errno."""
     code: int = libc.munlock(address, length)
     return code or int(libc.madvise(address, length, MADV_DONTNEED))
 
@@ -83,7 +79,7 @@ def overlap(runs: list[Run], offset: int, length: int) -> list[Run]:
 
 
 def add_run(runs: list[Run], offset: int, length: int) -> int:
-    """Add a range to `runs`, merged with those that it overlaps or touches; return how many bytes are new."""
+    """Add a range to `runs`; return how many bytes are new."""
     added = length + take_out(runs, offset, length)
     at, end = bisect_left(runs, (offset,)), offset + length
     if at < len(runs) and runs[at][0] == end:
@@ -96,7 +92,7 @@ def add_run(runs: list[Run], offset: int, length: int) -> int:
 
 
 def take_out(runs: list[Run], offset: int, length: int) -> int:
-    """Remove a range from `runs`; return minus the number of bytes that were removed."""
+    """Remove a range from `runs`; return minus the bytes removed."""
     removed = overlap(runs, offset, length)
     if not removed:
         return 0
@@ -117,7 +113,7 @@ def pieces(offset: int, length: int) -> Iterator[Run]:
 
 
 class Mapping:
-    """An attached file: an open descriptor, and a read-only shared mapping."""
+    """An attached file and its mapping."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -142,7 +138,7 @@ class Mapping:
 
 
 class Helper:
-    """Files by their path below the mount. `lock` serializes requests with the thread that watches memory.high."""
+    """Files by path. `lock` serializes requests with the thread that watches memory.high."""
 
     def __init__(self, mountpoint: str) -> None:
         self.mountpoint = mountpoint
@@ -154,7 +150,6 @@ class Helper:
         self.runs: list[tuple[Mapping, int, int]] = []  # to be checked in this round
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to one request; an OSError becomes {"errno"}."""
         try:
             operation, path = request["op"], request["path"]
             if operation in ("lock", "unlock"):
@@ -179,9 +174,9 @@ class Helper:
         return {"again": self.lock_again() if request["look"] else 0}
 
     def lock_again(self) -> int:
-        """Check the next part of the locked ranges; lock unmapped pages again and return the bytes of those ranges.
+        """Lock unmapped pages of the next part again; return the bytes of those ranges.
 
-        The kernel may unmap locked pages when it replaces them in the page cache (seen on Linux 7.3).
+        The kernel may unmap locked pages when it replaces them (seen on Linux 7.3).
         """
         left = LOOK_BYTES + sum(size for each in self.files.values() for _, size in each.locked) // LOOKS
         if not self.runs:
@@ -197,7 +192,7 @@ class Helper:
         return locked_bytes
 
     def change(self, operation: str, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Lock or unlock a range. The calls, which may take long, need no lock, because only this thread unmaps files."""
+        """No lock is needed, because only this thread unmaps files."""
         mapping = self.files.get(path)
         if mapping is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -215,7 +210,7 @@ class Helper:
         return {"charged": runs and [(offset + at - address, size, inode) for at, size, inode in runs]}
 
     def give(self, size_bytes: int) -> None:
-        """Unlock at least `size_bytes`, from the end of each file."""
+        """Unlock `size_bytes` or more, from the end of each file."""
         with self.lock:
             for path, mapping in self.files.items():
                 if size_bytes <= 0 or not mapping.locked:
@@ -235,7 +230,6 @@ class Helper:
                 size_bytes += take_out(mapping.locked, start, end - start)
 
     def attach(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Open `path` through the mount, or the target of a link at `path`; detach it first if it is attached."""
         self.detach(path)
         if "target" in request:
             fd = open_target(request["target"], request["dev"], request["ino"])
@@ -265,7 +259,7 @@ def succeed(code: int) -> None:
 
 
 class Charges:
-    """The memory cgroups that pages are charged to: /proc/self/pagemap and /proc/kpagecgroup, which need CAP_SYS_ADMIN."""
+    """The memory cgroups of pages, from /proc/self/pagemap and /proc/kpagecgroup, which need CAP_SYS_ADMIN."""
 
     def __init__(self) -> None:
         self.pagemap = self.payers = -1
@@ -274,14 +268,13 @@ class Charges:
             self.payers = os.open("/proc/kpagecgroup", os.O_RDONLY | os.O_CLOEXEC)
 
     def all_mapped(self, address: int, length: int) -> bool:
-        """Return True if all pages of a range are in this process's page tables, as locked pages should be."""
         first = address // PAGE
         count = -(-(address + length) // PAGE) - first
         entries = array("Q", os.pread(self.pagemap, 8 * count, 8 * first)) if self.pagemap >= 0 else array("Q")
         return not entries or min(entries) >= MAPPED
 
     def runs(self, address: int, length: int, free: set[int]) -> list[tuple[int, int, int]] | None:
-        """Return (address, bytes, cgroup inode) of mapped pages charged to cgroups not in `free`; None: unknown."""
+        """Return (address, bytes, cgroup inode) for cgroups not in `free`; None: unknown."""
         if self.payers < 0:
             return None if os.path.exists("/proc/kpagecgroup") else []
         first = address // PAGE
@@ -308,7 +301,7 @@ class Charges:
 
 
 class HighLimits:
-    """memory.high of this process's cgroup and of those above it (cgroup v2), read through files that stay open."""
+    """memory.high of this process's cgroup and of those above it (cgroup v2)."""
 
     FILES = ("memory.high", "memory.current", "memory.stat")
 
@@ -323,7 +316,7 @@ class HighLimits:
             cgroup = os.path.dirname(cgroup)
 
     def excess(self) -> int:
-        """Return the largest excess over a limit, in bytes that cannot be reclaimed; negative without an excess."""
+        """Return the largest excess, in unreclaimable bytes; negative below the limits."""
         worst = -1
         for high, current, stat_fd in self.spaces:
             with contextlib.suppress(OSError):  # the cgroup was removed
@@ -353,7 +346,7 @@ def watch(helper: Helper, limits: HighLimits) -> None:
 def open_below(directory: str, path: str, clone: int | None = None) -> int:
     """Return a descriptor of the regular file at `path` below `directory`, or below its `clone`.
 
-    Links are not followed, and opening a pipe does not block: a link in place of a file could lead root anywhere.
+    Links are not followed: they could lead root anywhere.
     """
     *above, name = path.strip("/").split("/")
     fd = os.open(directory if clone is None else ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=clone)
@@ -372,7 +365,7 @@ def open_below(directory: str, path: str, clone: int | None = None) -> int:
 
 
 def open_target(path: str, dev: int, ino: int) -> int:
-    """Return a descriptor of the regular file at a real path; OSError if another file is at that path."""
+    """Return a descriptor of the file; OSError if another file is at its real path."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (dev, ino):
@@ -382,11 +375,9 @@ def open_target(path: str, dev: int, ino: int) -> int:
 
 
 def clone_mount(directory: str) -> int | None:
-    """Return a descriptor of a detached clone of the mount that contains `directory`; None if the kernel refuses.
+    """Return a descriptor of a detached clone of the mount of `directory`; None if the kernel refuses.
 
-    Files opened through the clone do not make the mount point busy, and the clone ends with this process. The kernel refuses
-    without CAP_SYS_ADMIN, before Linux 5.2, and for mounts that may not be bound. Then `umount MOUNT` finds the mount busy
-    while files are attached; `llmcache umount` ends this process first.
+    Files opened through the clone do not make the mount point busy. It needs CAP_SYS_ADMIN and Linux 5.2.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | os.O_CLOEXEC)
     fd = libc.syscall(ctypes.c_long(OPEN_TREE), ctypes.c_int(AT_FDCWD), os.fsencode(directory), flags)

@@ -1,21 +1,13 @@
 """Pin stores: pinned extents are locked in the page cache by pin helpers (steer, in place), or held by the daemon (arena).
 
-Clients read locked extents without a request. `PinService` is the daemon's side of the pin helpers: it starts them, restarts
-them, and queues locks so that no caller waits for them. One thread owns the pipes. `lock`, `unlock`, `attach` and `detach`
-only queue a request; that thread reports results through the callbacks, without any lock held. When a helper dies, its files
-are attached again, and its locks are taken again once no other request is queued: after an OOM kill, the planner has reduced
-the pins by then.
+`PinService` only queues requests; one thread owns the helpers' pipes and calls the callbacks, without any lock held. After a
+helper's death, its locks are taken again last: after an OOM kill, the planner has reduced the pins by then. Helpers stay
+below vm.max_map_count mappings, where the kernel refuses locks, and unlocks within a run.
 
-Each run of locked bytes splits the mapping of its file. A process may have vm.max_map_count mappings; at that limit, the
-kernel refuses locks, and unlocks within a run. So more helpers are started before one approaches the limit.
+A page is charged to the memory cgroup of the process that first read it. If that is a client's cgroup with a limit of its
+own, the page is unlocked at once: the kernel could not reclaim it, and would kill the client.
 
-A page is charged to the memory cgroup of the process that first read it. If that cgroup is a client's, with a limit that
-does not bind the daemon, the page must not be locked: the kernel could not reclaim it, and would kill the client when it
-needs memory. The helper reports such pages (`pinhelper.py`), and they are unlocked at once, in blocks of LARGE_EXTENT.
-
-Mode arena copies pinned extents into the page cache ahead of the reader in every pass, and drops them behind the reader.
-That is slower than locking, but needs no privilege, and the daemon sees every hit. The deterministic core
-(`llmcache.cache.steering`) chooses the pins; `ArenaPinStore` only keeps the memory.
+Mode arena copies pinned extents into the page cache in every pass: slower than locking, but without privileges.
 """
 
 from __future__ import annotations
@@ -56,10 +48,9 @@ DEFAULT_MAP_COUNT = 65530
 
 
 class PinHelper:
-    """One helper process and the runs that it has locked.
+    """One helper process.
 
-    `locked`: runs by path of each attached file, sorted and merged. `count`: number of all runs. `nodes`: inode numbers of
-    the attached files in the mount; None for files that cannot be opened.
+    `locked`: runs by path, sorted and merged. `nodes`: inode numbers in the mount; None for files that cannot be opened.
     """
 
     def __init__(self, mountpoint: str, target_of: Callable[[str], LinkTarget | None]) -> None:
@@ -103,7 +94,7 @@ class PinHelper:
         return reply
 
     def attach(self, path: str) -> int | None:
-        """Open `path` with nothing locked; return the file's node, or None if it cannot be opened."""
+        """Return the file's node, or None."""
         self._drop(path)
         target = self.target_of(path)
         more: dict[str, int | str | list[int]] = {}
@@ -125,10 +116,9 @@ class PinHelper:
             self.locked[new], self.nodes[new] = self.locked.pop(old), self.nodes.pop(old)
 
     def lock(self, path: str, run: Run, free: list[int]) -> tuple[int, list[tuple[int, int, int]] | None]:
-        """Lock a run of an attached file; return (errno or 0, ranges charged to other cgroups).
+        """Return (errno or 0, ranges charged to other cgroups).
 
-        Each range is (offset, bytes, inode of the memory cgroup), of pages charged to a cgroup that is not in `free`. None
-        instead of a list: the kernel does not show charges.
+        A range is (offset, bytes, inode of a memory cgroup not in `free`). None: the kernel does not show charges.
         """
         reply = self.call("lock", path, offset=run[0], length=run[1], free=free)
         if code := int(reply.get("errno", 0)):
@@ -137,7 +127,7 @@ class PinHelper:
         return 0, reply["charged"]
 
     def unlock(self, path: str, run: Run) -> int:
-        """Unlock a run; return 0, or the errno of a refusal, after which it is still locked."""
+        """Return 0, or the errno of a refusal."""
         code = int(self.call("unlock", path, offset=run[0], length=run[1]).get("errno", 0))
         if not code:
             self._change(path, run, take_out)
@@ -164,16 +154,13 @@ class PinHelper:
 
 
 class Payers:
-    """Decides which memory cgroups may be charged for locked pages: those whose limits all bind this process too.
-
-    `free`: inodes of the cgroups found to be such.
-    """
+    """Decides which memory cgroups may be charged for locked pages: those whose limits all bind this process too."""
 
     def __init__(self) -> None:
         self.free: list[int] = []
 
     def refuse(self, inode: int) -> int:
-        """Return 0 for a cgroup that may be charged; otherwise EDQUOT if it is short of memory, or else EAGAIN."""
+        """Return 0, EDQUOT if the cgroup is short of memory, else EAGAIN."""
         if inode in self.free:
             return 0
         limits = limits_apart(inode)
@@ -183,7 +170,6 @@ class Payers:
         return errno.EDQUOT if limits and min(limit.slack_bytes for limit in limits) < 0 else errno.EAGAIN
 
     def have_changed(self) -> bool:
-        """Return True if a cgroup in `free` may no longer be charged, because it has a limit now."""
         before, self.free = self.free, []
         return any([self.refuse(inode) for inode in before])
 
@@ -197,9 +183,9 @@ class HelperLost(Exception):
 
 
 class PinService:
-    """The queue of requests to pin helpers, and the record of attached files and locked ranges.
+    """The queue of requests to pin helpers, and the record of files and locks.
 
-    The first helper has all files attached, to learn their nodes; the others only files of which they lock a part.
+    The first helper has all files attached, to learn their nodes.
     """
 
     def __init__(
@@ -211,9 +197,9 @@ class PinService:
         is_limited: Callable[[str], bool] = lambda _path: False,
         services: Services | None = None,
     ) -> None:
-        """`target_of(path)`: the file to attach in place of a link at `path`; None if it is no link.
+        """`target_of(path)`: the file to attach in place of a link, or None.
 
-        `is_limited(path)`: whether a memory limit that does not bind this process binds a client of the file.
+        `is_limited(path)`: whether a memory limit binds a client of the file but not this process.
         """
         self._target_of, self._is_limited, self._services = target_of, is_limited, services or Services()
         self._payers, self._payers_at = Payers(), 0.0
@@ -240,11 +226,11 @@ class PinService:
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes locked by helpers; a queued unlock counts as locked until it is done."""
+        """A queued unlock counts as locked until it is done."""
         return sum(helper.locked_bytes for helper in list(self._helpers))
 
     def start(self, mountpoint: str) -> None:
-        """Start the first helper for `mountpoint`, with nothing attached or locked. May follow `stop`."""
+        """May follow `stop`."""
         self._mountpoint = mountpoint
         self._stopping = False
         self._queue = queue.SimpleQueue()
@@ -257,7 +243,7 @@ class PinService:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the helpers, which releases all locks; wait for them."""
+        """Releases all locks; waits for the helpers."""
         self._stopping = True
         self._queue.put(None)
         for helper in list(self._helpers):
@@ -267,23 +253,21 @@ class PinService:
         self._helpers = []
 
     def attach(self, path: str) -> None:
-        """Open `path` in the first helper, which then calls `on_attached(path, node or None)`."""
         self._queue.put({"op": "attach", "path": path})
 
     def detach(self, path: str) -> None:
         self._queue.put({"op": "detach", "path": path})
 
     def lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range. `on_failed(path, offset, length, errno)` is called for each part that cannot stay locked.
+        """The thread calls `on_failed(path, offset, length, errno)` for parts that cannot stay locked.
 
-        The errno is the kernel's. For pages charged to a cgroup with a limit of its own it is EDQUOT if that cgroup is short
-        of memory, otherwise EAGAIN.
+        For pages charged to a cgroup with a limit of its own, errno is EDQUOT if it is short of memory, else EAGAIN.
         """
         for start, size in pieces(offset, length):
             self._queue.put({"op": "lock", "path": path, "offset": start, "length": size})
 
     def unlock(self, path: str, offset: int, length: int) -> None:
-        """Unlock a range. If the kernel refuses, its bytes count as locked until a later attempt succeeds."""
+        """If the kernel refuses, the bytes count as locked."""
         self._queue.put({"op": "unlock", "path": path, "offset": offset, "length": length})
 
     def rename(self, old: str, new: str) -> None:
@@ -311,7 +295,6 @@ class PinService:
                         return
 
     def _next(self) -> dict[str, Any] | threading.Event | None:
-        """Return the next queued request; without one, a request for a lost lock, a refused unlock, or a check."""
         while True:
             retry = bool(self._refused) and time.monotonic() > self._retry_at
             with contextlib.suppress(queue.Empty):
@@ -352,7 +335,6 @@ class PinService:
             self._check()
 
     def _check(self) -> None:
-        """Check that helpers live and locked ranges are mapped, and at times whether cgroups have new limits."""
         for helper in self._helpers:
             again = int(helper.call("check", "", look=int(self.may_look())).get("again", 0))
             if again and not self.again_bytes:
@@ -373,7 +355,6 @@ class PinService:
             helper.detach(path)
 
     def _lock(self, path: str, offset: int, length: int) -> None:
-        """Lock a range: parts that a helper has locked by the same helper again, the others by a helper with room."""
         if path not in self._helpers[0].locked:
             self.on_failed(path, offset, length, errno.ENOENT)
             return
@@ -397,7 +378,7 @@ class PinService:
                 self._unlock_charged(path, run, charged)
 
     def _unlock_charged(self, path: str, run: Run, charged: list[tuple[int, int, int]] | None) -> None:
-        """Unlock pages that are charged to cgroups with limits of their own; the whole run if charges are unknown."""
+        """`charged` None: unlock the whole run."""
         refused: dict[int, list[Run]] = {errno.EAGAIN: [run]} if charged is None else {}
         for offset, length, inode in charged or ():
             if code := self._payers.refuse(inode):
@@ -410,7 +391,7 @@ class PinService:
                 self.on_failed(path, *part, code)
 
     def _has(self, helper: PinHelper, path: str) -> bool:
-        """Attach `path` to a helper; return False if another file than the first helper's now has that path."""
+        """Return False if another file than the first helper's now has that path."""
         node = self._helpers[0].nodes[path]
         if path not in helper.locked and helper.attach(path) != node:
             helper.detach(path)
@@ -418,7 +399,6 @@ class PinService:
         return True
 
     def _helper_for(self, path: str, run: Run) -> PinHelper:
-        """Return a helper with room for a run; preferably one that has locked an adjacent run."""
         free = [helper for helper in self._helpers if helper.locked_bytes < self._most_bytes]
         for helper in free:
             if overlap(helper.locked.get(path, []), run[0] - 1, run[1] + 2):
@@ -473,7 +453,6 @@ class PinService:
         return False
 
     def _replace(self, helper: PinHelper) -> None:
-        """Queue the runs of a dead helper for locking; replace the first helper at once."""
         helper.kill()
         for path, runs in helper.locked.items():
             for run in runs:
@@ -496,8 +475,7 @@ class PinService:
 def capacity() -> tuple[int, int]:
     """Return how many runs, and how many bytes, one helper locks at most.
 
-    A run takes two of the mappings that vm.max_map_count allows. Runs may take half of the mappings, and the bytes are
-    limited so that unlocking every second extent of them takes at most the other half.
+    A run takes two mappings. Half of vm.max_map_count is kept for unlocking every second extent of them.
     """
     with contextlib.suppress(OSError, ValueError):
         most = int(MAP_COUNT.read_text()) // 4
@@ -506,7 +484,7 @@ def capacity() -> tuple[int, int]:
 
 
 def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None:
-    """Take the last piece out of `runs_by_path`; return (path, offset, bytes), or None if there is none."""
+    """Return (path, offset, bytes) of the last piece, or None."""
     while runs_by_path:
         path, runs = next(iter(runs_by_path.items()))
         if runs:
@@ -519,7 +497,7 @@ def take_last(runs_by_path: dict[str, list[Run]]) -> tuple[str, int, int] | None
 
 
 class LockedPinStore(PinStore):
-    """Pin store for steer and in place: pins stay in the page cache, locked through `PinService`."""
+    """Pin store for steer and in place, locked through `PinService`."""
 
     def __init__(self, state: CacheState, pins: PinService) -> None:
         self.state = state
@@ -564,10 +542,9 @@ class LockedPinStore(PinStore):
 
 
 class ArenaPinStore(PinStore):
-    """Pin store for arena: pins stay in anonymous memory, one region for each extent, read into directly with O_DIRECT.
+    """Pin store for arena: one region of anonymous memory for each pinned extent.
 
-    Every pass streams through the window; an extent that the core wants is pinned when it is next read. The core also
-    chooses the victims. `regions`: memory of the pinned extents, by space key and extent.
+    The deterministic core (`llmcache.cache.steering`) chooses pins and victims; an extent is pinned when it is next read.
     """
 
     def __init__(self, state: CacheState, steering: Steering) -> None:
@@ -584,13 +561,11 @@ class ArenaPinStore(PinStore):
         return MemoryRegion(space.extent_bytes) if verdict == KEPT else None
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
-        """Keep `region`, unless the core has evicted the extent while it was read."""
         if extent in space.held:
             self.regions[(space.key, extent)] = region
             self.state.memory.hold(space, region.size)
 
     def _evicted(self, key: str, extent: int) -> None:
-        """Free the region of an evicted extent; one that is still being read is not in `regions` yet."""
         region = self.regions.pop((key, extent), None)
         if region is not None:
             self.state.memory.hold(self.state.spaces[key], -region.size)

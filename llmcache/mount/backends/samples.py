@@ -1,7 +1,6 @@
 """Reads accessed bits in the page tables of clients, which show the experts and the pinned extents in use.
 
-The bits of experts are read and cleared again and again, as often as that takes little CPU time. Those of other extents are
-cleared for a whole process and read once, some passes later (`engine.evidence`).
+The bits of experts are sampled as often as that takes little CPU time.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ PROBES = 8  # pages of an extent that are sampled
 
 @dataclass
 class RequestedFile:
-    """A file over FUSE, and the clients whose requests for it were seen."""
+    """A file over FUSE and its clients."""
 
     key: tuple[int, int]
     readers: list[Program] = field(default_factory=list)
 
 
 class FilePrograms:
-    """Finds the clients of each file over FUSE from their requests."""
+    """Finds the clients of files over FUSE from their requests."""
 
     def __init__(self) -> None:
         self.dev = 0  # device number of the mount
@@ -51,7 +50,7 @@ class FilePrograms:
         self._last[node] = thread
 
     def of_node(self, node: int | None) -> RequestedFile | None:
-        """Return the file and its clients, at most a second old."""
+        """The clients are at most a second old."""
         if time.monotonic() - self._looked_s > REQUESTS_S:
             self._look()
             self._looked_s = time.monotonic()
@@ -111,7 +110,7 @@ class Samples:
             self._is_unreadable = True
 
     def can_read(self) -> bool:
-        """Return True if page tables can be read; log the reason once if they cannot."""
+        """Log the reason once."""
         with self._reading:
             if self._tables is None and not self._is_unreadable:
                 try:
@@ -130,7 +129,7 @@ class Samples:
             return self._tables.accessed(pid, addresses)
 
     def touched(self, file: File, parts: Sequence[tuple[int, int]]) -> list[bool]:
-        """Return for each part, (offset, bytes), of a file whether a client has an accessed page in it."""
+        """Return for each part, (offset, bytes), whether a client has accessed it."""
         touched = [False] * len(parts)
         offsets = [offset + length * probe // PROBES for offset, length in parts for probe in range(PROBES)]
         with self._files.lock:
@@ -155,10 +154,7 @@ class Samples:
         return max(0.0, began_s + pause_s - time.monotonic())
 
     def _accessed(self, file: File | RequestedFile, moe: MoeFile, experts: Sequence[int]) -> list[int]:
-        """Return those of `experts` that were used since the last sample.
-
-        Return none if several clients map the file, because the accessed bits of such pages are not cleared.
-        """
+        """Return none if several clients map the file: bits of such pages are not cleared."""
         with self._files.lock:
             mappers = [program for program in file.readers if program.maps(*file.key)]
             if len(mappers) != 1:

@@ -1,12 +1,9 @@
 """The sentinel: a small process that frees the readers of a mount whose daemon was killed.
 
-If a daemon is killed while one of its threads waits in the kernel (STORE or INVAL, for a page of an unanswered READ), it
-cannot exit: the thread waits for the reply, and the kernel aborts the FUSE connection only after the thread has exited. All
-readers of the mount hang, too. The sentinel detects the death and aborts the connection from outside, through the fusectl
-file that belongs to the mount's owner. The mount remains and returns ENOTCONN.
+A killed daemon with a thread in STORE or INVAL that waits for a page of an unanswered READ cannot exit, and the kernel
+aborts the FUSE connection only after the exit. The sentinel aborts it through fusectl; the mount then returns ENOTCONN.
 
-It uses only the standard library and is run as `python sentinel.py DAEMON_PID DEVICE_MINOR`. At a regular end, the daemon
-kills it.
+It uses only the standard library: `python sentinel.py DAEMON_PID DEVICE_MINOR`. The daemon kills it at a regular end.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def is_dead(pid: int) -> bool:
-    """Return True if a process ended, is a zombie (its threads may hang in the kernel), or was killed and cannot exit."""
+    """Return True if a process has ended, is a zombie, or was killed and cannot exit."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,8 +38,7 @@ def is_dead(pid: int) -> bool:
 def abort(minor: int) -> None:
     """Abort the FUSE connection of device 0:`minor`.
 
-    If fusectl is not mounted, use a detached mount of it, which no other process sees. OSError: that needs CAP_SYS_ADMIN
-    and Linux 5.2.
+    Without a mounted fusectl, it needs CAP_SYS_ADMIN and Linux 5.2, else OSError.
     """
     mounted = os.path.exists(f"{CONNECTIONS}/{minor}")
     directory = os.open(CONNECTIONS, os.O_PATH | os.O_DIRECTORY) if mounted else fusectl()
@@ -56,7 +52,7 @@ def abort(minor: int) -> None:
 
 
 def fusectl() -> int:
-    """Return a descriptor of the root of a detached fusectl mount."""
+    """Return a descriptor of a detached fusectl mount."""
     context = _call(FSOPEN, b"fusectl", ctypes.c_uint(0))
     try:
         _call(FSCONFIG, ctypes.c_int(context), ctypes.c_uint(FSCONFIG_CMD_CREATE), None, None, ctypes.c_int(0))
@@ -74,10 +70,7 @@ def _call(number: int, *arguments: object) -> int:
 
 
 def main() -> int:
-    """Wait for the daemon's death, then abort the connection.
-
-    The kernel signals the end of the daemon's main thread; in addition, the state is read every LOOK_S.
-    """
+    """Wait for the daemon's death, then abort the connection."""
     pid, minor = int(sys.argv[1]), int(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,7 +1,6 @@
 """Touches: the extents of watched files that clients read or map, as BPF programs report them (bpf/touches.bpf.c).
 
-An extent is reported again after QUIET_NS at the earliest, so that the number of reports is bounded by the speed at which
-data can be new. Access to a mapped page causes no fault, and is not reported.
+An extent is reported again after QUIET_NS at the earliest. Access to a mapped page is not reported.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ FILES, RUNS = 1 << 13, 1 << 14  # files watched at a time; runs of slices in all
 
 
 class Touch(NamedTuple):
-    """`flags`: MISS if the page was not in the page cache (or triggers readahead), FAULT if a mapping was used."""
+    """`flags`: MISS if the page was absent (or triggers readahead), FAULT if a mapping was used."""
 
     t_ns: int  # CLOCK_MONOTONIC
     file: int
@@ -60,7 +59,7 @@ _FILE_SYSTEMS = ("ext4", "xfs", "f2fs", "ext3", "ext2")
 def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
     """Return why files (below `directory`) cannot be steered in place on this machine, or None.
 
-    `keep`: the programs stay loaded for the next `Touches`, here or in a process forked from this one.
+    `keep`: keep the programs loaded for the next `Touches`, here or in a forked process.
     """
     if os.geteuid() != 0:
         return "mode inplace needs root"
@@ -84,13 +83,13 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
 
 
 class _Programs(NamedTuple):
-    """The BPF object in the kernel, and its programs to attach."""
+    """The BPF object, and its programs to attach."""
 
     object: BpfObject
     names: Sequence[str]
 
     def attach(self) -> None:
-        """Report the touches of all processes except this one from now on. LoadFailure; the object is closed then."""
+        """After a LoadFailure, the object is closed."""
         try:
             self.object.run("begin", _Nothing())
             for name in self.names:
@@ -112,7 +111,7 @@ def _load(faults: Sequence[str]) -> _Programs:
 
 
 def _load_attached() -> _Programs:
-    """Load and attach the programs, with the first of `_FAULTS` that the kernel accepts. MissingRequirement."""
+    """Use the first of `_FAULTS` that the kernel accepts. MissingRequirement."""
     for faults in _FAULTS if has_tracepoint(_FAULT_TRACEPOINT) else _FAULTS[1:]:
         try:
             programs = _load(faults)
@@ -135,10 +134,7 @@ class _Nothing(ctypes.Structure):
 
 
 class Touches:
-    """The attached programs, until `close`. MissingRequirement if the kernel refuses them.
-
-    `loaded`: programs that `why_not` has kept for the next instance.
-    """
+    """The attached programs, until `close`. MissingRequirement if the kernel refuses them."""
 
     loaded: ClassVar[_Programs | None] = None
 
@@ -171,10 +167,10 @@ class Touches:
         first_run: int = 0,
         runs: Sequence[SliceRun] = (),
     ) -> None:
-        """Report touches of a file from now on, as file number `file`; its `count` extents use places from `first` on.
+        """Report touches of a file as file number `file`; its `count` extents use places from `first` on.
 
-        Only every `step`th extent is reported. `runs` of an MoE model's slices use the places behind them, and entries of
-        the table of runs from `first_run` on; slice n is reported as extent `count` + n.
+        Only every `step`th extent is reported. Slice n of `runs` is reported as extent `count` + n; `first_run` is the place
+        of the runs in their table.
         """
         for number, run in enumerate(runs):
             packed = _RUN.pack(run.first_byte, run.slice_bytes, run.count, run.first)
@@ -190,7 +186,7 @@ class Touches:
         self._object.remove("files", self._key(dev, ino))
 
     def reads(self, file: int) -> ClientReads:
-        """Return the bytes that the kernel has read of file number `file` since it is watched."""
+        """Return the bytes that the kernel has read of a file since it is watched."""
         if file not in self._counted:
             return ClientReads(0, 0)
         pages = _ADDED.unpack(self._object.read("added_pages", struct.pack("<I", file), _ADDED.size))
@@ -211,9 +207,9 @@ class Touches:
         return _KEY.pack(dev, ino)
 
     def wait(self, timeout_s: float) -> list[Touch]:
-        """Return the touches reported since the last call, once there are some; empty after `timeout_s`.
+        """Return the touches since the last call; empty after `timeout_s`.
 
-        Hits end the wait at most once in GATHER_NS, and the last ones do not. So `timeout_s` should be short after a touch.
+        Hits end the wait at most once in GATHER_NS, and the last ones do not: use a short timeout after a touch.
         """
         self._poll.poll(timeout_s * 1e3)
         return [Touch(*fields) for fields in self._ring.take(_FRAME)]

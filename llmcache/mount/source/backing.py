@@ -1,16 +1,10 @@
 """Open files of SOURCE: one Backing, with a generation, for each open path (so for each kernel inode of the mount).
 
-The mount's inodes belong to paths, not to inodes of SOURCE, so a file that is replaced behind the mount keeps its kernel
-inode. The next open detects the replacement: the Backing switches to the descriptors of the new file and increments its
-generation, and every handle of the path reads the new file, as if it had been rewritten in place. An old handle cannot
-continue to read the replaced file. Because all handles share the kernel's pages, an open fails with EBUSY while a user who
-has the path open may not read the new file.
+The next open of a replaced file switches the Backing to its descriptors and begins a generation; every handle then reads the
+new file. The open fails with EBUSY while a user with the path open may not read the new file.
 
-Locks: BackingTable's lock protects the two maps and the references. No I/O is done under it, so a file on slow storage
-does not delay opens of other files. Backing.lock serializes changes of one file made through the mount, the exchange of
-its descriptors and the updates of its identity. It is held during such a change, but not during fsync, and no thread
-waits for it while it holds another lock. Reads take neither lock: dup2 exchanges descriptors atomically with respect to a
-concurrent pread.
+Locks: BackingTable's lock protects maps and references, without I/O under it. Backing.lock serializes changes through the
+mount; no thread waits for it while it holds another lock. Reads take neither: dup2 is atomic with respect to pread.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ _TRIES = 100  # attempts to open a path while other processes keep replacing its
 
 @dataclass(frozen=True)
 class Identity:
-    """Attributes that distinguish two contents of a file without reading it."""
+    """Attributes that distinguish two contents of a file."""
 
     dev: int
     ino: int
@@ -52,7 +46,7 @@ class Identity:
         return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def settled(self) -> bool:
-        """Return True if the last change is old enough that a further change would alter ctime."""
+        """True if a further change would alter ctime."""
         return time.time_ns() - self.ctime_ns > _TICK_NS
 
 
@@ -82,7 +76,7 @@ class Backing:
 
     @property
     def unsettled(self) -> bool:
-        """True if the kernel may still have pages of an earlier generation."""
+        """The kernel may have pages of an earlier generation."""
         return self.dropped < self.generation
 
     @property
@@ -99,16 +93,14 @@ class Backing:
 
     @property
     def size(self) -> int:
-        """Size in bytes when last checked."""
         return self.identity.size
 
     @property
     def mtime_ns(self) -> int:
-        """Modification time when last checked."""
         return self.identity.mtime_ns
 
     def read_into(self, address: int, size: int, offset: int) -> int:
-        """Read into memory at `address`; return the number of bytes, short only at the end of the file. Raises OSError."""
+        """The result is short only at the end of the file. OSError."""
         done = 0
         direct = self.direct_fd
         if direct is not None and not self._dirty and (address | size | offset) % BLOCK_BYTES == 0:
@@ -118,7 +110,7 @@ class Backing:
         return done
 
     def _read_direct(self, fd: int, address: int, size: int, offset: int) -> int:
-        """Read without the page cache of SOURCE, until a short read that ends within a block; return the bytes read."""
+        """A short read that ends within a block ends it."""
         done = 0
         while done < size:
             try:
@@ -147,10 +139,7 @@ class Backing:
         return done
 
     def write_from(self, address: int, size: int, offset: int) -> int:
-        """Write memory at `address` through to SOURCE; return the bytes written, fewer than `size` only after an error.
-
-        Raises OSError if no byte was written.
-        """
+        """The result is short only after an error. OSError if nothing was written."""
         done = 0
         with self.own_change():
             while done < size:
@@ -164,7 +153,7 @@ class Backing:
 
     @contextlib.contextmanager
     def own_change(self) -> Iterator[None]:
-        """Context manager around a change made through the mount, so that it does not count as one made behind it."""
+        """The change does not count as one behind the mount."""
         with self.lock:
             if Identity.of(os.fstat(self.fd)) != self.identity:
                 self._changed_behind = True
@@ -176,14 +165,13 @@ class Backing:
                 self.record()
 
     def record(self) -> None:
-        """Record the file's present attributes as known."""
         with self.lock:
             status = os.fstat(self.fd)
             self.identity = Identity.of(status)
             self.links = status.st_nlink
 
     def outdate(self) -> int:
-        """Begin and return a new generation: the content changed through another link, so the kernel's pages are stale."""
+        """Return a new generation: the kernel's pages are stale."""
         with self.lock:
             self.record()
             self.generation += 1
@@ -195,7 +183,7 @@ class Backing:
         self._synced = max(self._synced, changes)
 
     def notice(self, fd: int) -> bool:
-        """Switch to the file of `fd`, which was just opened at this path; return True if the content changed."""
+        """Switch to the file of `fd`; return True if the content changed."""
         with self.lock:
             status = os.fstat(fd)  # under the lock: not between a write through the mount and its record()
             identity = Identity.of(status)
@@ -209,9 +197,9 @@ class Backing:
             return True
 
     def settle(self, known: Identity | None, empty: bool) -> int | None:
-        """At the first open, return the generation whose pages must be dropped; None if the kernel has no stale pages.
+        """Return the generation whose pages must be dropped, or None.
 
-        `empty`: the kernel has no pages of this path. `known`: the content that its pages have, None if unknown.
+        `empty`: the kernel has no pages. `known`: their content, None if unknown.
         """
         with self.lock:
             self.record()  # a change through another hard link shows here, or it found this Backing in the table
@@ -223,7 +211,6 @@ class Backing:
         return (status.st_dev, status.st_ino) != (self.dev, self.ino)
 
     def make_writable(self, fd: int) -> None:
-        """Replace the read-only descriptor by a writable one, `fd`, of the same file."""
         with self.lock:
             os.dup2(fd, self.fd, inheritable=False)
             no_read_ahead(self.fd)
@@ -248,7 +235,7 @@ class Backing:
             self.direct_fd = fresh
 
     def keep_open(self, reason: str) -> None:
-        """Never close the descriptors: a read in progress would read another file if their numbers were reused."""
+        """Never close: a read in progress could read another file."""
         log.error("inode %d stays open: %s", self.identity.ino, reason)
         self.kept = True
 
@@ -273,8 +260,7 @@ class Opened:
 class BackingTable:
     """All open Backings by path, and the identities of recently closed ones.
 
-    The kernel may have pages of a closed path. `_closed` has the identity of their content, or None if it is unknown. The
-    kernel has no pages of a path without an entry, unless entries were dropped (`_complete` is False).
+    `_closed`: the content of the kernel's pages of a path, None if unknown.
     """
 
     def __init__(self) -> None:
@@ -294,10 +280,10 @@ class BackingTable:
         caller: Caller = THE_DAEMON,
         may_replace: Callable[[Backing, int], bool] = lambda _backing, _fd: True,
     ) -> Opened:
-        """Open `name` in `dir_fd`, which is the mount's `path`. O_CREAT and O_EXCL are honored, O_APPEND and O_TRUNC not.
+        """Open `name` in `dir_fd`, the mount's `path`. O_APPEND and O_TRUNC are ignored.
 
-        Raises PermissionError if `caller` may not open the file, and EBUSY if another file is at `path` now and
-        `may_replace(backing, fd)` is false, because the existing handles of the path would read it.
+        PermissionError if `caller` may not open the file; EBUSY if `path` has another file now and `may_replace(backing,
+        fd)` is false, because existing handles would read it.
         """
         for _ in range(_TRIES):
             fd = open_for(caller, dir_fd, name, flags, mode)
@@ -317,7 +303,7 @@ class BackingTable:
         raise _busy()
 
     def _new(self, path: str, fd: int, flags: int) -> Backing | None:
-        """Return a new Backing of `fd` with one reference; None if the path already has one."""
+        """None: the path has a Backing."""
         with self._lock:
             if path in self._open:
                 return None
@@ -331,7 +317,7 @@ class BackingTable:
         return None
 
     def _begin(self, backing: Backing) -> Opened:
-        """Complete the first open of a path. Until then `unsettled` is True, so that no other open sets `keep_cache`."""
+        """Until the end, `unsettled` prevents `keep_cache`."""
         try:
             with self._lock:
                 empty = self._complete and backing.path not in self._closed
@@ -345,7 +331,7 @@ class BackingTable:
     def _join(
         self, backing: Backing, dir_fd: int, name: str, fd: int, flags: int, may_replace: Callable[[Backing, int], bool]
     ) -> Opened | None:
-        """Open a Backing once more, with a reference that was acquired; None if the file of `fd` was replaced again."""
+        """The caller has acquired the reference. None: the file was replaced again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
         try:
             with backing.lock:
@@ -371,7 +357,7 @@ class BackingTable:
             return backing
 
     def release(self, backing: Backing) -> bool:
-        """Drop one reference; if it was the last, close the Backing and return True."""
+        """Return True if the Backing was closed."""
         with self._lock:
             backing.references -= 1
             if backing.references:
@@ -396,7 +382,7 @@ class BackingTable:
 
     @contextlib.contextmanager
     def using(self, path: str) -> Iterator[Backing | None]:
-        """Context manager: keep the Backing of a path open, even if its last handle is closed; None if it is not open."""
+        """Yield None if the path is not open."""
         backing = self.acquire(path)
         try:
             yield backing
@@ -405,7 +391,7 @@ class BackingTable:
                 self.release(backing)
 
     def find_deleted(self) -> list[Backing]:
-        """Return the open Backings whose file was deleted behind the mount, each with another reference."""
+        """Return Backings deleted behind the mount, with another reference."""
         with self._lock:
             paths = [path for path, backing in self._open.items() if not (backing.hidden or backing.deleted)]
         found = []
@@ -422,7 +408,7 @@ class BackingTable:
         return found
 
     def others(self, backing: Backing) -> list[Backing]:
-        """Return the open Backings of other hard links to the same file, each with another reference."""
+        """Return Backings of other hard links, with another reference."""
         with self._lock:
             same = [b for b in self._open.values() if b is not backing and (b.dev, b.ino) == (backing.dev, backing.ino)]
             for other in same:
@@ -430,7 +416,7 @@ class BackingTable:
             return same
 
     def moved(self, old: str, new: str, *, exchanged: bool = False) -> None:
-        """Update the paths after a rename of a file or directory through the mount; `new` replaces any previous file."""
+        """`new` replaces any previous file."""
         ways = [(old, new), (new, old)] if exchanged else [(old, new)]
         with self._lock:
             found = [
@@ -447,7 +433,7 @@ class BackingTable:
                     self._open[target] = backing
 
     def forget(self, path: str) -> None:
-        """Remove the entry of a path that was deleted through the mount."""
+        """The path was deleted through the mount."""
         with self._lock:
             self._closed.pop(path, None)
 

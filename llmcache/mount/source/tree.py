@@ -1,16 +1,10 @@
 """Access to SOURCE: paths below it, the rights of callers, and descriptors of its files.
 
-Paths of the mount are resolved below SOURCE one component at a time, without following symbolic links. The kernel follows
-links itself (with readlink, through the mount), so a path in a request has none. A component that is a link was created
-since, and is refused: no race leads out of SOURCE. `WritePolicy` defines which files may be changed through the mount.
+Paths are resolved without following symbolic links, which the kernel resolves itself: no race leads out of SOURCE.
 
-With default_permissions, the kernel checks rights before it sends a request, against the attributes it received last. This
-is not enough for a daemon that runs as root and serves other users (allow_other): the file at a path may have been replaced
-behind the mount by one that the user may not access. So the daemon changes and lists directories with the caller's rights,
-and opens a file only if the caller may open the very file of the descriptor. It also writes and allocates with the caller's
-rights, because root is not subject to quotas and reserved blocks.
-
-Rights belong to a thread: the raw system calls change only the calling thread (glibc's setgroups would change all).
+The kernel checks rights (default_permissions) against attributes that may be outdated. So a root daemon that serves other
+users changes and lists directories with the caller's rights, and opens a file only if the caller may open the file of the
+descriptor. It writes with these rights, too, because of quotas. They are set for one thread by raw system calls.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ _EXEC = 0x20  # __FMODE_EXEC: an open for execution, which does not need the rig
 
 @dataclass(frozen=True)
 class Caller:
-    """The client of a request: its user, group, thread and umask, as the kernel passes them."""
+    """The client of a request, as the kernel passes it."""
 
     uid: int
     gid: int
@@ -45,11 +39,11 @@ class Caller:
 
     @property
     def is_other(self) -> bool:
-        """True if the daemon must take on the caller's rights: it is root, and the caller is not."""
+        """True if the daemon is root, and the caller is not."""
         return (self.uid, self.gid) != (0, 0) and os.geteuid() == 0
 
     def groups(self) -> tuple[int, ...]:
-        """Return the supplementary groups; none if the thread has ended or is in a pid namespace that hides it."""
+        """Empty if the thread has ended or its pid namespace hides it."""
         if self.known_groups is not None:
             return self.known_groups
         try:
@@ -62,12 +56,12 @@ class Caller:
         return ()
 
     def remembered(self) -> Caller | None:
-        """Return the caller with its current groups; None if the daemon need not take on its rights."""
+        """None if the daemon keeps its own rights."""
         return replace(self, known_groups=self.groups()) if self.is_other else None
 
     @contextlib.contextmanager
     def rights(self) -> Iterator[None]:
-        """Context manager: this thread has the caller's rights on file systems, and creates files that the caller owns."""
+        """This thread has the caller's rights, and creates files that the caller owns."""
         if not self.is_other:
             yield
             return
@@ -83,7 +77,7 @@ class Caller:
             syscalls.set_thread_groups(groups)
 
     def check(self, fd: int, flags: int) -> None:
-        """Raise PermissionError unless the caller may open the file of `fd` with `flags`."""
+        """PermissionError unless the caller may open the file."""
         if self.is_other:
             both = os.R_OK | os.W_OK  # also for access mode 3, which opens a file only for ioctl
             access = {os.O_RDONLY: os.R_OK, os.O_WRONLY: os.W_OK}.get(flags & os.O_ACCMODE, both)
@@ -92,11 +86,10 @@ class Caller:
                 syscalls.check_access(fd, wanted)
 
     def check_search(self, fd: int) -> None:
-        """Raise PermissionError unless the caller may search the directory of `fd`."""
         self.check(fd, _EXEC)
 
     def new_mode(self, dir_fd: int, mode: int) -> int:
-        """Return `mode` for a new file: without the bits of the umask, unless the directory has a default access list."""
+        """Apply the umask, unless the directory has a default access list."""
         if not mode & self.umask:
             return mode
         try:
@@ -111,7 +104,7 @@ THE_DAEMON = Caller(0, 0, 0)
 
 
 def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """Open a regular file if `caller` may; return its descriptor. A file that is created belongs to `caller`."""
+    """Open a regular file if `caller` may. A new file belongs to `caller`."""
     if flags & os.O_CREAT:
         with caller.rights():
             return _open_regular(dir_fd, name, flags, caller.new_mode(dir_fd, mode))
@@ -125,7 +118,7 @@ def open_for(caller: Caller, dir_fd: int, name: str, flags: int, mode: int) -> i
 
 
 def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
-    """Open a regular file without following links; refuse other kinds of files (a FIFO would block)."""
+    """Refuse links and other kinds of files (a FIFO would block)."""
     wanted = flags & (os.O_CREAT | os.O_EXCL)
     writable = flags & os.O_ACCMODE != os.O_RDONLY
     common = wanted | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -145,7 +138,7 @@ def _open_regular(dir_fd: int, name: str, flags: int, mode: int) -> int:
 
 
 def open_again(fd: int, flags: int) -> int | None:
-    """Return another descriptor of the same file; None if the file system or the daemon's rights do not allow `flags`."""
+    """Return another descriptor of the file; None if `flags` are not allowed."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     except OSError:
@@ -153,13 +146,13 @@ def open_again(fd: int, flags: int) -> int | None:
 
 
 def no_read_ahead(fd: int) -> None:
-    """Disable the readahead of SOURCE's file system for a descriptor."""
+    """Disable readahead for a descriptor."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def is_at(dir_fd: int, name: str, fd: int) -> bool:
-    """Return False if another file than that of `fd` is at `name` in `dir_fd`."""
+    """Return False if another file is at `name` in `dir_fd`."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -168,12 +161,12 @@ def is_at(dir_fd: int, name: str, fd: int) -> bool:
 
 
 def relative(path: str) -> str:
-    """Return the path relative to the root: `a/b` for `/a/b`, and `.` for the root."""
+    """Return `a/b` for `/a/b`, and `.` for the root."""
     return path.lstrip("/") or "."
 
 
 class LinkTarget(NamedTuple):
-    """The file that a symbolic link leads to: its real path (without links), device and inode."""
+    """The file that a symbolic link leads to; its path has no links."""
 
     path: str
     dev: int
@@ -183,8 +176,7 @@ class LinkTarget(NamedTuple):
 class SourceTree:
     """SOURCE, by a directory descriptor that is opened before the mount may cover the path.
 
-    `targets`: path of each symbolic link that stands for a file outside SOURCE, with that file; empty with FUSE.
-    `names`: all names of the files.
+    `targets`: the file outside SOURCE for each symbolic link to one; empty with FUSE.
     """
 
     def __init__(self, directory: str) -> None:
@@ -194,12 +186,11 @@ class SourceTree:
         self.names = ModelNames(directory, self.fd)
 
     def matches(self, path: str, globs: Iterable[str]) -> bool:
-        """Return True if a name of a file, or its base name, matches one of `globs`."""
         return any(matches(name, globs) for name in self.names.all_of(path))
 
     @contextlib.contextmanager
     def parent(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[tuple[int, str]]:
-        """Context manager: (descriptor of the parent directory, last component) of a path that `caller` may walk."""
+        """Yield (descriptor of the parent directory, last component)."""
         *above, name = relative(path).split("/")
         if not above:
             yield self.fd, name
@@ -214,7 +205,7 @@ class SourceTree:
 
     @contextlib.contextmanager
     def item(self, path: str, caller: Caller = THE_DAEMON) -> Iterator[str]:
-        """Context manager: a name in /proc of the file, directory or link at `path`, for calls without `dir_fd`."""
+        """Yield a name in /proc, for calls without `dir_fd`."""
         with self.parent(path, caller) as (dir_fd, name):
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
@@ -223,17 +214,16 @@ class SourceTree:
             os.close(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return the lstat result of a path, or that of the target for a link in `targets`."""
+        """A link in `targets` has its target's status."""
         with self.parent(path) as (dir_fd, name):
             status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         target = self.targets.get(path) if stat.S_ISLNK(status.st_mode) else None
         return status if target is None else os.lstat(target.path)
 
     def find_target(self, dir_fd: int, name: str) -> tuple[LinkTarget, os.stat_result]:
-        """Return the file that the link `name` in a directory leads to, and its status. Raises OSError.
+        """Return the file that a link leads to, and its status. OSError.
 
-        PermissionError: the link's owner may not read the file. A link must not give the daemon access to a file that
-        its owner may not read.
+        PermissionError: the link's owner may not read it.
         """
         link = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         fd = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -254,7 +244,6 @@ class SourceTree:
 
 
 def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
-    """Return the supplementary groups of a user; none if the user is unknown."""
     try:
         return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
     except KeyError:
@@ -262,10 +251,9 @@ def _groups_of(uid: int, gid: int) -> tuple[int, ...]:
 
 
 def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
-    """Return the symbolic links below SOURCE, relative to it, whose targets a mount of it does not serve.
+    """Return the symbolic links below SOURCE whose targets a mount of it does not serve.
 
-    With FUSE, these are links that lead out of MOUNT, where the kernel resolves them. In place, links to files are
-    followed, so these are links to files on other file systems and to directories outside SOURCE. The scan ends after
+    With FUSE, they lead out of MOUNT; in place, to other file systems or to directories outside SOURCE. The scan ends after
     SCAN_S.
     """
     fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -281,7 +269,7 @@ def links_outside(source: str, mount: str, *, in_place: bool) -> list[str]:
 
 
 def _is_followed(path: str, device: int) -> bool:
-    """Return True if an in-place mount follows the link: to a file on `device`; also for a dangling or special link."""
+    """True for dangling and special links, too."""
     try:
         status = os.stat(path)
     except OSError:
@@ -293,7 +281,7 @@ DEFAULT_SPILL = ("*.kv",)
 
 
 def matches(path: str, globs: Iterable[str]) -> bool:
-    """Return True if the relative path or the base name of a mount's `path` (`/a/b`) matches one of `globs`."""
+    """Return True if the relative path or the base name of `/a/b` matches."""
     short = relative(path)
     base = os.path.basename(short)
     return any(fnmatchcase(short, glob) or fnmatchcase(base, glob) for glob in globs)
@@ -301,7 +289,7 @@ def matches(path: str, globs: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """What may be changed: with `everything` (--rw), all; else regular files whose path or base name matches `spill`."""
+    """What may be changed: with `everything`, all; else regular files that match `spill`."""
 
     everything: bool = False
     spill: tuple[str, ...] = DEFAULT_SPILL
@@ -310,17 +298,16 @@ class WritePolicy:
         return self.everything or matches(path, self.spill)
 
     def check(self, *paths: str) -> None:
-        """Raise EROFS unless every path may be changed."""
         for path in paths:
             if not self.allows(path):
                 raise read_only()
 
     def check_tree(self) -> None:
-        """Raise EROFS unless directories, links and special files may be changed."""
+        """EROFS unless directories and links may be changed."""
         if not self.everything:
             raise read_only()
 
 
 def read_only() -> OSError:
-    """Return the error for a change that the mount does not allow."""
+    """Return the error for a forbidden change."""
     return OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -1,7 +1,6 @@
 """libfuse's callbacks: they convert C arguments to calls of LlmcacheOperations, and exceptions to errno.
 
-Reads and writes pass memory addresses, so no data is copied. With `nullpath_ok`, libfuse passes no path (None) to calls on
-an open file, so these use the handle.
+Reads and writes pass memory addresses, without a copy. With `nullpath_ok`, libfuse passes no path to calls on an open file.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _WITH_RIGHTS = {
 
 
 class OpenInfo(Protocol):
-    """struct fuse_file_info."""
+    """fuse_file_info."""
 
     fh: int
     flags: int
@@ -51,17 +50,17 @@ class OpenInfo(Protocol):
 
 
 class DirectoryFiller(Protocol):
-    """fuse_fill_dir_t: add one entry to a directory buffer."""
+    """fuse_fill_dir_t."""
 
     argtypes: Sequence[type[Struct]]
 
     def __call__(self, buffer: int, name: bytes, status: object, offset: int, flags: int, /) -> int:
-        """Return 0 if the entry was added, not 0 if the buffer is full; `offset` is that of the next entry."""
+        """Return 0 if the entry was added, not 0 if the buffer is full."""
         ...
 
 
 def reply_errno(error: OSError) -> int:
-    """Return the positive errno to report to the application for an OSError of the daemon."""
+    """Return the positive errno to report to the application."""
     number = error.errno
     if not number or number < 0 or number in _NEVER_LEAK:
         return errno.EIO
@@ -78,7 +77,7 @@ _at_thread_end = getattr(ctypes.CDLL(None), "__cxa_thread_atexit_impl", None)  #
 
 
 def _release_thread(_nothing: int | None) -> None:
-    """Release the thread state that `_keep_thread` acquired. ctypes acquired it once more for this call."""
+    """Release `_keep_thread`'s state, which ctypes acquired once more for this call."""
     ctypes.pythonapi.PyGILState_Release(0)  # PyGILState_LOCKED: ctypes keeps the GIL
 
 
@@ -86,10 +85,10 @@ _RELEASE_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_thread)
 
 
 class Callbacks:
-    """Callbacks for struct fuse_operations: the method `_op_<name>`, or one of `_DIRECT`, serves the member `<name>`."""
+    """Callbacks for fuse_operations: `_op_<name>`, or one of `_DIRECT`, serves the member `<name>`."""
 
     def __init__(self, operations: LlmcacheOperations, on_init: Callable[[Notifier], None]) -> None:
-        """`on_init` is called when the kernel has connected; requests are served once it returns."""
+        """Requests are served once `on_init` returns."""
         self._ops = operations
         self._on_init = on_init
         self._thread = threading.local()  # `looked`: (request, path) of the last lookup of a hidden name
@@ -102,7 +101,7 @@ class Callbacks:
         self._ops.destroy()
 
     def function(self, name: str) -> Callable[..., int] | None:
-        """Return the callback for `name`. It returns OSErrors as -errno, and logs other exceptions and returns -EIO."""
+        """The callback returns OSErrors as -errno; it logs others and returns -EIO."""
         method = getattr(self._ops, name) if name in _DIRECT else getattr(self, "_op_" + name, None)
         if method is None:
             return None
@@ -130,8 +129,7 @@ class Callbacks:
     def _keep_thread(self) -> None:
         """Keep the Python state of this libfuse thread until the thread ends.
 
-        Otherwise Python creates a new state for each call, which takes as long as a small request and loses thread-local
-        data. The release at the end matters because libfuse before 3.12 ends surplus workers after a burst of requests.
+        Creating one takes as long as a small request. libfuse before 3.12 ends surplus workers after a burst.
         """
         if not hasattr(self._thread, "looked"):
             self._thread.looked = None
@@ -167,7 +165,7 @@ class Callbacks:
         self._ops.fallocate(info.contents.fh, mode, offset, length, self._caller())
 
     def _op_lseek(self, _path: str | None, offset: int, whence: int, info: Pointer[OpenInfo]) -> int:
-        """FUSE_LSEEK: SEEK_DATA and SEEK_HOLE; the kernel handles the others."""
+        """The kernel handles all but SEEK_DATA and SEEK_HOLE."""
         return self._ops.lseek(info.contents.fh, offset, whence)
 
     # Attributes
@@ -185,20 +183,18 @@ class Callbacks:
             spec.tv_sec, spec.tv_nsec = divmod(getattr(status, f"st_{field}_ns"), 10**9)
 
     def _op_truncate(self, path: str | None, length: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the size."""
         self._ops.truncate(path, _handle(info), length, self._caller())
 
     def _op_chmod(self, path: str | None, mode: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the mode."""
         self._ops.chmod(path, _handle(info), mode, self._caller())
 
     def _op_chown(self, path: str | None, uid: int, gid: int, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the owner; -1 keeps a value."""
+        """-1 keeps a value."""
         none = 2**32 - 1
         self._ops.chown(path, _handle(info), -1 if uid == none else uid, -1 if gid == none else gid)
 
     def _op_utimens(self, path: str | None, times: Struct, info: Pointer[OpenInfo]) -> None:
-        """FUSE_SETATTR of the times; UTIME_NOW and UTIME_OMIT are passed on as nanoseconds."""
+        """UTIME_NOW and UTIME_OMIT are passed on as nanoseconds."""
         pairs = None
         if times:
             both = times.contents
@@ -232,7 +228,7 @@ class Callbacks:
         self._ops.mkdir(path, mode, self._caller())
 
     def _op_rename(self, old: str, new: str, flags: int) -> None:
-        """FUSE_RENAME2, and FUSE_UNLINK of an open file, for which libfuse looks up a free hidden name and renames to it."""
+        """FUSE_RENAME2, and FUSE_UNLINK of an open file, which libfuse renames to a free hidden name."""
         looked, self._thread.looked = self._thread.looked, None
         if _HIDDEN in new and looked == (request_number(), new):
             self._ops.hide(old, new)
@@ -247,7 +243,6 @@ class Callbacks:
     def _op_readdir(
         self, _path: str | None, buffer: int, fill: DirectoryFiller, offset: int, info: Pointer[OpenInfo], _flags: int
     ) -> None:
-        """FUSE_READDIR: fill the kernel's buffer with entries from `offset` on."""
         status = fill.argtypes[2]._type_()
         reference = ctypes.byref(status)
         listing = self._ops.listing(info.contents.fh)
@@ -279,7 +274,7 @@ class Callbacks:
 
 
 def _put(value: bytes, buffer: Buffer, size: int) -> int:
-    """Return the length of an attribute's value, and copy the value if the caller passed a buffer; -ERANGE: too small."""
+    """Copy the value if the caller passed a buffer; return its length. ERANGE: the buffer is too small."""
     if size and buffer:
         if len(value) > size:
             return -errno.ERANGE

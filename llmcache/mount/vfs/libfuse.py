@@ -1,14 +1,11 @@
 """libfuse 3 through mfusepy's ctypes declarations: loading it, mounting, the serving loop and kernel notifications.
 
-This is the only file that imports mfusepy. It does not use mfusepy's FUSE class, which calls fuse_main_real: in libfuse
-3.14 that function ignores `max_threads` (it starts 10, too few for one reader with 8 threads), handles signals itself, and
-prints errors instead of returning them.
+mfusepy's FUSE class is not used: fuse_main_real of libfuse 3.14 ignores `max_threads` and handles signals itself.
 
-ABI: fields of fuse_config after `auto_cache` moved between libfuse versions. Only `nullpath_ok` is set there; it has
-mfusepy's offset in every release (3.0-3.10, 3.11-3.16 with no_rofd_flush before it, 3.17+ without). Of fuse_file_info,
-only flags, direct_io, keep_cache and fh are used, which never moved. The nodeid of a path is its st_ino in the mount,
-because use_ino is unset. In every release since 2.6, a pointer to the request follows the fuse_context of a thread, and the
-request begins with the session and its number; this is not documented.
+ABI: of fuse_config's fields after `auto_cache`, which moved between versions, only `nullpath_ok` is set; mfusepy has its
+offset in every release. flags, direct_io, keep_cache and fh of fuse_file_info never moved. A path's nodeid is its st_ino,
+because use_ino is unset. Since 2.6, a pointer to the request follows a thread's fuse_context, and the request begins with
+the session and its number (undocumented).
 """
 
 from __future__ import annotations
@@ -46,17 +43,17 @@ Pointed = TypeVar("Pointed", covariant=True)
 
 
 class Pointer(Protocol[Pointed]):
-    """A ctypes pointer to a structure; false for NULL."""
+    """A ctypes pointer; false for NULL."""
 
     @property
     def contents(self) -> Pointed:
-        """The structure."""
+        """The target."""
 
     def __bool__(self) -> bool: ...
 
 
 class RequestContext(Protocol):
-    """struct fuse_context: the client of a request."""
+    """struct fuse_context."""
 
     uid: int
     gid: int
@@ -68,18 +65,18 @@ class Callbacks(Protocol):
     """Functions for a session."""
 
     def function(self, name: str) -> Callable[..., int] | None:
-        """Return the function for the member `name` of struct fuse_operations; None if there is none."""
+        """None: there is no such function."""
 
     def init(self, notifier: Notifier) -> None:
-        """Start to serve: called on FUSE_INIT."""
+        """FUSE_INIT: start to serve."""
 
     def destroy(self) -> None:
-        """End: called after the unmount, when no request is in progress."""
+        """Called when no request is in progress."""
 
 
 @functools.cache
 def binding() -> ModuleType:
-    """Load mfusepy with libfuse 3 (by default it may load libfuse 2). MissingRequirement: libfuse 3 is not installed."""
+    """Load mfusepy with libfuse 3. MissingRequirement: not installed."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")
     names = [chosen] if chosen else ["libfuse3.so.4", "libfuse3.so.3"]
     failure = ""
@@ -106,7 +103,7 @@ def binding() -> ModuleType:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return libfuse with argument types set. It is a CDLL, so every call releases the GIL."""
+    """Return libfuse; every call releases the GIL."""
     lib: ctypes.CDLL = binding()._libfuse
     pointer, number, offset = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
     new = _new(lib)
@@ -125,13 +122,13 @@ def library() -> ctypes.CDLL:
 
 
 def request_context() -> RequestContext:
-    """Return the context of the request that this thread is processing."""
+    """Return the context of this thread's request."""
     context: RequestContext = library().fuse_get_context().contents
     return context
 
 
 def request_number() -> int:
-    """Return the unique number of the request that this thread is processing; 0 if unknown."""
+    """Return the unique number of this thread's request; 0 if unknown."""
     context = library().fuse_get_context().contents
     request = ctypes.c_void_p.from_address(ctypes.addressof(context) + ctypes.sizeof(context)).value
     if not request:
@@ -146,14 +143,14 @@ def _new(lib: ctypes.CDLL) -> CFuncPtr:
 
 
 def version() -> str:
-    """Return the version of the libfuse that mounts use, such as "3.14.0". MissingRequirement: it is not installed."""
+    """Return libfuse's version, such as "3.14.0". MissingRequirement: not installed."""
     lib = library()
     lib.fuse_pkgversion.restype = ctypes.c_char_p
     return str(lib.fuse_pkgversion().decode())
 
 
 class _Buffer(ctypes.Structure):
-    """libfuse's fuse_bufvec with one fuse_buf inside it (mfusepy declares a pointer there)."""
+    """fuse_bufvec with a fuse_buf (mfusepy declares a pointer)."""
 
     _fields_ = [
         ("count", ctypes.c_size_t),
@@ -172,20 +169,19 @@ class _Arguments(ctypes.Structure):
 
 
 class _OldLoopConfig(ctypes.Structure):
-    """struct fuse_loop_config of libfuse before 3.12, which limits only the number of idle threads."""
+    """fuse_loop_config before libfuse 3.12."""
 
     _fields_ = [("clone_fd", ctypes.c_int), ("max_idle_threads", ctypes.c_uint)]
 
 
 class Notifier:
-    """Notifications from the daemon to the kernel. They return 0 or a negative errno.
+    """Notifications to the kernel. They return 0 or a negative errno.
 
-    -ENOENT: the kernel has no such inode, hence no pages of it. -ENOTCONN: the notifier is closed.
+    -ENOENT: the kernel has no such inode. -ENOTCONN: the notifier is closed.
 
-    Calls wait for locked pages. A thread with a pending request must not make them, and must not wait without a limit for
-    a thread that does (see `state.py`). A page is locked as soon as its READ is queued. If the serving loop has ended, a
-    call that waits for such a page, and the readers of the page, would wait forever, because the call keeps the FUSE
-    connection open. So `close` waits for all calls before the loop ends.
+    Calls wait for locked pages, and a page is locked once its READ is queued. So a thread with a pending request must not
+    make them, nor wait without a limit for a thread that does (`state.py`), and `close` waits for all calls before the loop
+    ends.
     """
 
     def __init__(self, fuse: int) -> None:
@@ -197,16 +193,15 @@ class Notifier:
         self._closed = False
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Copy memory at `address` into the page cache of an inode."""
         vector = _Buffer(1, 0, 0, length, 0, address, -1, 0)
         return self._tell(self._lib.fuse_lowlevel_notify_store, self._session, nodeid, offset, ctypes.byref(vector), 0)
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drop pages of an inode, mapped or not. Length 0: to the end of the file; offset -1: only the attributes."""
+        """Length 0: to the end of the file; offset -1: only the attributes."""
         return self._tell(self._lib.fuse_lowlevel_notify_inval_inode, self._session, nodeid, offset, length)
 
     def invalidate_path(self, path: str) -> int:
-        """Drop all pages and the attributes of the inode at a path of the mount (`/a/b`)."""
+        """`path`: in the mount (`/a/b`)."""
         return self._tell(self._lib.fuse_invalidate_path, self._fuse, os.fsencode(path))
 
     def _tell(self, call: Callable[..., int], *arguments: object) -> int:
@@ -222,14 +217,14 @@ class Notifier:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Refuse further calls and wait for those in progress, during which requests must still be served."""
+        """Wait for the calls in progress; requests must still be served."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._under_way)
 
 
 class Session:
-    """One mount, from fuse_new to fuse_destroy. `run` blocks; any other thread may call `stop`."""
+    """One mount, from fuse_new to fuse_destroy. `run` blocks; any thread may `stop` it."""
 
     def __init__(self, callbacks: Callbacks, mountpoint: str, *, max_threads: int, options: Sequence[str]) -> None:
         self._lib = library()
@@ -267,7 +262,7 @@ class Session:
         return int(fuse)
 
     def _initialise(self, conn: Pointer[ctypes.Structure], config: Pointer[ctypes.Structure]) -> None:
-        """FUSE_INIT: configure the session and start the callbacks. A failure ends the loop, and `run` raises it."""
+        """`run` raises a failure."""
         try:
             self._configure(conn.contents, config.contents)
             self._notifier = Notifier(self._fuse)
@@ -293,7 +288,7 @@ class Session:
         self._callbacks.destroy()
 
     def run(self) -> None:
-        """Mount, serve until unmounted or stopped, unmount. Raises MountProblem if the mount fails."""
+        """Serve until unmounted or stopped. MountProblem if the mount fails."""
         try:
             if self._lib.fuse_mount(self._fuse, os.fsencode(self._mountpoint)) != 0:
                 hint = "MOUNT must be a directory of your own, and /dev/fuse must be open to you"
@@ -330,10 +325,9 @@ class Session:
             lib.fuse_loop_cfg_destroy(loop)
 
     def stop(self) -> None:
-        """End `run` after the requests in progress, and detach the mount. Returns when the loop has ended.
+        """End `run` after the requests in progress. Returns when the loop has ended.
 
-        libfuse's loop waits on a semaphore that only a signal interrupts. A signal sent before the wait is lost, hence the
-        repetition.
+        The loop waits on a semaphore; a signal that is sent before the wait is lost.
         """
         if self._notifier is not None:
             self._notifier.close()
@@ -347,5 +341,5 @@ class Session:
 
 
 def prepare_process() -> None:
-    """Install the signal handler that `Session.stop` needs. Call it in the main thread, before `run`."""
+    """Install the signal handler for `Session.stop`. Call it in the main thread, before `run`."""
     signal.signal(WAKE_SIGNAL, lambda _number, _frame: None)  # without SA_RESTART: interrupts the semaphore

@@ -1,18 +1,12 @@
 """Operations of the mount on files, directories and names. The cache itself is in `engine.py`.
 
-Changes behind the mount are detected at open: the Backing switches to the new content and the engine drops the old before
-the open returns. The kernel drops a file's pages if the open clears `keep_cache`. Every open clears it until the
-maintenance thread has dropped the pages as well; otherwise a second open could read a stale page before the first one
-drops it. The size is never stale: attributes expire at once (see libfuse.py), so the kernel requests them at each open.
+Opens detect changes behind the mount: the Backing switches to the new content, and the engine drops the old, before the open
+returns. Opens clear `keep_cache` until the maintenance thread has dropped the old pages, too; otherwise a second open could
+read a stale page. Opens of other hard links read the data of a write at once; existing handles later.
 
-A write through one hard link is a change for the other links. An open of another link after the write reads the new data;
-existing handles do so once the pages are dropped. The write does not wait for that (`state.py` lists which thread may wait
-for which).
-
-Files deleted while open: libfuse renames such a file to `.fuse_hidden` + 16 hex digits and deletes it after the last close.
-Here that rename (`hide`; a user's `rename` to such a name is an ordinary one) deletes the file at once, and its Backing
-continues under the hidden name, which exists only in `hidden`. So the directory can be removed, and no file remains if the
-daemon is killed. libfuse's `hard_remove` needs no hidden name, but then chmod and open of /proc/PID/fd fail (ESTALE).
+libfuse renames a file that is deleted while open to `.fuse_hidden` + 16 hex digits. `hide` deletes it at once, and keeps its
+Backing under the hidden name in `hidden`, so no file remains if the daemon is killed. With libfuse's `hard_remove`, chmod
+and open of /proc/PID/fd would fail (ESTALE).
 """
 
 from __future__ import annotations
@@ -42,10 +36,10 @@ log = logging.getLogger("llmcache.mount")
 
 
 class Notifier(Protocol):
-    """The call of the FUSE session that the operations need."""
+    """The call of the session that operations need."""
 
     def invalidate_path(self, path: str) -> int:
-        """Drop all pages and the attributes of the inode at a path of the mount; return 0 or -errno."""
+        """Return 0 or -errno."""
 
 
 LOOK_S = 0.5  # interval of the checks for open files that were deleted behind the mount
@@ -61,9 +55,9 @@ class FileHandle:
     rights: Caller | None = None  # of another user
 
     def writer(self, caller: Caller) -> Caller:
-        """Return the rights for a write: the caller's, or the opener's if the kernel writes mapped pages (pid 0).
+        """Return the caller's rights, or the opener's for mapped pages (pid 0).
 
-        The caller's groups are not looked up: the opener's are used if it is the same user, else none.
+        The groups are the opener's if it is the same user, else none.
         """
         opener = self.rights or THE_DAEMON
         if not caller.is_other:
@@ -72,7 +66,7 @@ class FileHandle:
 
 
 class Listing:
-    """An open directory. Offsets are counts of entries; offset 0 (open, rewinddir) reads the directory again."""
+    """An open directory. Offsets count entries; offset 0 reads the directory again."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,7 +74,7 @@ class Listing:
         self._entries: list[tuple[str, int]] = []
 
     def entries(self, offset: int) -> Iterator[tuple[int, str, int]]:
-        """Yield (offset after the entry, name, file type bits) from `offset` on."""
+        """Yield (offset after the entry, name, file type bits)."""
         if offset == 0 or not self._entries:
             os.lseek(self.fd, 0, os.SEEK_SET)
             self._entries = list(_scan(self.fd))
@@ -97,7 +91,6 @@ def _scan(fd: int) -> Iterator[tuple[str, int]]:
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
-    """Return the file type bits of an entry, without stat if the file system reports a common type."""
     if entry.is_symlink():
         return stat.S_IFLNK
     if entry.is_dir(follow_symlinks=False):
@@ -111,9 +104,9 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _chmod(file: int | str, bits: int, caller: Caller) -> None:
-    """Change the mode with the caller's rights.
+    """Use the caller's rights.
 
-    Clearing only set-id bits uses the daemon's rights: the kernel does so at a write, and the writer may not be the owner.
+    The kernel clears set-id bits at a write by any user, so that alone uses the daemon's.
     """
     before = stat.S_IMODE(os.stat(file).st_mode)
     less = before & ~bits
@@ -123,7 +116,7 @@ def _chmod(file: int | str, bits: int, caller: Caller) -> None:
 
 
 class LlmcacheOperations:
-    """The file system of one mount. libfuse's threads call the methods concurrently; the methods raise OSError."""
+    """The file system of one mount. Methods are thread-safe and raise OSError."""
 
     def __init__(self, tree: SourceTree, engine: Engine, reader: Reader, policy: WritePolicy) -> None:
         self._tree, self.table, self._policy = tree, BackingTable(), policy
@@ -145,12 +138,10 @@ class LlmcacheOperations:
     # Life of the mount
 
     def init(self, notifier: Notifier) -> None:
-        """Start the maintenance thread after the kernel has connected."""
         self._notifier = notifier
         self._dropper.start()
 
     def destroy(self) -> None:
-        """Stop the threads and the engine after the unmount; no request is in progress."""
         with self._drops:
             self._ended = True
             self._drops.notify_all()
@@ -158,13 +149,12 @@ class LlmcacheOperations:
         self._engine.stop()
 
     def _queue_drop(self, backing: Backing, generation: int) -> None:
-        """Queue the pages from before `generation` for dropping. The engine must have dropped that content already."""
+        """The engine has dropped the content before `generation` already."""
         with self._drops:
             self._to_drop[backing] = max(generation, self._to_drop.get(backing, 0))
             self._drops.notify_all()
 
     def _maintain(self) -> None:
-        """Maintenance thread: drop the pages of changed paths, so that opens may set `keep_cache`; release deleted files."""
         next_look = 0.0
         while True:
             if time.monotonic() >= next_look:
@@ -186,7 +176,6 @@ class LlmcacheOperations:
                 backing.dropped = max(generation, backing.dropped)
 
     def _release_deleted(self) -> None:
-        """Remove files that were deleted behind the mount from the engine, so that its pin helper closes them."""
         for backing in self.table.find_deleted():
             self._engine.removed(backing.path)
             self._release(backing)
@@ -194,8 +183,8 @@ class LlmcacheOperations:
     def _drop(self, backing: Backing) -> bool:
         """Drop all pages of a path; return False if the mount has ended.
 
-        It waits for pages that are being read, so only a thread without a pending request may call it. libfuse updates its
-        names after the rename callback has returned. Until then it knows the inode by the old name, so both are used.
+        It waits for pages being read, so the thread may have no pending request. libfuse learns a new name only after the
+        callback of the rename, so both names are used.
         """
         assert self._notifier is not None
         renames = -1
@@ -209,7 +198,6 @@ class LlmcacheOperations:
     # Open and close
 
     def open(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """Open an existing regular file; return (handle, `keep_cache`)."""
         if path in self.hidden:
             return self._reopen_hidden(path, flags, caller)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
@@ -225,7 +213,7 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _opening(self, path: str, flags: int, rights: Caller | None) -> Iterator[None]:
-        """Context manager: register an open that has no handle yet, so that `_may_replace` considers its rights."""
+        """`_may_replace` considers the rights of the open."""
         if rights is None:
             yield
             return
@@ -237,7 +225,7 @@ class LlmcacheOperations:
             self._in_progress.remove(entry)
 
     def _may_replace(self, backing: Backing, fd: int) -> bool:
-        """Return True if all users who have a file open may open the new file of `fd`, which their handles will read."""
+        """True if all users of the path's handles may open the new file."""
         known = [(handle.flags, handle.rights) for handle in list(self._files.values()) if handle.backing is backing]
         if any(flags & os.O_ACCMODE != os.O_RDONLY for flags, _ in known):
             again = open_again(fd, os.O_RDWR)
@@ -248,7 +236,7 @@ class LlmcacheOperations:
         return all(rights is None or self._may_open(backing.path, fd, flags, rights) for flags, rights in known)
 
     def _may_open(self, path: str, fd: int, flags: int, caller: Caller) -> bool:
-        """Return True if `path` leads `caller` to the file of `fd`, and `caller` may open it with `flags`."""
+        """True if `path` is the file of `fd`, and `caller` may open it."""
         try:
             with self._tree.parent(path, caller) as (dir_fd, name):
                 found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -262,7 +250,6 @@ class LlmcacheOperations:
         return self._open(path, flags | os.O_CREAT, mode, caller)
 
     def _register(self, opened: Opened, path: str, flags: int, pid: int, rights: Caller | None) -> tuple[int, bool]:
-        """Pass the changes that an open detected to the engine; return (handle, `keep_cache`)."""
         backing = opened.backing
         try:
             if opened.changed:
@@ -285,7 +272,7 @@ class LlmcacheOperations:
             raise
 
     def _reopen_hidden(self, path: str, flags: int, caller: Caller) -> tuple[int, bool]:
-        """Reopen a deleted file through /proc/PID/fd. Writing is allowed, because deleting it was."""
+        """Writing is allowed, because deleting was."""
         backing = self.table.acquire(path)
         if backing is None:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -307,7 +294,7 @@ class LlmcacheOperations:
             self._release_hidden(handle.backing)
 
     def _release(self, backing: Backing) -> bool:
-        """Drop a reference; return True if it was the last. A closed file's stale pages are dropped at its next open."""
+        """Return True if it was the last reference."""
         if not self.table.release(backing):
             return False
         with self._drops:
@@ -317,14 +304,14 @@ class LlmcacheOperations:
     # Data
 
     def read_into(self, number: int, address: int, size: int, offset: int, pid: int) -> int:
-        """Read into memory at `address`; return the number of bytes, short only at the end of the file."""
+        """The result is short only at the end of the file."""
         handle = self._files[number]
         if handle.flags & os.O_DIRECT:  # bypasses the page cache of the mount
             return self._reader.uncached(handle.backing, address, size, offset)
         return self._reader.read(handle.backing, address, size, offset, pid)
 
     def write_from(self, number: int, address: int, size: int, offset: int, caller: Caller) -> int:
-        """Write through to SOURCE; return the number of bytes. For O_APPEND, the kernel has computed the offset."""
+        """For O_APPEND, the kernel has computed the offset."""
         handle = self._files[number]
         backing = handle.backing
         with handle.writer(caller).rights():
@@ -333,7 +320,6 @@ class LlmcacheOperations:
         return done
 
     def truncate(self, path: str | None, number: int | None, length: int, caller: Caller) -> None:
-        """Set the size of an open file (by handle) or of a path."""
         backing = self._backing_of(path, number)
         if backing is not None:
             self._resize(backing, length, caller)
@@ -358,7 +344,7 @@ class LlmcacheOperations:
         self._note_change(backing, min(before, length), -1)
 
     def _note_change(self, backing: Backing, offset: int, length: int) -> None:
-        """Pass a change to the engine. The kernel's pages of this path are current; those of other hard links are stale."""
+        """The kernel's pages of other hard links are stale."""
         self._engine.changed(backing, offset, length)
         deleted = sum((other.dev, other.ino) == (backing.dev, backing.ino) for other in list(self.hidden.values()))
         if backing.links + deleted < 2:
@@ -376,28 +362,25 @@ class LlmcacheOperations:
         self._files[number].backing.sync(data_only)
 
     def fallocate(self, number: int, mode: int, offset: int, length: int, caller: Caller) -> None:
-        """Allocate, punch or collapse ranges, as far as SOURCE's file system supports it."""
         backing = self._files[number].backing
         with caller.rights(), backing.own_change():
             syscalls.fallocate(backing.fd, mode, offset, length)
         self._note_change(backing, offset, -1)
 
     def lseek(self, number: int, offset: int, whence: int) -> int:
-        """Return the next data or hole at or after `offset`."""
         # This moves the descriptor's position, which is unused: all I/O is pread and pwrite.
         return os.lseek(self._files[number].backing.fd, offset, whence)
 
     # Attributes
 
     def _backing_of(self, path: str | None, number: int | None) -> Backing | None:
-        """Return the Backing of a handle, or of a deleted file's hidden path; None for any other path."""
         if number is not None:
             return self._files[number].backing
         return self.hidden.get(path) if path is not None else None
 
     @contextlib.contextmanager
     def _change(self, path: str | None, number: int | None = None, caller: Caller = THE_DAEMON) -> Iterator[int | str]:
-        """Context manager: a descriptor, or a name in /proc, of a file whose attributes are to be changed. Raises EROFS."""
+        """Yield a descriptor, or a name in /proc. EROFS."""
         backing = self._backing_of(path, number)
         if backing is not None:
             if not backing.hidden:
@@ -413,7 +396,6 @@ class LlmcacheOperations:
 
     @contextlib.contextmanager
     def _lookup(self, path: str) -> Iterator[int | str]:
-        """Context manager: like `_change`, for calls that only read attributes."""
         backing = self.hidden.get(path)
         if backing is not None:
             yield backing.fd
@@ -429,7 +411,7 @@ class LlmcacheOperations:
         return self._tree.stat(path)
 
     def readlink(self, path: str) -> str:
-        """Return the text of a link; the kernel resolves it, in the mount or outside of it."""
+        """The kernel resolves the text."""
         with self._tree.parent(path) as (dir_fd, name):
             return os.readlink(name, dir_fd=dir_fd)
 
@@ -438,7 +420,7 @@ class LlmcacheOperations:
             _chmod(file, stat.S_IMODE(mode), caller)
 
     def chown(self, path: str | None, number: int | None, uid: int, gid: int) -> None:
-        """Change the owner or the group; -1 keeps a value."""
+        """-1 keeps a value."""
         with self._change(path, number) as file:
             os.chown(file, uid, gid)
 
@@ -455,7 +437,6 @@ class LlmcacheOperations:
             return os.listxattr(file)
 
     def setxattr(self, path: str, name: str, value: bytes, flags: int) -> None:
-        """Set an extended attribute; XATTR_CREATE and XATTR_REPLACE are honored."""
         with self._change(path) as file:
             os.setxattr(file, name, value, flags)
 
@@ -492,9 +473,9 @@ class LlmcacheOperations:
         self._moved(old, new, exchanged=bool(flags & files.RENAME_EXCHANGE))
 
     def hide(self, old: str, new: str) -> None:
-        """Delete the open file `old`, which libfuse renames to `new`, and keep its Backing under that hidden name.
+        """Delete the open file `old`, and keep its Backing under the hidden name `new`.
 
-        libfuse counts a file as open until `release` has returned, so the Backing may already be closed.
+        libfuse counts a file as open until `release` has returned, so the Backing may be closed.
         """
         backing = self.table.acquire(old)
         try:
@@ -518,9 +499,9 @@ class LlmcacheOperations:
         self._release_hidden(backing)
 
     def _release_hidden(self, backing: Backing) -> None:
-        """Release a deleted file, and so its space, after its last close.
+        """Release a deleted file and its space.
 
-        Usually libfuse then unlinks the hidden name, but not if the last release ran while libfuse hid the file.
+        libfuse does not unlink the hidden name if the last release ran while it hid the file.
         """
         if backing.hidden and self.table.is_last(backing) and self.hidden.pop(backing.path, None) is not None:
             self.vanished.add(backing.path)
@@ -545,7 +526,7 @@ class LlmcacheOperations:
         self._touched(old)
 
     def mknod(self, path: str, mode: int, caller: Caller) -> None:
-        """Make an empty regular file; EPERM for devices, FIFOs and sockets."""
+        """EPERM for devices, FIFOs and sockets."""
         self._policy.check(path)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -590,7 +571,7 @@ class LlmcacheOperations:
     # Shared
 
     def _check_file(self, path: str) -> None:
-        """Raise EROFS unless `path` may be changed; without --rw, only regular files that match `--spill` may be."""
+        """EROFS; without --rw, files that match `--spill` may be changed."""
         if self._policy.everything:
             return
         self._policy.check(path)
@@ -605,7 +586,7 @@ class LlmcacheOperations:
         return True
 
     def _touched(self, path: str) -> None:
-        """Record the new ctime after a change of attributes or names, so that it does not count as a change of content."""
+        """The new ctime does not count as a change of content."""
         with self.table.using(path) as backing:
             if backing is not None:
                 backing.record()
