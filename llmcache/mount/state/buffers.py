@@ -1,7 +1,7 @@
-"""Memory for fetches: a bounded pool that never blocks, and a small bounce buffer for each thread. All is page-aligned.
+"""Page-aligned memory for fetches: a bounded pool that never blocks, and a small bounce buffer for each thread.
 
-A reader that finds the pool empty reads only the bytes of its request, through its bounce buffer: a reply must not wait for
-a buffer whose user may itself wait for that reply.
+A reader that finds the pool empty reads its request through its bounce buffer: a reply must not wait for a buffer whose user
+may wait for that reply.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class MemoryRegion:
 
 
 class BufferPool:
-    """Buffers of BUFFER_BYTES, `count` in all; files of hundreds of GiB use fewer, larger ones.
+    """Up to `count` buffers of BUFFER_BYTES; files of hundreds of GiB use fewer, larger ones.
 
-    Fetching ahead leaves `reserve` buffers free for fetches that a reader waits for.
+    Fetching ahead leaves `reserve` buffers free for readers.
     """
 
     def __init__(self, count: int, reserve: int) -> None:
@@ -37,7 +37,7 @@ class BufferPool:
         self._bounce = threading.local()
 
     def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Return a buffer of `size` bytes or more, or None if none is free for this purpose. Lock held."""
+        """Return a buffer of at least `size` bytes, or None if none is free for this purpose. Lock held."""
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
             return None
