@@ -21,7 +21,7 @@ from llmcache.units import BLOCK_BYTES
 
 
 class Invalidation(NamedTuple):
-    """A range to drop from the page cache, and the bytes that are accounted for it until then."""
+    """A range to drop from the page cache; `charged` bytes are accounted until then."""
 
     node: int
     offset: int
@@ -85,7 +85,6 @@ class Accounting:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that are not pinned: windows, hot pages and pages that are not invalidated yet."""
         return max(0, self.used_bytes - self.pinned_bytes)
 
     def set_limit(self, pin_limit_bytes: int, *, has_experts: bool) -> None:
@@ -101,7 +100,6 @@ class Accounting:
     # Extents
 
     def account(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Account `length` more bytes of `extent`, in whole pages."""
         if not space.alive or space.member_of(extent).node is None:
             return  # until the node is known, nothing is accounted; then all pages are dropped
         more = -(-length // BLOCK_BYTES) * BLOCK_BYTES
@@ -123,13 +121,12 @@ class Accounting:
         self.hot_bytes += space.hot_bytes - before
 
     def forget(self, space: LoopSpace, extents: Iterable[int]) -> None:
-        """Make extents absent whose pages are left to the kernel or already gone."""
         for extent in extents:
             space.forget(extent)
             self.correct(space, extent, 0)
 
     def evict(self, space: LoopSpace, extent: int) -> Invalidation:
-        """Make an extent of a file with a node absent; return the range, which the caller must invalidate."""
+        """Make an extent absent; return its range, which the caller must invalidate."""
         member = space.member_of(extent)
         charged = space.accounted_bytes[extent]
         space.forget(extent)
@@ -150,13 +147,11 @@ class Accounting:
         self.index.remove(space)
 
     def pin(self, space: LoopSpace, size_bytes: int) -> None:
-        """Count bytes as pinned, or, if negative, as no longer pinned."""
         space.pinned_bytes += size_bytes
         self.pinned_bytes += size_bytes
         assert space.pinned_bytes >= 0
 
     def hold(self, space: LoopSpace, size_bytes: int) -> None:
-        """Count bytes of an arena region, or, if negative, of a freed one."""
         self.held_bytes += size_bytes
         self.pin(space, size_bytes)
 
@@ -167,7 +162,7 @@ class Accounting:
     # Invalidations
 
     def pend(self, node: int, offset: int, length: int, charged: int) -> Invalidation:
-        """Return an invalidation that the caller must queue or perform; its bytes count until `invalidated`."""
+        """Return an invalidation that the caller must queue or perform."""
         self.pending_bytes += charged
         return Invalidation(node, offset, length, charged)
 
@@ -177,7 +172,7 @@ class Accounting:
         assert self.pending_bytes >= 0
 
     def verify(self, spaces: Iterable[LoopSpace]) -> None:
-        """Raise AssertionError if a sum differs from its terms; `spaces` are all spaces of the mount."""
+        """Raise AssertionError if a sum differs from its terms."""
         spaces = list(spaces)
         for space in spaces:
             assert space.resident_bytes == sum(space.accounted_bytes)

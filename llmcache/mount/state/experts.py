@@ -1,8 +1,7 @@
 """Experts of MoE models: missing experts are loaded whole, and the least used ones are evicted.
 
-A miss in one slice loads all slices of the expert, because the client reads them next. Dense tensors get the budget first
-(`planner.py`), because each byte of them saves a read for every token; experts share what remains. Uses are counted by
-misses and, for resident experts, by samples: of accessed bits in place, and of requests for a tripwire over FUSE.
+Dense tensors get the budget first (`planner.py`), because each byte of them saves a read for every token. Uses are counted
+by misses and, for resident experts, by samples: of accessed bits in place, and of requests for a tripwire over FUSE.
 
 Every method of `ExpertCache` expects the engine's lock.
 """
@@ -113,7 +112,6 @@ class ExpertCache:
         self._remove(moe, expert)
 
     def arrived(self, moe: MoeFile, expert: int, done: bool) -> None:
-        """Make a LOADING expert resident, or absent if it could not be read (not `done`)."""
         if moe.member.moe is not moe:
             return
         done = done and not moe.alone

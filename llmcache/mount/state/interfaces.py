@@ -18,20 +18,20 @@ from llmcache.mount.state.state import CacheState, Job
 
 
 class ClientReads(NamedTuple):
-    """Bytes that the kernel read from storage in place: for clients, and for the daemon with its pin helpers."""
+    """Bytes that the kernel read from storage in place."""
 
     client_bytes: int
     own_bytes: int
 
 
 class KernelNotifier(Protocol):
-    """Calls of the FUSE session. Both return 0 or -errno and release the GIL."""
+    """Calls of the FUSE session, which release the GIL."""
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Store memory into the page cache of `nodeid`."""
+        """Return 0 or -errno."""
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Drop a range of the page cache."""
+        """Return 0 or -errno."""
 
 
 class Backend(Protocol):
@@ -85,7 +85,7 @@ class Backend(Protocol):
         """End the exposure of `extents`; return those touched since for which no request or event was seen."""
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Find the resident experts of a file that was left to the kernel. In place only."""
+        """Find the resident experts of a file. In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
         """Drop parts, (offset, bytes; 0: to the end), from the page cache; may wait for READs of them.
@@ -108,11 +108,10 @@ class PinStore(Protocol):
         return None
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
-        """Keep a `region` that the method `region` returned and that now contains `extent`."""
+        """Keep a `region` that the method `region` returned."""
         return
 
     def stored(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Pin an extent that is now complete in the page cache, if the plan wants it."""
         return
 
     def skips_trip(self, space: LoopSpace, extent: int) -> bool:
@@ -120,14 +119,12 @@ class PinStore(Protocol):
         return False
 
     def pin_ready(self, space: LoopSpace) -> None:
-        """Pin the extents that the plan wants and the page cache has."""
         return
 
     def release(self, space: LoopSpace, extents: list[int]) -> None:
         return
 
     def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
-        """Lock pages of pinned extents again that were dropped and read again."""
         return
 
     def settle(self, timeout_s: float = 5.0) -> None:

@@ -67,7 +67,6 @@ class SpaceFile:
 
     @property
     def reachable(self) -> bool:
-        """True if the file is open and its node is known."""
         return self.backing is not None and self.node is not None and not self.attaching
 
 
@@ -124,7 +123,7 @@ class Tripwire(NamedTuple):
 
 @dataclass
 class PassEvidence:
-    """What `evidence.Judge` records about a space from pass to pass."""
+    """What `evidence.Judge` records about a space."""
 
     guard: Guard | None = None
     used_bytes: array[int] | None = None  # by extent: estimate of the bytes that clients use, from the tensors in use
@@ -189,7 +188,7 @@ class SpaceQueue:
 
 
 class SpaceIndex:
-    """The spaces that a thread may have work with, so that it need not search all of them."""
+    """The spaces that a thread may have work with."""
 
     def __init__(self) -> None:
         self.read: dict[LoopSpace, None] = {}  # readers have a position in them, or had one until now
@@ -282,7 +281,6 @@ class LoopSpace(Space):
 
     @property
     def written(self) -> bool:
-        """True if it is open for writing: only the kernel fills its pages."""
         return self.kind == "written"
 
     @property
@@ -300,12 +298,10 @@ class LoopSpace(Space):
 
     @property
     def used_loop_bytes(self) -> int:
-        """Bytes that take part in the loop by the touches of readers."""
         return self.bytes_in_loop(self.touches)
 
     @property
     def kept_whole(self) -> bool:
-        """True if all that takes part in the loop is to stay in the page cache."""
         return self.looping and not self.is_arena and self.plan.extents > 0 and not self.plan.streamed
 
     def member_of(self, extent: int) -> SpaceFile:
@@ -318,7 +314,6 @@ class LoopSpace(Space):
         return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
 
     def ranges(self, extents: Iterable[int]) -> list[tuple[SpaceFile, int, int]]:
-        """Return (member, offset, length) of `extents`, consecutive ones merged."""
         merged: list[tuple[SpaceFile, int, int]] = []
         for extent in sorted(extents):
             member = self.member_of(extent)
@@ -376,7 +371,7 @@ class LoopSpace(Space):
         return self.touches.record_access(extent, now_ns)
 
     def _is_peek(self, extent: int, pid: int) -> bool:
-        """Return True while `pid` has touched only `extent`: it has read the header, which is not a pass."""
+        """Return True while `pid` may only have read the header."""
         only = self.only_extents.get(pid)
         if only is None:
             if len(self.only_extents) >= READERS_MAX:
@@ -387,7 +382,7 @@ class LoopSpace(Space):
         return only is None or only == extent
 
     def continues(self, extent: int) -> bool:
-        """Return True if a reader has just touched the two extents before, by offset or by rank."""
+        """Return True if a reader has just touched the two extents before."""
         rank, recent = self.order.rank_of[extent], self.recent
         is_next_by_offset = extent - 1 in recent and extent - 2 in recent
         return is_next_by_offset or (
@@ -412,7 +407,7 @@ class LoopSpace(Space):
             self.touches.expect(self.plan.streamed)
 
     def next_absent(self, head: int, span: int) -> int | None:
-        """Return the first absent extent within `span` ranks after `head`, wrapping round in a loop."""
+        """Return the first absent extent within `span` ranks after `head`."""
         end = min(head + 1 + span, self.count)
         rank = self.status.find(ABSENT, head + 1, end)
         if rank < 0 and self.looping:
@@ -420,7 +415,6 @@ class LoopSpace(Space):
         return self.order.extent_at[rank] if rank >= 0 else None
 
     def waiting(self, head: int, rank: int) -> int:
-        """Return how many extents between two ranks, wrapping round, are loading or ready."""
         if rank > head:
             part: Iterable[bytes | bytearray] = (self.status[head + 1 : rank],)
         else:
@@ -469,7 +463,7 @@ class LoopSpace(Space):
             self.index.many_partial.use(self)
 
     def fail_load(self, extent: int, now_ns: int, *, for_good: bool) -> None:
-        """Make an extent absent whose fetch has failed. `for_good`: it is never fetched ahead again."""
+        """Make an extent absent, and (`for_good`) never fetch it ahead again."""
         self.loading.pop(extent, None)
         if for_good:
             self.missed[extent] = FAILED
@@ -498,7 +492,6 @@ class LoopSpace(Space):
             self.set_state(extent, ABSENT)
 
     def reclaimed(self, extent: int, now_ns: int) -> None:
-        """Make an extent absent of which the kernel has reclaimed most pages."""
         self.refaults.pop(extent, None)
         self.touched.pop(extent, None)
         self.set_state(extent, ABSENT)
@@ -523,7 +516,7 @@ class LoopSpace(Space):
             table.pop(extent, None)
 
     def truncate(self, size_bytes: int) -> None:
-        """Set the size of a written file with one member; the number of extents must not change."""
+        """Set the size of a written file; the number of extents must not change."""
         self.members[0].size_bytes = size_bytes
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -545,7 +538,6 @@ class LoopSpace(Space):
         self.status = bytearray([SINGLE]) * count
 
     def _coarsen(self, factor: int) -> None:
-        """Merge each `factor` extents into one; their pages stay in the page cache."""
         self.extent_bytes *= factor
         count = -(-self.count // factor)
         slices = [slice(at * factor, (at + 1) * factor) for at in range(count)]
@@ -566,7 +558,7 @@ class MoeFile:
     """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `ExpertCache`.
 
     - `alone`: the experts are left to the kernel; all are ABSENT.
-    - `fresh`: experts just loaded or requested; the next sample shows the same use again, and does not count.
+    - `fresh`: experts just loaded or requested, whose next sample does not count.
     - `loads`: over FUSE, loads of the experts that are LOADING.
     - `trips`: over FUSE, resident experts with a dropped page, and the (round, layer) of their next use.
     - `pages`: over FUSE, the content of that page, for the reply.
@@ -603,7 +595,7 @@ class MoeFile:
         return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:
-        """Record a miss; return True if this visit of the layer has missed enough experts to be a prompt."""
+        """Record a miss; return True if the layer has missed enough experts for a prompt."""
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
@@ -622,20 +614,20 @@ class MoeFile:
         self.trips[expert] = self.rounds + (first <= self.layer[0]), first
 
     def unused(self) -> Iterator[int]:
-        """Yield the experts whose layer was computed again without a request for their dropped page."""
+        """Yield the experts whose layer was computed without a request for their dropped page."""
         now = self.rounds, self.layer[0]
         return (expert for expert, then in self.trips.items() if then < now and not self.computes(expert))
 
     def computes(self, expert: int) -> bool:
-        """Return True for experts of the layer being computed; during a prompt, of all layers ahead."""
+        """Return True for experts of the layer being computed; during a prompt, for those that it has not passed."""
         return (self.last if self.sweeping else self.layer[0]) <= expert < self.layer[1]
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of an expert's slices in whole pages, without extents of the loop."""
+        """Return (offset, bytes) of whole pages, without extents of the loop."""
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """Return `ranges` without pages that are shared with other data, except data of an absent expert."""
+        """Return `ranges` without pages that hold other data than absent experts."""
         parts: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
@@ -662,7 +654,7 @@ class MoeFile:
         return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
-        """Return the number of the slice that contains a byte; None outside of slices and in the loop."""
+        """Return the number of the slice that contains a byte, if it is not in the loop."""
         number = bisect_right(self.layout.starts, offset) - 1
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
@@ -711,12 +703,10 @@ class MoeFile:
         return [(offset, length)] if length else []
 
     def pages_of(self, number: int) -> tuple[int, int]:
-        """Return (offset, bytes) of a slice in whole pages, without extents of the loop."""
         start = self.layout.starts[number]
         return self._pages(start, start + self.layout.sizes[number])
 
     def end_of(self, number: int) -> int:
-        """Return where the pages of a slice end, or an extent of the loop begins."""
         return sum(self.pages_of(number))
 
     def facts(self) -> dict[str, Any]:

@@ -51,10 +51,7 @@ BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1,
 
 
 class WaitHistogram:
-    """Histogram of how long readers waited for one reason. Every method expects the engine's lock.
-
-    Hits are not counted: counting takes a microsecond, and only a wait is as long as a request to storage.
-    """
+    """Histogram of how long readers waited for one reason. Every method expects the engine's lock."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_NS) + 1)
@@ -84,7 +81,7 @@ class Log(Protocol):
     def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None: ...
 
     def event(self, event: Sequence[Any]) -> None:
-        """Append an event, which happened before the next row."""
+        """Append an event before the next row."""
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None: ...
 
@@ -109,7 +106,6 @@ class References:
         self._paused_events = []
 
     def resume(self) -> None:
-        """Log the events since `pause`, and continue to log."""
         paused_events, self._paused_events = self._paused_events or [], None
         for event in paused_events:
             self._record(event)
@@ -145,12 +141,10 @@ class References:
         return verdict
 
     def slices(self, space: LoopSpace, member: SpaceFile, parts: Iterable[tuple[int, int]], pid: int) -> None:
-        """Report a miss of an expert. `parts`: (offset, bytes) in whole pages."""
         for offset, length in parts:
             self.pages(space, member, offset, length, READ, pid)
 
     def pages(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, op: int, pid: int) -> None:
-        """Report pages of single-page extents that were read from storage, or written to it."""
         if length <= 0:
             return
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
@@ -287,7 +281,6 @@ class CacheState:
             self.counters.miss_bytes += length
 
     def finish(self, fetch: Fetch) -> None:
-        """Remove one user of `fetch`; the last one returns its buffer to the pool."""
         fetch.users -= 1
         if fetch.users == 0 and fetch.buffer is not None:
             self.pool.give(fetch.buffer)
