@@ -1,7 +1,6 @@
 """`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: requests to mounts, and the display of the results.
 
-Progress is written to stderr, results to stdout. `umount` uses the daemon if there is one, else it unmounts directly. With
-force, it unmounts in any state of the mount.
+Progress is written to stderr, results to stdout. `umount` works without a daemon, too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _END_S = 60.0  # without force: the daemon completes its access log
 
 
 def fetch(mount: str) -> dict[str, Any]:
-    """Return the stats document of the mount on a path. MountProblem: no mount, or no living daemon."""
+    """Return the stats document of a mount. MountProblem: no mount, or no living daemon."""
     return ask(mount, {"op": "stats"})
 
 
@@ -115,7 +114,6 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
 
 
 def _in_time(prefetch: Prefetch) -> str:
-    """Return the share of prefetched bytes that clients read in time, as text."""
     return format_percent(prefetch.useful_bytes / prefetch.total_bytes if prefetch.total_bytes else None)
 
 
@@ -160,7 +158,7 @@ def _print_table(mount: str, stats: MountStats) -> None:
 
 
 def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
-    """Yield (label, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
+    """Yield (label, amount) for internal faults of the daemon and for its access log."""
     services = stats.services
     if services.failures:
         yield "service failures", str(services.failures)
@@ -175,7 +173,7 @@ def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
 
 
 def loop_notes(loop: LoopStats) -> Iterator[str]:
-    """Yield why a loop is not fully steered, with the figures of that decision, and whether a client has copied it."""
+    """Yield why a loop is not fully steered, and whether a client has copied it."""
     if loop.left and loop.steered_pass_bytes is not None and loop.lru_pass_bytes is not None:
         steered, lru = format_size(loop.steered_pass_bytes), format_size(loop.lru_pass_bytes)
         yield f"left to the kernel: steering reads {steered} a pass, the page cache {lru}"
@@ -213,7 +211,6 @@ def _file_table(files: Iterable[FileStats]) -> Table:
 
 
 def _print_line(now: MountStats, before: MountStats | None, *, header: bool) -> None:
-    """Print one sample: levels as they are, counters as rates since the last sample."""
     if header:
         columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
         print("".join(f"{name:>11}" for name in columns), flush=True)
@@ -291,7 +288,7 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context manager: a progress bar (in bytes) on stderr if it is a terminal; `what` is its label."""
+    """Show a progress bar (in bytes) on stderr if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -301,7 +298,7 @@ def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of an unmount. `pid`: the daemon, None if there was none; `killed`: it was ended with SIGKILL."""
+    """Result of an unmount. `pid`: of the daemon, if there was one; `killed`: it was ended with SIGKILL."""
 
     mount: str
     mounted: bool
@@ -360,7 +357,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
 
 
 def leftover(point: str) -> Ended | None:
-    """Clean up after a mount that no longer exists: end its daemon and remove its files; None if there was neither."""
+    """End the daemon and remove the files of a mount that no longer exists, if there are any."""
     found = control.files(point)
     with control.daemon(point) as process:
         killed = False

@@ -146,7 +146,7 @@ def _loop(space: LoopSpace) -> LoopStats:
 
 
 def judgement(space: LoopSpace) -> dict[str, Any]:
-    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU (None: unknown)."""
+    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU."""
     guard = space.evidence.guard
     figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
     steered_bytes, lru_bytes = (None if each is None else int(each / space.evidence.window_passes) for each in figures)
