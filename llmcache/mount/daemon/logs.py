@@ -1,10 +1,9 @@
 """Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr (in the foreground).
 
-SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first. The output
-of libfuse and of helpers follows if their stdout and stderr are the log.
+SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first.
 
-Logs are often passed to other people, so they contain no names of model files and no content. Files are identified by
-their inode in SOURCE (`find SOURCE -inum N`). Exceptions are logged with their type and traceback, but without their text.
+Logs are often passed to other people, so they contain no names of model files and no content. Files are identified by their
+inode in SOURCE (`find SOURCE -inum N`), and exceptions by their type and traceback.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             return False
 
     def doRollover(self) -> None:
-        """Move the file to `FILE.1` and begin a new one; also called when the file reaches `most_bytes`."""
+        """Move the file to `FILE.1` and begin a new one."""
         super().doRollover()
         self._redirect()
 
@@ -92,7 +91,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def open_own(path: str) -> int:
-    """Open a file of this user for appending, create it (0600) if needed. OSError: a link, or a file of another user."""
+    """Open a file (0600) of this user for appending. OSError: a link, or a file of another user."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     status = os.fstat(fd)
@@ -114,7 +113,6 @@ class PrivateFormatter(logging.Formatter):
         self,
         ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
     ) -> str:
-        """Format an exception with `without_text`."""
         return without_text(ei[1]) if ei[1] is not None else ""
 
 
@@ -130,7 +128,7 @@ def without_text(error: BaseException) -> str:
 
 
 def catch_all() -> None:
-    """Log unhandled exceptions in threads and C callbacks, without their text, from now on."""
+    """Log unhandled exceptions in threads and C callbacks, without their text."""
 
     def log_error(error: BaseException | None) -> None:
         if error is not None and not isinstance(error, SystemExit):
@@ -157,7 +155,6 @@ class Journal(logging.Handler):
             ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record. The message is sent with its length, because it may have several lines."""
         text = self.format(record).encode(errors="replace")
         priority = _PRIORITIES.get(record.levelno, 6)
         head = f"PRIORITY={priority}\nSYSLOG_IDENTIFIER={IDENTIFIER}\nLOGGER={record.name}\n".encode()
