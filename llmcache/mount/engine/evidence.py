@@ -1,11 +1,10 @@
 """Checks, at the end of each pass over a loop space, whether steering matches what clients use.
 
-- Which extents are still in use (`llmcache.cache.loops.RecentUse`)? Unused extents are no longer pinned or fetched ahead.
-  Touches of resident extents cannot always be observed, so these are sometimes *exposed*: the back end clears the accessed
-  bits of their pages (in place) or drops one page of each extent (FUSE). An exposure costs clients time, so it is made when
-  the set in use seems to have changed, and rarely otherwise.
-- Does steering read more than LRU would (`llmcache.cache.shadow`)? Every touch also goes to a shadow LRU cache. If steering
-  reads more, the space is left to the kernel, until the kernel reads more than steering is expected to read.
+- Extents that are no longer in use (`llmcache.cache.loops.RecentUse`) are not pinned or fetched ahead. Touches of resident
+  extents cannot always be observed, so these are sometimes *exposed*: the back end clears the accessed bits of their pages
+  (in place) or drops one page of each extent (FUSE). This costs clients time, so it is rare unless the use has changed.
+- If steering reads more than a shadow LRU cache (`llmcache.cache.shadow`), the space is left to the kernel, until the kernel
+  reads more than steering is expected to read.
 
 Every method expects the engine's lock, except the jobs, which take it.
 """
@@ -56,7 +55,6 @@ class Judge:
 
     @property
     def is_exposing(self) -> bool:
-        """True while the next touch of some resident extents is being observed."""
         return any(space.evidence.exposed for space in list(self.state.index.looping))
 
     def touched(self, space: LoopSpace, extent: int) -> None:
@@ -68,10 +66,7 @@ class Judge:
             self._set_moved(space)
 
     def _has_moved(self, space: LoopSpace) -> bool:
-        """Return True if clients have begun to use other extents.
-
-        A client that has just opened the file does not count: loading the model touches everything once.
-        """
+        """Return True if clients use other extents now, except by loading the model, which touches everything once."""
         pinned_bytes = space.pinned_bytes
         is_full = self.state.memory.used_bytes > self.state.memory.limit_bytes * 7 // 8
         is_loading = space.opened_ns >= space.evidence.ended_ns
@@ -149,7 +144,7 @@ class Judge:
         space.make_single([extent for extent in thin if space.state(extent) in (ABSENT, SPARSE)])
 
     def pass_ended(self, space: LoopSpace) -> None:
-        """Judge a space whose pass has ended. A space that is not known to loop is not steered."""
+        """A space that is not known to loop is not steered."""
         if not space.looping:
             return
         use = space.use
@@ -172,7 +167,7 @@ class Judge:
         self._replan_if_changed(space)
 
     def _silent(self, space: LoopSpace, visible: Sequence[int]) -> list[int]:
-        """Return the extents untouched for some passes, except those whose touches may cause no event."""
+        """Return the extents untouched for some passes whose touches would be observed."""
         use = space.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
         absent = [extent for extent in silent if space.state(extent) in (ABSENT, SPARSE)]
@@ -181,7 +176,7 @@ class Judge:
         )
 
     def look(self, space: LoopSpace, now_ns: int) -> None:
-        """Judge, in short intervals, a space that clients read although no pass ends, because most of it is pinned."""
+        """Judge a space whose passes do not end, because most of it is pinned."""
         evidence = space.evidence
         if self.backend.in_place and space.looping and not (space.left or space.user_pinned):
             self._look_at_pins(space, now_ns)
@@ -265,7 +260,7 @@ class Judge:
             self._replan()
 
     def _look_at_pins(self, space: LoopSpace, now_ns: int) -> None:
-        """Expose a loop that is pinned whole now and then, because its touches cause no event.
+        """Now and then, expose a loop that is pinned whole, because its touches cause no event.
 
         Otherwise a model whose weights the engine has copied would stay pinned forever.
         """
@@ -306,7 +301,6 @@ class Judge:
     # The guard
 
     def _guard(self, space: LoopSpace) -> None:
-        """Compare the bytes read in a few passes with LRU's; leave the space or steer it again."""
         evidence = space.evidence
         has_experts = space.has_experts
         evidence.passes += 1
@@ -346,9 +340,8 @@ class Judge:
         self.turn(space, is_left)
 
     def _is_trial_due(self, space: LoopSpace, read_bytes: int, passes: int) -> bool:
-        """Return True if the bytes in use nearly fit, so that leaving the space to the kernel is worth a trial.
-
-        They are an estimate, and a small error decides whether LRU reads nothing in a pass or everything.
+        """Return True if the estimated bytes in use nearly fit: a small error decides whether LRU reads nothing or
+        everything.
         """
         evidence, unused = space.evidence, space.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
@@ -368,7 +361,6 @@ class Judge:
         return sum(self.used_bytes(space, extent) for extent in range(space.count) if not unused[extent])
 
     def _try(self, space: LoopSpace, steered_bytes: int) -> None:
-        """Leave a space to the kernel for a few passes. `steered_bytes`: bytes that steering reads in a pass."""
         evidence = space.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
         evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)
@@ -391,10 +383,7 @@ class Judge:
         return evidence.guard
 
     def _expected_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes that steering would read in a pass.
-
-        For an MoE model, whose experts are not read in order, return what steering read before the space was left.
-        """
+        """Return the bytes that steering would read in a pass; for an MoE model, the bytes that it last read."""
         guard = space.evidence.guard
         if guard is not None and space.has_experts:
             return int(space.evidence.steered_bytes)
@@ -403,7 +392,6 @@ class Judge:
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
     def turn(self, space: LoopSpace, is_left: bool) -> None:
-        """Leave a space that has not ended to the kernel, or steer it again."""
         if not space.alive:  # a reader that found it before may still end a pass
             return
         if is_left:

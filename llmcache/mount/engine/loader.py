@@ -82,7 +82,7 @@ class Loader:
         return self.backend.ahead(space, space.member_of(extent), extent, space.last_pid)
 
     def _soonest(self) -> tuple[LoopSpace, int] | None:
-        """Return the absent extent that a reader will reach first, if there is room. Lock held."""
+        """Lock held."""
         best: tuple[tuple[int, int], LoopSpace, int] | None = None
         for space in self.state.index.read:
             if not space.cursors.live or ABSENT not in space.status or not self.backend.follows(space):
@@ -101,7 +101,7 @@ class Loader:
     def _candidates(self, space: LoopSpace) -> Iterator[tuple[tuple[int, int], int]]:
         """Yield (urgency, extent to fetch) for each reader; the smallest urgency comes first.
 
-        Urgency: the reader's place in the convoy, the last one first; then the bytes already fetched ahead of it.
+        Urgency: the place in the convoy, the last reader first; then the bytes already fetched ahead.
         """
         # Only readers that move: the extents ahead of a reader that pauses would be evicted and fetched again and again.
         # If the whole loop fits, nothing is evicted.
@@ -139,7 +139,7 @@ class Loader:
             self._drop(ranges)
 
     def _rest_s(self) -> float:
-        """Return the seconds until the next turn. Lock held."""
+        """Lock held."""
         if excess_bytes(self.state) <= 0:
             return IDLE_S
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS

@@ -31,7 +31,7 @@ CONVOY_LIFE_NS = 60_000_000_000  # time after which the window is narrowed by a 
 
 
 class Planner:
-    """Carries out plans. In mode arena the steering makes them; in the other modes this class."""
+    """Carries out plans, which the steering makes in mode arena."""
 
     def __init__(self, state: CacheState, pin_store: PinStore) -> None:
         self.state = state
@@ -72,8 +72,7 @@ class Planner:
     def watch(self, space: LoopSpace, now_ns: int, *, in_place: bool) -> bool:
         """Expire cursors of stopped readers, and adapt the window to a convoy; return True if a new plan is due. Lock held.
 
-        The window widens while readers drift apart, and narrows once they have stayed together. `in_place`: it widens at
-        once, because the first reader never waits for the last one.
+        `in_place`: the window widens at once, because the first reader never waits for the last one.
         """
         space.cursors.expire(now_ns - CURSOR_LIFE_NS)
         if not (space.cursors.live or space.cursors.laggards or space.convoy):
@@ -121,7 +120,7 @@ Victim = tuple[LoopSpace, int]
 
 
 def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
-    """Return the extents to evict now, at most about BATCH_BYTES; the files of all have a node."""
+    """Return about BATCH_BYTES of extents to evict now; their files have a node."""
     if (excess := excess_bytes(state)) <= 0:
         return []
     victims: dict[Victim, None] = {}
@@ -140,7 +139,7 @@ def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
 
 
 def excess_bytes(state: CacheState) -> int:
-    """Return the excess over the limit, plus headroom when loaders or a warm-up have work waiting.
+    """Return the bytes to evict, with headroom for waiting loaders.
 
     Nothing is evicted until half of the headroom is used: evicting several extents at a time costs less.
     """
@@ -185,7 +184,6 @@ def _touched_last(space: LoopSpace, now_ns: int) -> Iterator[Victim]:
 
 
 def _rows(spaces: Iterable[LoopSpace], reserve_bytes: int) -> Iterator[Victim]:
-    """Yield single-page extents that are not hot, least recently read first, down to the reserve of each space."""
     for space in spaces:
         rows = [extent for extent in space.partial_extents if extent not in space.hot]
         over = sum(space.accounted_bytes[extent] for extent in rows) - reserve_bytes
@@ -197,7 +195,6 @@ def _rows(spaces: Iterable[LoopSpace], reserve_bytes: int) -> Iterator[Victim]:
 
 
 def _hot(spaces: Iterable[LoopSpace], excess_bytes: int) -> Iterator[Victim]:
-    """Yield hot extents until `excess_bytes` are evicted; closed files come first."""
     if excess_bytes <= 0:
         return
     for space in spaces:

@@ -1,7 +1,7 @@
 """The statistics of a mount: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
 `statistics` holds the lock for the files of SPACES_AT_A_TIME spaces at a time. `heat_map` holds it to copy one space at a
-time (some hundred microseconds for a model of 100 GB), and reports at most ROWS_MAX layers.
+time: some hundred microseconds for a model of 100 GB.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NameOf = Callable[[str], str]
 def statistics(
     state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
 ) -> MountStats:
-    """Return the counters and the state of all files. Takes the lock. `reads`: of the kernel, in place."""
+    """Return the counters and the state of all files. Takes the lock."""
     with state.lock:
         counters, log, memory = state.counters, state.references.log, state.memory
         fates = (counters.prefetch_useful_bytes, counters.prefetch_late_bytes, counters.prefetch_wasted_bytes)
@@ -146,7 +146,7 @@ def _loop(space: LoopSpace) -> LoopStats:
 
 
 def judgement(space: LoopSpace) -> dict[str, Any]:
-    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU."""
+    """Return the bytes that a pass reads by steering and by LRU, and whether the loop is left to the kernel."""
     guard = space.evidence.guard
     figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
     steered_bytes, lru_bytes = (None if each is None else int(each / space.evidence.window_passes) for each in figures)
@@ -163,7 +163,7 @@ def cpu_s(pid: str) -> float:
 
 
 def private_bytes(pid: str) -> int:
-    """Return the anonymous memory of a process, resident and swapped; 0 if it has ended."""
+    """Return the anonymous memory of a process, with swap; 0 if it has ended."""
     try:
         fields = status_of(pid)
     except OSError:
@@ -187,7 +187,7 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copy of one space: `status` by rank, the other arrays by extent. `held`: extents in the arena."""
+    """Copy of a space: `status` by rank, the other arrays by extent. `held`: extents in the arena."""
 
     members: tuple[SpaceFile, ...]
     extent_bytes: int
@@ -322,7 +322,6 @@ def _lengths(
 
 
 def _cells(strip: Iterable[int], kind: int) -> str:
-    """Return a digit for each of CELLS parts of the strip: ninths that are `kind`, rounded up."""
     kinds = bytes(strip)
     cells = []
     for cell in range(CELLS):

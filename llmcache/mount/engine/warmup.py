@@ -1,10 +1,8 @@
 """Populates the cache before clients read: the extents that the plan pins, and hot pages.
 
 `Warmup.warm` opens the files as a client would, so that they are planned. `WarmupWorker` then fetches the absent extents
-that the plan wants, and records no reference, so the learned passes remain those of clients. In steer and in place, it
-fetches as a loader does. In arena, it reads extents into memory of their own, which the core keeps if it still wants them.
-
-Locking is described in `state.py`; no thread here owes a reply to a READ.
+that the plan wants. It records no reference, so the learned passes remain those of clients. In arena, the core receives the
+data and keeps what it still wants. No thread here owes a reply to a READ.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Opener(Protocol):
 
 
 class Warmup:
-    """Warm-ups of one mount. Several requested at a time populate the cache one after another."""
+    """Warm-ups of one mount, which run one after another."""
 
     def __init__(self, engine: Engine, operations: Opener) -> None:
         self.engine = engine
@@ -93,9 +91,9 @@ class Warmup:
         }
 
     def _populate(self, spaces: list[LoopSpace], tell: Tell) -> None:
-        """Fetch absent extents, one warm-up at a time: two would read the same extents twice.
+        """Plan and fetch until nothing more can be fetched: hot pages and other clients may change the plan.
 
-        Fetched hot pages and other clients may change the plan, so this method plans until nothing more can be fetched.
+        One warm-up runs at a time, because two would read the same extents twice.
         """
         while not self._turn.acquire(timeout=TELL_S):
             tell({})
@@ -115,7 +113,7 @@ class Warmup:
     # Which files
 
     def named(self, globs: list[str], tell: Tell) -> list[str]:
-        """Return the paths of regular files that match `globs`, or of all. UsageError: no match."""
+        """UsageError: no regular file matches."""
         tree = self.engine.tree
         tree.names.refresh(NAMES_S, at_once=True)
         paths = [path for path in _with_heartbeat(self._paths(), tell) if not globs or tree.matches(path, globs)]
@@ -170,7 +168,6 @@ class Warmup:
     # Planned extents
 
     def _planned(self, spaces: list[LoopSpace]) -> list[Piece]:
-        """Return the extents to populate by a new plan. Lock held."""
         self.state.steering.plan()
         self.engine.planner.plan()
         planned: list[Piece] = []
@@ -187,7 +184,6 @@ class Warmup:
         return planned
 
     def _rows(self, spaces: list[LoopSpace], warm: bool) -> list[dict[str, Any]]:
-        """Return the wanted and the cached bytes of each file. `warm`: keep them cached until first used."""
         sums = {(space.key, member.path): [0, 0] for space in spaces for member in space.members if member.backing}
         with self.state.lock:
             for space in spaces:
@@ -215,7 +211,7 @@ class Warmup:
 
 
 def _with_heartbeat(paths: Iterable[str], tell: Tell) -> Iterator[str]:
-    """Yield `paths`, and call `tell` now and then, so that the client does not time out."""
+    """Call `tell` now and then, so that the client does not time out."""
     last_s = time.monotonic()
     for path in paths:
         if time.monotonic() - last_s > TELL_S:
@@ -246,7 +242,7 @@ def ended() -> MountProblem:
 
 
 class WarmupWorker:
-    """The threads of one warm-up, and the extents to fetch."""
+    """The threads of one warm-up."""
 
     def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, pieces: list[Piece]) -> None:
         self.state, self.backend, self.pin_store = state, backend, pin_store

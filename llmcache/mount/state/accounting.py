@@ -92,7 +92,7 @@ class Accounting:
         self.limit_bytes = pin_limit_bytes + self.allowance_bytes + (self.experts_allowance_bytes if has_experts else 0)
 
     def set_opportunistic(self, free_bytes: int) -> None:
-        """Set the bytes that may be used beyond the limit. `free_bytes` is negative if memory is short."""
+        """`free_bytes` is negative if memory is short."""
         before, self.opportunistic_bytes = self.opportunistic_bytes, max(0, self.used_bytes + free_bytes - self.limit_bytes)
         if self.opportunistic_bytes < before:
             self.on_full()
@@ -126,7 +126,7 @@ class Accounting:
             self.correct(space, extent, 0)
 
     def evict(self, space: LoopSpace, extent: int) -> Invalidation:
-        """Make an extent absent; return its range, which the caller must invalidate."""
+        """Return the range of the extent, which the caller must invalidate."""
         member = space.member_of(extent)
         charged = space.accounted_bytes[extent]
         space.forget(extent)

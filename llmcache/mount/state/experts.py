@@ -28,7 +28,7 @@ FAULTS_MAX = 1024
 
 
 class ExpertCache:
-    """All MoE files of a mount, and the room of their experts. `on_files()` is called when a file is added or removed."""
+    """All MoE files of a mount. `on_files()` is called when a file is added or removed."""
 
     def __init__(self, memory: Accounting, counters: Counters, shadow: Shadow, on_files: Callable[[], None]) -> None:
         self.memory, self.counters, self.shadow, self._on_files = memory, counters, shadow, on_files
@@ -48,7 +48,6 @@ class ExpertCache:
         self._on_files()
 
     def end(self, space: LoopSpace) -> list[Invalidation]:
-        """Forget the files of `space`; return the ranges of experts that may be resident."""
         ranges: list[Invalidation] = []
         for moe in [moe for moe in self.moe_files if moe.space is space]:
             self.moe_files.remove(moe)
@@ -72,9 +71,9 @@ class ExpertCache:
         self.counters.hit_bytes += moe.sizes[expert]
 
     def missed(self, moe: MoeFile, expert: int) -> list[int]:
-        """Record a use of an expert that is not fully resident; return the experts to load, which are now LOADING.
+        """Record a use of an expert that is not fully resident; return the experts to load.
 
-        The caller calls `arrived` for each of them. During a prompt, the next experts are included.
+        They are now LOADING, and the caller calls `arrived` for each of them.
         """
         sweeps = moe.sweeps(expert)
         self._shadow(moe, expert)
@@ -135,7 +134,6 @@ class ExpertCache:
 
     @property
     def excess_bytes(self) -> int:
-        """Return the bytes of experts to evict: none unless the mount as a whole is full."""
         together = self.memory.used_bytes + HEADROOM_BYTES - self.memory.room_bytes
         return min(together, self.memory.experts_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
@@ -150,7 +148,7 @@ class ExpertCache:
                 yield from (self.memory.pend(node, *part, 0) for part in moe.neighbours(number, reach))
 
     def victims(self) -> list[Invalidation]:
-        """Evict the least used experts until there is room; return the ranges to invalidate."""
+        """Evict experts until there is room; return the ranges to invalidate."""
         excess = self.excess_bytes
         ranges = list(self._read_around()) if excess > 0 else []
         keys = self._eviction_order() if excess > 0 else iter(())

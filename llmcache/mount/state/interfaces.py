@@ -1,8 +1,4 @@
-"""Interfaces between the engine and the back ends.
-
-The engine chooses the extents to pin, fetch and evict. A back end does the I/O and reports opens, reads and closes. A pin
-store keeps pinned extents in memory.
-"""
+"""Interfaces between the engine, the back ends, which do the I/O, and the pin stores, which keep pinned extents in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ class Backend(Protocol):
     """Bytes of an extent in a large file."""
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Begin to serve; may follow `stop`."""
+        """May follow `stop`."""
 
     def stop(self) -> None:
         """Discard remaining work, after loaders and spaces have ended."""
@@ -52,22 +48,22 @@ class Backend(Protocol):
         """Release what `stop` keeps for another `start`, once no client can hang if this process is killed."""
 
     def guards(self, mountpoint: str) -> bool:
-        """Ensure that a sentinel watches this process where clients would hang; False if the mount was unmounted."""
+        """Ensure that a sentinel watches this process if necessary; False if the mount was unmounted."""
 
     def follows(self, space: LoopSpace) -> bool:
         """Return True if loaders should fetch ahead of readers. Lock held."""
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent that no reader waits for; return the job that fetches it, if that is possible now. Lock held."""
+        """Claim an extent that no reader waits for, if that is possible now; return its job. Lock held."""
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Populate a whole extent that is otherwise read by pages; return False if that fails."""
+        """Populate an extent that is otherwise read by pages."""
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return device and inode of the files as clients' descriptors and mappings show them."""
+        """Return device and inode as clients' descriptors and mappings show them."""
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes that clients and this process have read from storage. Lock held."""
+        """Return the bytes read from storage. Lock held."""
 
     def client_reads(self) -> ClientReads | None:
         """Return the bytes that the kernel read without a request to this process."""
@@ -79,19 +75,16 @@ class Backend(Protocol):
         """Return those of `extents` that are not in the page cache. Lock held."""
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Make the next touch of resident extents observable; return the extents for which that worked."""
+        """Make the next touch observable; return the extents for which that worked."""
 
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """End the exposure of `extents`; return those touched since for which no request or event was seen."""
+        """End the exposure; return the extents touched since without a request or event."""
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Find the resident experts of a file. In place only."""
+        """In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drop parts, (offset, bytes; 0: to the end), from the page cache; may wait for READs of them.
-
-        `written`: also dirty pages, which are first written to storage.
-        """
+        """Drop (offset, bytes; 0: to the end), `written`: also dirty pages; may wait for READs of them."""
 
 
 class PinStore(Protocol):
@@ -104,18 +97,16 @@ class PinStore(Protocol):
         return False
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
-        """Return the memory that contains `extent`, or into which it is read to stay by the core's `verdict`; else None."""
+        """Return the memory that contains `extent`, or into which it is read to stay."""
         return None
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
-        """Keep a `region` that the method `region` returned."""
         return
 
     def stored(self, space: LoopSpace, fetch: Fetch) -> None:
         return
 
     def skips_trip(self, space: LoopSpace, extent: int) -> bool:
-        """Return True if the extent is stored without a tripwire, because it will be pinned."""
         return False
 
     def pin_ready(self, space: LoopSpace) -> None:

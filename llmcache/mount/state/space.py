@@ -92,7 +92,7 @@ class Fetch:
 
 @dataclass(eq=False)
 class BufferFetch(Fetch):
-    """A read at `offset` into memory of this process: `region` contains the data once it is done.
+    """A read into memory of this process: `region` contains the data once it is done.
 
     `replied`: (start, end) of the bytes sent to readers. `stored`: set once the rest is in the page cache. `load`: set for a
     piece of an expert; `extent` is then the expert's number.
@@ -149,10 +149,7 @@ class PassEvidence:
 
 
 class SpaceQueue:
-    """Spaces with extents of one kind to evict: closed spaces first, then the least recently used.
-
-    `has_any(space)` is checked when the queue is read, so callers need not remove spaces.
-    """
+    """Spaces with extents of one kind to evict: closed spaces first, then the least recently used."""
 
     def __init__(self, has_any: Callable[[LoopSpace], object]) -> None:
         self._has_any = has_any
@@ -218,8 +215,7 @@ class SpaceIndex:
 class LoopSpace(Space):
     """A loop space with its files, and the state of its extents.
 
-    `touches` learns from the touches of readers. `learner` learns from the fetches in mode arena, because the access log
-    contains those; in the other modes, both are the same.
+    `learner` learns from the fetches in mode arena, because the access log contains those, otherwise from touches.
     """
 
     def __init__(
@@ -276,7 +272,6 @@ class LoopSpace(Space):
 
     @property
     def looping(self) -> bool:
-        """True if a header's guess or a second pass says that the extents are read repeatedly."""
         return self.touches.looping
 
     @property
@@ -285,7 +280,7 @@ class LoopSpace(Space):
 
     @property
     def paged(self) -> bool:
-        """True if it is read by pages, because it is too large or finds no room."""
+        """True if it is too large or finds no room."""
         return self.kind == "paged"
 
     @property
@@ -357,7 +352,7 @@ class LoopSpace(Space):
         self.last_ns = self.seen_ns[extent] = now_ns
 
     def record_access(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
-        """Record a reader's touch; return the pass that it ends, if any. `pid`: its process or thread."""
+        """Return the pass that this ends, if any. `pid`: the reader's process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
         if pid and self._is_peek(extent, pid):
             return None
@@ -382,7 +377,6 @@ class LoopSpace(Space):
         return only is None or only == extent
 
     def continues(self, extent: int) -> bool:
-        """Return True if a reader has just touched the two extents before."""
         rank, recent = self.order.rank_of[extent], self.recent
         is_next_by_offset = extent - 1 in recent and extent - 2 in recent
         return is_next_by_offset or (
@@ -390,7 +384,6 @@ class LoopSpace(Space):
         )
 
     def learn(self, done: Pass) -> bool:
-        """Learn from a completed pass; return True if a new plan is due."""
         visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
         visible -= self.use.unused.count(1) if self.looping else 0
         lesson = self.touches.learn(done, visible)
@@ -427,7 +420,6 @@ class LoopSpace(Space):
         return self.status[self.order.rank_of[extent]]
 
     def set_state(self, extent: int, state: int) -> None:
-        """Set the state of `extent`, but not its place in the tables."""
         self.status[self.order.rank_of[extent]] = state
 
     def begin_load(self, fetch: Fetch) -> None:
@@ -472,7 +464,7 @@ class LoopSpace(Space):
             self.make_partial(extent, now_ns)
 
     def make_single(self, extents: Iterable[int]) -> None:
-        """Have extents read by pages: at once, or once those that are resident or loading are evicted."""
+        """Have extents read by pages once they are not resident or loading."""
         extents = list(extents)
         super().make_single(extents)
         unused, rank_of, status = self.use.unused, self.order.rank_of, self.status
@@ -503,7 +495,7 @@ class LoopSpace(Space):
             table.pop(extent, None)
 
     def forget(self, extent: int) -> None:
-        """Make `extent` absent (SINGLE stays SINGLE). Called by `Accounting`."""
+        """SINGLE stays SINGLE. Called by `Accounting`."""
         if self.state(extent) == READY:
             self.missed[extent] = self.missed.get(extent, 0) + 1
         if self.state(extent) != SINGLE:
@@ -516,7 +508,7 @@ class LoopSpace(Space):
             table.pop(extent, None)
 
     def truncate(self, size_bytes: int) -> None:
-        """Set the size of a written file; the number of extents must not change."""
+        """The number of extents must not change."""
         self.members[0].size_bytes = size_bytes
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -595,7 +587,7 @@ class MoeFile:
         return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:
-        """Record a miss; return True if the layer has missed enough experts for a prompt."""
+        """Return True if the layer has missed enough experts for a prompt."""
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
@@ -623,7 +615,6 @@ class MoeFile:
         return (self.last if self.sweeping else self.layer[0]) <= expert < self.layer[1]
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of whole pages, without extents of the loop."""
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
@@ -654,7 +645,6 @@ class MoeFile:
         return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
-        """Return the number of the slice that contains a byte, if it is not in the loop."""
         number = bisect_right(self.layout.starts, offset) - 1
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
@@ -679,10 +669,7 @@ class MoeFile:
         return True
 
     def neighbours(self, number: int, reach: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of absent experts that the kernel reads around faults on a slice.
-
-        The kernel reads `reach` bytes before the slice, and its readahead behind it.
-        """
+        """Return (offset, bytes) of absent experts that the kernel reads around faults, `reach` bytes before the slice."""
         layout = self.layout
         start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
         parts: list[tuple[int, int]] = []
@@ -695,7 +682,7 @@ class MoeFile:
         return parts
 
     def inner(self, number: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of a slice between two bytes, without pages shared with other data."""
+        """Leave out pages shared with other data."""
         start = self.layout.starts[number]
         low = -(-max(first, start) // PAGE_BYTES) * PAGE_BYTES
         high = min(end, start + self.layout.sizes[number]) // PAGE_BYTES * PAGE_BYTES

@@ -51,7 +51,7 @@ BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1,
 
 
 class WaitHistogram:
-    """Histogram of how long readers waited for one reason. Every method expects the engine's lock."""
+    """Histogram of how long readers waited for one reason. Lock held."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_NS) + 1)
@@ -90,8 +90,7 @@ class References:
     """Passes references to extents to the steering of mode arena, and references and events to the access log.
 
     Both receive the same sequence, so `llmcache.cache.steering` can replay a mount's decisions from its log. In the other
-    modes, clients read pinned extents without a request, so the log lacks these references. Every method expects the
-    engine's lock.
+    modes, clients read pinned extents without a request. Every method expects the engine's lock.
     """
 
     def __init__(self, steering: Spaces) -> None:
@@ -132,7 +131,7 @@ class References:
             self.core.lost(space.key, extent)
 
     def claimed(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int) -> int:
-        """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
+        """Return the core's verdict (MISS without a core)."""
         verdict = MISS if self.core is None else self.core.reference(space.key, extent)
         if self.log is not None:
             offset, length = space.offset_of(member, extent), space.length_of(member, extent)
@@ -155,7 +154,7 @@ class References:
 
 
 def ranges(extents: Iterable[int]) -> list[tuple[int, int]]:
-    """Return `extents` as (first, end) of runs of consecutive numbers, in their order."""
+    """Return runs of consecutive numbers as (first, end)."""
     runs: list[tuple[int, int]] = []
     for extent in extents:
         if runs and runs[-1][1] == extent:
@@ -169,7 +168,7 @@ Job = Callable[[], None]
 
 
 class CacheState:
-    """Memory, spaces and counters of one mount. `steering`: a `Steering` in mode arena, otherwise a `Spaces`."""
+    """Memory, spaces and counters of one mount."""
 
     def __init__(
         self,
