@@ -1,7 +1,7 @@
 """Sequential read bandwidth of the storage of a directory, *measured* with O_DIRECT, which bypasses the page cache.
 
 Number and size of concurrent reads are those of the mount's loaders. The measurement reads an existing large file, or writes
-one without a name (O_TMPFILE), which disappears with its descriptor. Both steps are bounded in time and bytes.
+one without a name (O_TMPFILE).
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: `bytes_read` in `seconds` with `readers` concurrent requests, from `file` (or "temporary").
-
-    `bandwidth` (bytes/s) is the sustained rate, after the settling time.
-    """
+    """`bytes_read` in `seconds` with `readers` concurrent requests; `bandwidth` (bytes/s) is the sustained rate."""
 
     directory: str
     file: str
@@ -63,7 +60,7 @@ def measured_storage(directory: str) -> Storage:
 
 
 def measure(directory: str) -> Measured:
-    """Measure the sequential read bandwidth of the storage of `directory`, in about ten seconds.
+    """Measure the sequential read bandwidth of a directory's storage, in about ten seconds.
 
     UsageError: not a directory; MissingRequirement: no storage (tmpfs), no O_DIRECT, no right to write, or no space.
     """
@@ -98,7 +95,6 @@ def refuse_memory(directory: str) -> None:
 
 
 def _largest_file(directory: str) -> str | None:
-    """Return the largest readable file directly in `directory`, if it is large enough."""
     best: tuple[int, str] | None = None
     with os.scandir(directory) as found:
         for entry in found:
@@ -112,7 +108,6 @@ def _largest_file(directory: str) -> str | None:
 
 
 def _temporary(directory: str) -> int:
-    """Create an unnamed file of random bytes; return its descriptor."""
     space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < 2 * LEAST_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -126,7 +121,6 @@ def _temporary(directory: str) -> int:
 
 
 def _fill(fd: int, wanted_bytes: int) -> None:
-    """Write `wanted_bytes`, or, if the time is up, at least LEAST_BYTES."""
     begin, size = time.monotonic(), 0
     with mmap.mmap(-1, REQUEST_BYTES) as page_aligned:
         while size + REQUEST_BYTES <= wanted_bytes:
@@ -146,10 +140,9 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
 
 
 def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
-    """Return (bytes, seconds, bytes/s) from the first request completed after the settling time to the last.
+    """Return (bytes, seconds, bytes/s) after the settling time.
 
-    The rate is the slope of the least-squares line through (time, bytes done): throttles deliver in bursts, so the times of
-    the first and the last burst are arbitrary.
+    The rate is the slope of the least-squares line through (time, bytes done), because throttles deliver in bursts.
     """
     last_s = completed[-1][0]
     counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
@@ -165,7 +158,6 @@ def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
 
 @contextmanager
 def _storage_errors(directory: str, what: str) -> Iterator[None]:
-    """Turn OSErrors into MissingRequirement; `what` names the failed action."""
     try:
         yield
     except OSError as error:

@@ -4,11 +4,10 @@ Protocol: one JSON line with the request; any number of `{"progress": …}` line
 
 Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache (or
 /tmp/llmcache-UID) for other users: `.sock`, `.json` (pid, source, mount, started), `.lock` (locked by the daemon for its
-life, so two never share a mount point) and `.log`. All have mode 0600 in a directory of mode 0700.
+life) and `.log`. All have mode 0600 in a directory of mode 0700.
 
-A daemon serves its own user and root. Commands of root on a user's mount ignore files, links and sockets that belong to
-other users or that others may write to: the directory, then each file in it, is opened without following links and checked
-before use. Neither side trusts the other; invalid replies are errors.
+A daemon serves its own user and root. Root's commands ignore files, links and sockets that other users own or can write to:
+the directory, then each file in it, is opened without following links and checked before use. Neither side trusts the other.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ class NotTheirs(OSError):
 
 
 class ControlFiles:
-    """The files of one mount point and user: `base` with an extension for each."""
+    """The files of one mount point and user."""
 
     def __init__(self, base: str, uid: int) -> None:
         self.base, self.uid = base, uid
         self.socket, self.info, self.lock, self.log = (base + end for end in (".sock", ".json", ".lock", ".log"))
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of the info file, if there is one."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             with open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
                 found = json.loads(file.read(_LONGEST_INFO))
@@ -64,7 +62,7 @@ class ControlFiles:
         return {}
 
     def open(self, path: str, flags: int) -> int:
-        """Open one of these files (the socket with O_PATH). Raises NotTheirs or another OSError."""
+        """Raise NotTheirs or another OSError; the socket is opened with O_PATH."""
         kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
         with self._directory() as directory:
             fd = self._open(os.path.basename(path), kind, directory)
@@ -93,7 +91,6 @@ class ControlFiles:
         return fd
 
     def write_info(self, facts: dict[str, Any]) -> None:
-        """Write the info file atomically."""
         with replacing(self.info) as file:
             file.write(json.dumps(facts).encode())
 
@@ -107,7 +104,7 @@ class ControlFiles:
 
 @dataclass(frozen=True)
 class Process:
-    """A daemon's process: its id, and its pidfd, which never refers to a later process with the same id."""
+    """A process id, and its pidfd, which never refers to a later process with the same id."""
 
     pid: int
     fd: int
@@ -119,7 +116,6 @@ class Process:
         return not end.poll(0) and is_running(self.pid)
 
     def signal(self, number: int) -> bool:
-        """Send a signal; return False if the process has ended."""
         try:
             signal.pidfd_send_signal(self.fd, number)
         except ProcessLookupError:
@@ -128,7 +124,7 @@ class Process:
 
 
 def directory(uid: int) -> str:
-    """Return the directory of a user's daemon files, which may not exist."""
+    """Return the directory of a user's daemon files."""
     if uid == 0:
         return "/run/llmcache"
     own = (os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None) or f"/run/user/{uid}"
@@ -142,7 +138,7 @@ SESSION = "LLMCACHE_SESSION"
 
 
 def files(point: str, uid: int | None = None) -> ControlFiles:
-    """Return the files of a user's mount on a real path, in the session of this process."""
+    """Return the files of a user's mount on a real path."""
     session = os.environ.get(SESSION, "")
     name = hashlib.sha256(os.fsencode(f"{session}\0{point}" if session else point)).hexdigest()[:16]
     uid = os.geteuid() if uid is None else uid
@@ -150,7 +146,7 @@ def files(point: str, uid: int | None = None) -> ControlFiles:
 
 
 def root_points() -> dict[str, dict[str, Any]]:
-    """Return the info files of root's daemons, by mount point, if this user may read them."""
+    """Return the info files of root's daemons, by mount point."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(directory(0)):
@@ -179,7 +175,7 @@ def make_directory() -> None:
 
 @contextlib.contextmanager
 def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
-    """Yield the running daemon of a mount, always a process of that user; None if none can be identified."""
+    """Yield the running daemon of a mount, always a process of that user."""
     found = files(point, uid)
     pid = found.describe().get("pid")
     if type(pid) is not int or not 0 < pid < _MOST_PIDS:
@@ -197,7 +193,6 @@ def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
 
 
 def _is_daemon(process: Process, found: ControlFiles) -> bool:
-    """Return True if the info file names this process, it runs as that user, and a daemon has the lock."""
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
     except FileNotFoundError:
@@ -227,7 +222,7 @@ def is_locked(found: ControlFiles) -> bool:
 
 
 def remove_left(found: ControlFiles) -> None:
-    """Remove the files of a dead daemon. The lock prevents a race with a new daemon."""
+    """Remove a dead daemon's files. The lock prevents a race with a new daemon."""
     try:
         lock = found.open(found.lock, os.O_RDWR)
     except FileNotFoundError:  # the daemon has removed its files; any present ones are those of a new daemon
@@ -244,7 +239,7 @@ def remove_left(found: ControlFiles) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str) -> Iterator[None]:
-    """Turn OSErrors of the creation of a daemon's file into MissingRequirement."""
+    """Turn OSErrors into MissingRequirement."""
     try:
         yield
     except OSError as error:
@@ -263,8 +258,8 @@ def request(
 ) -> dict[str, Any]:
     """Send a request to the daemon of the mount on a real path; return its reply.
 
-    NoDaemon: no daemon listens; MountProblem: the daemon refuses the request (with the exit code of its reason).
-    `timeout_s`: the longest time without a line from the daemon.
+    NoDaemon: no daemon listens; MountProblem: the daemon refuses (with the exit code of its reason). `timeout_s`: the
+    longest time without a line from the daemon.
     """
     found = files(point, uid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -322,7 +317,7 @@ def _not_theirs(found: ControlFiles, point: str) -> MountProblem:
 
 
 def _checked(line: bytes, point: str) -> dict[str, Any]:
-    """Return a reply or progress. NoDaemon: no line; MountProblem: an error, or an invalid reply."""
+    """NoDaemon: no line; MountProblem: an error, or an invalid reply."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
     found: dict[str, Any] = {"error": None}
@@ -356,7 +351,7 @@ def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | No
 
 @contextlib.contextmanager
 def reply_errors(mount: str) -> Iterator[None]:
-    """Turn errors of reading a reply into MountProblem, because this version does not understand it."""
+    """Turn errors of reading a reply into MountProblem."""
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:

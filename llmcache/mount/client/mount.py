@@ -82,7 +82,6 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
 
 
 def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str | None:
-    """Return why the settings require FUSE, if they do."""
     if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
         return "spill: in mode inplace either all files are writable or none"
     # fsname= is the name in df and findmnt, which in mode inplace show the storage and SOURCE anyway.
@@ -104,8 +103,7 @@ def _size(name: str, setting: Setting) -> int | None:
 def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unless_served: bool = False) -> None:
     """Serve `request`; return at the end of the mount (`foreground`), or as soon as its daemon serves.
 
-    When the mount serves, print a line or (`as_json`) a document. `unless_served`: do nothing if SOURCE is already served in
-    place on the mount point.
+    `unless_served`: do nothing if SOURCE is already served in place on the mount point.
     """
     if unless_served and mountpoint.is_in_place(request.source, request.mount):
         return
@@ -137,7 +135,6 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
 
 
 def _with_allow_other(request: MountRequest, source: str, point: str) -> MountRequest:
-    """Add allow_other if root mounts and neither options nor directories forbid it."""
     words = option_words(request.options)
     closed = mountpoint.is_more_open(point, source)
     note = None
@@ -174,10 +171,7 @@ def _about_links(links: list[str], mode: str) -> str:
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
-    """Return the request with mode inplace, or with the reason why mode `auto` cannot use it.
-
-    MissingRequirement: mode inplace is required but impossible.
-    """
+    """MissingRequirement: mode inplace is required but impossible."""
     is_hidden = source != point and is_below(source, point)
     reason = request.not_in_place or (
         "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)
@@ -191,7 +185,7 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
 
 
 def document(point: str, request: MountRequest, log: str | None) -> dict[str, Any]:
-    """Return the document of `llmcache mount --json`; `log`: the log's path, None for a terminal."""
+    """Return the document of `llmcache mount --json`; `log`: None for a terminal."""
     stats = ask(point, {"op": "stats"})
     info = control.files(point).describe()
     entry = mountpoint.find(point)  # not statvfs: in the foreground, the daemon would wait for its own mount

@@ -1,8 +1,7 @@
 """Mount points: find mounts and their users, check whether they respond, and check arguments before mounting.
 
-Functions access a path in a mount only where their docstring says so: the mount of a killed daemon returns ENOTCONN, and
-that of a hanging daemon blocks every call. An in-place mount has no file system of its own: it is found by the files of its
-daemon.
+Functions access a path in a mount only where their docstring says so: the mount of a hanging daemon blocks every call. An
+in-place mount has no file system of its own, and is found by the files of its daemon.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def resolve(path: str) -> str:
 
 
 def find(point: str) -> Mount | None:
-    """Return the llmcachefs mount on a real path if it is the topmost mount there."""
+    """Return the llmcachefs mount on a real path if it is the topmost there."""
     topmost = next((mount for mount in reversed(mounts().values()) if mount.point == point), None)
     if topmost is not None and topmost.fstype == FSTYPE:
         return topmost
@@ -77,7 +76,6 @@ def find(point: str) -> Mount | None:
 
 
 def _all() -> list[Mount]:
-    """Return all FUSE mounts of llmcachefs, and the in-place mounts of root."""
     in_place = [mount for point in control.root_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
     return [mount for mount in mounts().values() if mount.fstype == FSTYPE] + in_place
 
@@ -88,7 +86,7 @@ def ours() -> list[str]:
 
 
 def remove_dead() -> None:
-    """Remove the files of this user's daemons that no longer run and have no mount.
+    """Remove the files of this user's dead daemons that have no mount.
 
     The files of a dead mount stay, because `llmcache umount --force` needs them. The newest KEPT_LOGS logs stay, too.
     """
@@ -116,14 +114,14 @@ def remove_dead() -> None:
 
 
 def of_user() -> list[Mount]:
-    """Return the topmost llmcachefs mount of each mount point of this user (root: of all users)."""
+    """Return the topmost mounts of this user (root: of all users)."""
     return [mount for mount in {mount.point: mount for mount in _all()}.values() if os.geteuid() in (0, mount.owner)]
 
 
 def ask(
     path: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
 ) -> dict[str, Any]:
-    """Send a request to the daemon of the mount on a path; return its reply.
+    """Return the daemon's reply to a request.
 
     MountProblem: no mount, no living daemon, or the daemon refuses the request.
     """
@@ -165,7 +163,7 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
 
 
 def check_device() -> None:
-    """Raise MissingRequirement if /dev/fuse is missing, or this user may not open it."""
+    """Raise MissingRequirement if this user cannot open /dev/fuse."""
     hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
     if not os.path.exists("/dev/fuse"):
         raise MissingRequirement("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
@@ -210,7 +208,7 @@ def check(source: str, path: str) -> tuple[str, str]:
 
 
 def made_point(name: str) -> str:
-    """Create a mount point in the directory of the daemons' files. Raises OSError."""
+    """Create a mount point in the directory of the daemons' files."""
     control.make_directory()
     point = os.path.join(control.directory(os.geteuid()), name)
     os.mkdir(point, 0o700)
@@ -230,7 +228,7 @@ def remove_made(point: str) -> None:
 
 
 def is_in_place(source: str, path: str) -> bool:
-    """Return True if a living daemon of root serves SOURCE in place on `path`."""
+    """Return True if a daemon of root serves SOURCE in place on `path`."""
     point = resolve(path)
     mount, found = find(point), control.files(point, 0)
     served = found.describe().get("source") == os.path.realpath(source)
@@ -268,7 +266,7 @@ def stale(point: str) -> MountProblem:
 
 
 def detach(point: str, *, lazy: bool) -> None:
-    """Unmount llmcachefs on `point`. MountProblem: without `lazy`, it is busy; the error names the visible processes."""
+    """Unmount. MountProblem: without `lazy`, the mount is busy."""
     mount = find(point)
     if mount is None or not mount.id:
         return
@@ -317,12 +315,12 @@ def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Mo
 
 
 def users(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
-    """Yield (pid, name, kind of use) of the processes that keep a mount busy, as /proc shows them to this user."""
+    """Yield (pid, name, kind of use) of the visible processes that keep a mount busy."""
     yield from _processes(lambda pid: None if ignore(pid) else _use(f"/proc/{pid}", mount))
 
 
 def users_of(directory: str) -> Iterator[tuple[int, str]]:
-    """Yield (pid, name) of other processes with open or mapped files below a real path."""
+    """Yield (pid, name) of other processes with files below a real path."""
     for pid, name, _ in _processes(lambda pid: _has_files(f"/proc/{pid}", directory.rstrip("/") + "/")):
         if pid != os.getpid():
             yield pid, name
@@ -373,7 +371,7 @@ def _is_on(mount: Mount, fdinfo: str) -> bool:
 def locked_bytes(file: TraceFile) -> int:
     """Return the bytes of the loops of `file` that its mount has locked in the page cache; 0 in mode arena or without mount.
 
-    The shards of a model count for the first shard. MountProblem: no reply, or an invalid one.
+    The shards of a model count for the first one. MountProblem: no reply, or an invalid one.
     """
     for mount, base in steering(file.path, file.dev):
         document = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
@@ -386,7 +384,7 @@ def locked_bytes(file: TraceFile) -> int:
 
 
 def steering(path: str, dev: int) -> Iterator[tuple[Mount, str]]:
-    """Yield the mount that serves a file, and the root of the paths in its replies: MOUNT, in place also SOURCE."""
+    """Yield the mount that serves a file, and the root of the paths in its replies."""
     for mount in mounts().values():
         if mount.fstype == FSTYPE and mount.dev == dev:
             yield mount, mount.point

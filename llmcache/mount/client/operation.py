@@ -1,6 +1,6 @@
 """`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: requests to mounts, and the display of the results.
 
-Progress is written to stderr, results to stdout. `umount` works without a daemon, too.
+Progress is written to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _END_S = 60.0  # without force: the daemon completes its access log
 
 
 def fetch(mount: str) -> dict[str, Any]:
-    """Return the stats document of a mount. MountProblem: no mount, or no living daemon."""
+    """Return the stats document. MountProblem: no mount, or no living daemon."""
     return ask(mount, {"op": "stats"})
 
 
 def show_openmetrics(mount: str) -> None:
-    """Print the counters once as OpenMetrics text, with file names, because the reader is the mount's own user."""
+    """Print the counters once as OpenMetrics text, with file names."""
     from llmcache.mount.daemon.openmetrics import exposition
 
     document = fetch(mount)
@@ -83,7 +83,7 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
 
 
 def show_mounts(as_json: bool) -> None:
-    """Print a row for each mount of this user (root: of all users), even if its daemon does not reply."""
+    """Print a row for each mount of this user (root: of all users)."""
     rows = [_mount_row(mount) for mount in mountpoint.of_user()]
     if as_json:
         print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
@@ -158,7 +158,6 @@ def _print_table(mount: str, stats: MountStats) -> None:
 
 
 def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
-    """Yield (label, amount) for internal faults of the daemon and for its access log."""
     services = stats.services
     if services.failures:
         yield "service failures", str(services.failures)
@@ -225,7 +224,7 @@ def _print_line(now: MountStats, before: MountStats | None, *, header: bool) -> 
 
 
 def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
-    """Set the budget of a mount; return when its cache has shrunk to it."""
+    """Set the budget; return when the cache has shrunk to it."""
     with _progress("shrinking") as show:
         reply = ask(mount, {"op": "resize", "cache_bytes": size_bytes, "wait": True}, show)
     if as_json:
@@ -288,7 +287,6 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Show a progress bar (in bytes) on stderr if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -298,7 +296,7 @@ def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of an unmount. `pid`: of the daemon, if there was one; `killed`: it was ended with SIGKILL."""
+    """Result of an unmount. `pid`: of the daemon; `killed`: with SIGKILL."""
 
     mount: str
     mounted: bool
@@ -306,14 +304,13 @@ class Ended:
     killed: bool
 
     def document(self) -> dict[str, Any]:
-        """Return the document of `llmcache umount --json`."""
         return {"schema": UMOUNT_SCHEMA, **asdict(self)}
 
 
 def end_mount(path: str, *, force: bool) -> Ended:
     """Unmount and wait for the end of the daemon. MountProblem: there is no mount, or it is busy or dead.
 
-    `force` also restores read_ahead_kb if a killed daemon has left it changed.
+    `force` also restores read_ahead_kb after a killed daemon.
     """
     try:
         return _end_mount(path, force=force)
@@ -357,7 +354,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
 
 
 def leftover(point: str) -> Ended | None:
-    """End the daemon and remove the files of a mount that no longer exists, if there are any."""
+    """Clean up after a mount that no longer exists, if necessary."""
     found = control.files(point)
     with control.daemon(point) as process:
         killed = False

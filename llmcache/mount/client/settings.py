@@ -35,7 +35,7 @@ _WORD = re.compile(r"(?:[^,\\]|\\.?)+", re.DOTALL)
 
 
 def option_words(values: Iterable[str]) -> list[str]:
-    """Split `-o a,b -o c` into single options; escapes are kept."""
+    """Split `-o a,b -o c`; escapes are kept."""
     return [word.strip() for value in values for word in _WORD.findall(value) if word.strip()]
 
 
@@ -101,7 +101,7 @@ class Setting:
 def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
     """Return all settings by name. Flags that are None or empty count as absent; `-o KEY=VALUE` counts as a flag.
 
-    UsageError names a key that is unknown or has an invalid value; DataError: the file is not TOML.
+    UsageError: a key is unknown or has an invalid value; DataError: the file is not TOML.
     """
     config = config or environment.get(PREFIX + "CONFIG")
     stored = read_file(config) if config else {}
@@ -124,7 +124,7 @@ def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[s
 
 
 def mount_point(given: str | None, config: str | None) -> str:
-    """Return the mount point: `given`, else that in the settings. UsageError: there is none."""
+    """Return `given`, else the mount point in the settings. UsageError: there is none."""
     found = resolve({"mount": given}, config)["mount"].value
     if found is None:
         raise UsageError("Missing argument 'MOUNT'", "name the mount point, or give --config FILE that sets it")
@@ -181,7 +181,7 @@ def _from_text(key: SettingKey, text: str) -> Any:
 
 
 def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Split mount options (`-o a,b -o c`) into those for libfuse and our own settings (cache=6G, writable, …)."""
+    """Split mount options (`-o a,b -o c`) into those for libfuse and our own settings."""
     rest: list[str] = []
     own: dict[str, Any] = {}
     for word in option_words(values):

@@ -1,7 +1,6 @@
-"""`--access-log`: passes rows and events from the daemon to the process that writes the trace.
+"""`--access-log`: passes rows and events to the child process that writes the trace (`logwriter.py`).
 
-A child process writes the file (`logwriter.py`), because the daemon must not load the Parquet library. Appending never
-waits: entries that find the bounded queue full are counted as lost. The child ends when its pipe is closed.
+The daemon must not load the Parquet library. Appending never waits: entries that find the queue full are counted as lost.
 
 Stream: frames of (kind u8, length u32) and a payload: ROWS (packed `ROW`s) or MESSAGE (JSON).
 """
@@ -55,7 +54,7 @@ def check_path(path: str, point: str) -> str:
 
 
 class AccessLog:
-    """The daemon's end of one log; `about` is the provenance. LlmcacheError: the file cannot be made."""
+    """The daemon's end of one log. LlmcacheError: the file cannot be made."""
 
     def __init__(self, path: str, about: dict[str, Any]) -> None:
         self.path = path
@@ -83,7 +82,7 @@ class AccessLog:
         self._queue.append((ROWS, ROW.pack(time.monotonic_ns(), file, first, count, op, miss, pid)))
 
     def event(self, event: Sequence[Any]) -> None:
-        """Append an event (see `llmcache.cache.steering`) that happened before the next row."""
+        """Append an event that happened before the next row."""
         self._message({"event": list(event)})
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:

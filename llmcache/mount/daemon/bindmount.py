@@ -88,7 +88,6 @@ class BindMount:
             time.sleep(RETRY_S)
 
     def _is_mounted(self) -> bool:
-        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:

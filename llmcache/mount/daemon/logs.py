@@ -1,9 +1,9 @@
-"""Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr (in the foreground).
+"""Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr.
 
 SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first.
 
-Logs are often passed to other people, so they contain no names of model files and no content. Files are identified by their
-inode in SOURCE (`find SOURCE -inum N`), and exceptions by their type and traceback.
+Logs are often passed to other people, so they contain neither file names nor content: files are identified by their inode in
+SOURCE (`find SOURCE -inum N`), exceptions by type and traceback.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._redirect()
 
     def renew(self) -> None:
-        """Begin a new file; if that fails, continue with the old one."""
+        """If that fails, continue with the old file."""
         self.acquire()
         fd = os.dup(self._descriptor)
         try:
@@ -77,7 +77,6 @@ class LogFile(logging.handlers.RotatingFileHandler):
             return False
 
     def doRollover(self) -> None:
-        """Move the file to `FILE.1` and begin a new one."""
         super().doRollover()
         self._redirect()
 
@@ -117,7 +116,7 @@ class PrivateFormatter(logging.Formatter):
 
 
 def without_text(error: BaseException) -> str:
-    """Return the tracebacks and types of an exception and its causes, without their texts, which may contain file names."""
+    """Return types and tracebacks of an exception and its causes; their texts may contain file names."""
     parts = []
     current: BaseException | None = error
     while current is not None:
@@ -182,7 +181,7 @@ def check(target: str | None, point: str) -> str | None:
 
 
 def handler(target: str | None) -> logging.Handler:
-    """Return the log handler of a daemon in the foreground. Default: the journal if stderr is the journal, else stderr."""
+    """Return the log handler of a foreground daemon, by default the journal if stderr is the journal, else stderr."""
     if target is None:
         stderr = os.fstat(sys.stderr.fileno())
         if os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":

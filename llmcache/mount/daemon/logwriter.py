@@ -1,8 +1,7 @@
 """The process that writes an access log: it reads the frames of `accesslog` from stdin and writes a Parquet trace.
 
-Run as `python -m llmcache.mount.daemon.logwriter PATH`. It prints {"ready": true} or {"error": …} as one line on stdout. The
-log ends with stdin; the process then completes the file, even if the daemon has died. If storage runs out, it removes the
-file.
+Run as `python -m llmcache.mount.daemon.logwriter PATH`. It prints {"ready": true} or {"error": …} as one line on stdout. At
+the end of stdin, it completes the file. If storage runs out, it removes the file.
 
 Provenance: `extra["mount"]` names this scheme. `extra["events"]` has [row, event] pairs: the event happened before that row.
 `llmcache.cache.steering` lists the events; "file" [id, space, member] maps a file to a loop space and its number in it.
@@ -64,7 +63,6 @@ class LogWriter:
             self._about = message.get("about", self._about)
 
     def _processes(self, threads: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Return the process of each thread id; the id itself if the thread has ended."""
         ids, index = np.unique(threads, return_inverse=True)
         if len(self._process_of) > THREADS_MAX:
             self._process_of.clear()

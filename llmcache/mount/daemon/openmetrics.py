@@ -1,10 +1,8 @@
 """Metrics of a mount in OpenMetrics (text, version 1.0), and the local HTTP endpoint that serves them: GET /metrics.
 
-Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are included only
-on request, because any local process can read the endpoint.
-
-At most CONNECTIONS are served at a time, for at most DEADLINE_S each; further ones receive 503. A text is reused for
-FRESH_S, which limits the load on the engine.
+Names end in their unit, counters in `_total`; units are base units. Names of files are included only on request, because any
+local process can read the endpoint. At most CONNECTIONS are served at a time, for at most DEADLINE_S each; further ones
+receive 503. A text is reused for FRESH_S.
 """
 
 from __future__ import annotations
@@ -157,7 +155,7 @@ _LOOP_LEVELS = (
 
 
 def _loop_metrics(stats: MountStats, mount: str) -> list[Metric]:
-    """Return the known values of each loop. The shards of a model are one loop, listed with the first file."""
+    """The shards of a model are one loop, listed with the first file."""
     from prometheus_client import metrics_core as metrics
 
     looping = [file for file in stats.files if file.loops]
@@ -200,7 +198,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsEndpoint:
-    """HTTP endpoint. It listens at once, so that a port in use is an error before the mount, and serves after `start`."""
+    """HTTP endpoint. It listens at once, so that a port in use is an error before the mount."""
 
     def __init__(self, where: str) -> None:
         """`where`: ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
@@ -261,7 +259,7 @@ class MetricsEndpoint:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Respond with 503 after reading the request, because unread data would discard the response."""
+    """Read the request first, because unread data would discard the response."""
     connection.settimeout(REFUSE_S)
     with contextlib.suppress(TimeoutError):
         connection.recv(REQUEST_BYTES)

@@ -1,4 +1,4 @@
-"""Interfaces between the engine, the back ends, which do the I/O, and the pin stores, which keep pinned extents in memory."""
+"""Interfaces between the engine, the back ends (which do the I/O) and the pin stores (which keep extents in memory)."""
 
 from __future__ import annotations
 
