@@ -383,7 +383,9 @@ class Judge:
         return evidence.guard
 
     def _expected_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes that steering would read in a pass; for an MoE model, the bytes that it last read."""
+        """Return the bytes that steering would read in a pass; for an MoE model, those that it read before the space was
+        left.
+        """
         guard = space.evidence.guard
         if guard is not None and space.has_experts:
             return int(space.evidence.steered_bytes)

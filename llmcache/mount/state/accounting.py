@@ -126,7 +126,7 @@ class Accounting:
             self.correct(space, extent, 0)
 
     def evict(self, space: LoopSpace, extent: int) -> Invalidation:
-        """Return the range of the extent, which the caller must invalidate."""
+        """Make an extent absent; return its range, which the caller must invalidate."""
         member = space.member_of(extent)
         charged = space.accounted_bytes[extent]
         space.forget(extent)

@@ -57,7 +57,7 @@ class Backend(Protocol):
         """Claim an extent that no reader waits for, if that is possible now; return its job. Lock held."""
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
-        """Populate an extent that is otherwise read by pages."""
+        """Populate a whole extent that is otherwise read by pages; return False if that fails."""
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
         """Return device and inode as clients' descriptors and mappings show them."""

@@ -587,7 +587,7 @@ class MoeFile:
         return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:
-        """Return True if the layer has missed enough experts for a prompt."""
+        """Record a miss; return True if the layer has missed enough experts for a prompt."""
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
@@ -618,7 +618,7 @@ class MoeFile:
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """Return `ranges` without pages that hold other data than absent experts."""
+        """Return `ranges` without pages that hold data of others than absent experts."""
         parts: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
