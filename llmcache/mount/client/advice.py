@@ -1,8 +1,7 @@
 """`llmcache size`: formula (1) for the bytes of a real model, measured storage, and the needs of a mount.
 
-The formula's S is the size that a mount must pin. `--cache` of llmcachefs also includes the window through which the rest
-is streamed, hot pages and rows; `mount_cache_bytes` computes it with the mount's own arbitration. For an MoE model, a mount
-pins the dense tensors and caches experts in the remaining budget.
+The formula's S is the size that a mount must pin. `--cache` also includes the window, hot pages and rows. For an MoE model,
+a mount pins the dense tensors and caches experts in the remaining budget.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _LEAST_STEPS = -(-MIN_BUDGET_BYTES // _STEP_BYTES)
 
 @dataclass(frozen=True)
 class Means:
-    """Parameters of modes, in bytes: smallest window, extent size of large files, and allowance beyond the budget."""
+    """Parameters of modes, in bytes."""
 
     modes: str
     least_window: int
@@ -62,7 +61,7 @@ FUSE = Means("steer, arena", MIN_WINDOW_BYTES, LARGE_EXTENT, WINDOW_ALLOWANCE_BY
 
 
 def in_place(bandwidth: int) -> Means:
-    """Return the parameters of mode inplace; its window must keep storage of `bandwidth` (bytes/s) busy."""
+    """Return the parameters of mode inplace with storage of `bandwidth` (bytes/s)."""
     return Means("inplace", least_window(bandwidth), HUGE_BYTES, INPLACE_ALLOWANCE_BYTES)
 
 
@@ -101,7 +100,6 @@ def advise(question: Question) -> Answer:
 
 
 def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:
-    """Return the cache that each mode needs to avoid stalls."""
     needed = need(loop, setting).loop_cache_bytes
 
     def mode(means: Means) -> ModeNeed:
@@ -114,7 +112,7 @@ def _modes(loop: Weights, setting: SizingParameters) -> tuple[ModeNeed, ...]:
 
 
 def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], setting: SizingParameters) -> Ram:
-    """Return the result with `ram_bytes` of memory (None: this machine's) that nothing else uses; MoE models in place."""
+    """`ram_bytes`: memory that nothing else uses (None: this machine's)."""
     ram, source = (total_bytes(), "machine") if ram_bytes is None else (ram_bytes, "given")
     cache_bytes = budget_of(ram)
     plain_bytes = cache_bytes + DAEMON_BYTES - setting.hot_bytes  # the page cache alone has no daemon
@@ -137,9 +135,8 @@ def _ram(ram_bytes: int | None, loop: Weights, modes: tuple[ModeNeed, ...], sett
 
 
 def mount_cache_bytes(loop: Weights, kept_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
-    """Return the smallest --cache (whole MB) with which llmcachefs keeps `kept_bytes` of one active loop.
-
-    *Modelled* with the mount's own arbitration; at least the smallest budget that a mount accepts.
+    """Return the smallest --cache (whole MB) that keeps `kept_bytes` of one active loop; *modelled* with the mount's
+    arbitration.
     """
     steps = range(_LEAST_STEPS, _LEAST_STEPS + 2 * (size_of(loop) + hot_bytes) // _STEP_BYTES + 64)
 
@@ -150,10 +147,7 @@ def mount_cache_bytes(loop: Weights, kept_bytes: int, hot_bytes: int, means: Mea
 
 
 def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Means = FUSE) -> int:
-    """Return the bytes that llmcachefs keeps of one `loop` with `--cache cache_bytes`: pinned extents, and experts.
-
-    Hot pages and rows count with the whole size of their reserves.
-    """
+    """Return the bytes of one loop that llmcachefs keeps, with experts and full reserves."""
     dense_bytes = _dense_bytes(loop)
     pinned_bytes = _share(dense_bytes, cache_bytes, hot_bytes, means).pinned_bytes
     large = SMALL_EXTENT if isinstance(loop, MoeBytes) else means.large_extent
@@ -165,7 +159,6 @@ def mount_keeps_bytes(loop: Weights, cache_bytes: int, hot_bytes: int, means: Me
 
 
 def _dense_bytes(loop: Weights) -> int:
-    """Return the bytes that are pinned or streamed through the window: all but experts."""
     return loop.dense_bytes if isinstance(loop, MoeBytes) else loop
 
 
@@ -175,6 +168,5 @@ def _share(loop_bytes: int, cache_bytes: int, hot_bytes: int, means: Means) -> S
 
 
 def _loops_bytes(cache_bytes: int, hot_bytes: int, means: Means) -> int:
-    """Return the budget without the reserves."""
     budget = cache_bytes + means.allowance
     return max(0, budget - reserve_bytes(budget, hot_bytes, has_rows=hot_bytes > 0))

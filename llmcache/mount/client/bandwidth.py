@@ -1,8 +1,7 @@
 """Sequential read bandwidth of the storage of a directory, *measured* with O_DIRECT, which bypasses the page cache.
 
-The measurement uses as many concurrent reads, and of the same size, as the mount's loaders for large files. It reads an
-existing large file. If there is none, it writes one without a name (O_TMPFILE), also with O_DIRECT, which disappears
-with its descriptor even if this process is killed. Both steps are bounded in time and bytes.
+Number and size of concurrent reads are those of the mount's loaders. The measurement reads an existing large file, or writes
+one without a name (O_TMPFILE).
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: `bytes_read` in `seconds` with `readers` concurrent requests, from `file` (or "temporary").
-
-    `bandwidth` (bytes/s) is the sustained rate. Reads in the settling time are not counted.
-    """
+    """`bytes_read` in `seconds` with `readers` concurrent requests; `bandwidth` (bytes/s) is the sustained rate."""
 
     directory: str
     file: str
@@ -58,13 +54,13 @@ class Measured:
 
 
 def measured_storage(directory: str) -> Storage:
-    """Measure the bandwidth of the storage of `directory`; return it in the form for sizing."""
+    """Measure the storage of `directory`, for sizing."""
     result = measure(directory)
     return Storage(result.bandwidth, "measured", asdict(result))
 
 
 def measure(directory: str) -> Measured:
-    """Measure the sequential read bandwidth of the storage of `directory`, in about ten seconds.
+    """Measure the sequential read bandwidth of a directory's storage, in about ten seconds.
 
     UsageError: not a directory; MissingRequirement: no storage (tmpfs), no O_DIRECT, no right to write, or no space.
     """
@@ -85,7 +81,7 @@ def measure(directory: str) -> Measured:
 
 
 def refuse_memory(directory: str) -> None:
-    """Raise MissingRequirement if the file system of `directory` is in memory, or a mount of llmcachefs."""
+    """Raise MissingRequirement if the file system is in memory, or a mount of llmcachefs."""
     kind = fstype_at(directory)
     if kind in IN_MEMORY:
         raise MissingRequirement(
@@ -99,7 +95,6 @@ def refuse_memory(directory: str) -> None:
 
 
 def _largest_file(directory: str) -> str | None:
-    """Return the largest readable file in `directory` (not below) that is large enough; None if there is none."""
     best: tuple[int, str] | None = None
     with os.scandir(directory) as found:
         for entry in found:
@@ -113,7 +108,6 @@ def _largest_file(directory: str) -> str | None:
 
 
 def _temporary(directory: str) -> int:
-    """Create an unnamed file of at least LEAST_BYTES random bytes; return its descriptor."""
     space = os.statvfs(directory)
     if space.f_bavail * space.f_frsize < 2 * LEAST_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -127,7 +121,6 @@ def _temporary(directory: str) -> int:
 
 
 def _fill(fd: int, wanted_bytes: int) -> None:
-    """Write `wanted_bytes`, or fewer (but at least LEAST_BYTES) if the time is up."""
     begin, size = time.monotonic(), 0
     with mmap.mmap(-1, REQUEST_BYTES) as page_aligned:
         while size + REQUEST_BYTES <= wanted_bytes:
@@ -139,8 +132,6 @@ def _fill(fd: int, wanted_bytes: int) -> None:
 
 
 def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
-    """Read the first `requests` requests repeatedly until READ_S have passed; return the measurement."""
-
     def enough(begun: int, seconds: float) -> bool:
         return seconds > SLOWEST_S or (seconds > READ_S and begun >= min(requests, LEAST_BYTES // REQUEST_BYTES))
 
@@ -149,10 +140,9 @@ def _read(directory: str, name: str, fd: int, requests: int) -> Measured:
 
 
 def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
-    """Return (bytes, seconds, bytes/s) from the first request completed after the settling time to the last.
+    """Return (bytes, seconds, bytes/s) after the settling time.
 
-    Device caches and throttles deliver more at first than they sustain. The rate is the slope of the least-squares line
-    through (time, bytes done): throttles deliver in bursts, so the times of the first and the last burst are arbitrary.
+    The rate is the slope of the least-squares line through (time, bytes done), because throttles deliver in bursts.
     """
     last_s = completed[-1][0]
     counted = [item for item in completed if item[0] >= SETTLING_SHARE * last_s]
@@ -168,7 +158,6 @@ def sustained(completed: list[tuple[float, int]]) -> tuple[int, float, int]:
 
 @contextmanager
 def _storage_errors(directory: str, what: str) -> Iterator[None]:
-    """Context manager: turn OSErrors into MissingRequirement with a hint; `what` names the failed action."""
     try:
         yield
     except OSError as error:

@@ -2,14 +2,12 @@
 
 Protocol: one JSON line with the request; any number of `{"progress": …}` lines; one JSON line with the reply.
 
-Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache
-(or /tmp/llmcache-UID) for other users: `.sock`, `.json` (pid, source, mount, started), `.lock` (locked by the daemon for
-its life, so two never share a mount point) and `.log`. All have mode 0600 in a directory of mode 0700.
+Files are named after a hash of the mount point's real path, in /run/llmcache for root and in $XDG_RUNTIME_DIR/llmcache (or
+/tmp/llmcache-UID) for other users: `.sock`, `.json` (pid, source, mount, started), `.lock` (locked by the daemon for its
+life) and `.log`. All have mode 0600 in a directory of mode 0700.
 
-A daemon serves its own user and root. Commands of root on a user's mount trust that user's files only for that user's
-processes. They ignore files, links and sockets that belong to other users or that others may write to: the directory, then
-each file in it, is opened without following links and checked before use. A process is referred to by a pidfd from the
-check that it is the daemon. Neither side trusts the other; invalid replies are errors.
+A daemon serves its own user and root. Root's commands ignore files, links and sockets that other users own or can write to:
+the directory, then each file in it, is opened without following links and checked before use. Neither side trusts the other.
 """
 
 from __future__ import annotations
@@ -46,18 +44,17 @@ class NoDaemon(MountProblem):
 
 
 class NotTheirs(OSError):
-    """A daemon's directory or file has the wrong type, or other users own it or can write to it."""
+    """A daemon's file has the wrong type, or other users own it or can write to it."""
 
 
 class ControlFiles:
-    """The files of one mount point and user: `base` with an extension for each."""
+    """The files of one mount point and user."""
 
     def __init__(self, base: str, uid: int) -> None:
         self.base, self.uid = base, uid
         self.socket, self.info, self.lock, self.log = (base + end for end in (".sock", ".json", ".lock", ".log"))
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of the info file; empty if there is none."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             with open(self.open(self.info, os.O_RDONLY), encoding="utf-8") as file:
                 found = json.loads(file.read(_LONGEST_INFO))
@@ -65,7 +62,7 @@ class ControlFiles:
         return {}
 
     def open(self, path: str, flags: int) -> int:
-        """Open one of these files (the socket with O_PATH); return its descriptor. Raises NotTheirs or another OSError."""
+        """Raise NotTheirs or another OSError; the socket is opened with O_PATH."""
         kind = stat.S_IFSOCK if flags & os.O_PATH else stat.S_IFREG
         with self._directory() as directory:
             fd = self._open(os.path.basename(path), kind, directory)
@@ -85,7 +82,7 @@ class ControlFiles:
             os.close(fd)
 
     def _open(self, name: str, kind: int, directory: int | None = None) -> int:
-        """Open a file or directory with O_PATH. NotTheirs: wrong type, another owner, or writable by others."""
+        """Open with O_PATH. NotTheirs: wrong type, another owner, or writable by others."""
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         status = os.fstat(fd)
         if stat.S_IFMT(status.st_mode) != kind or status.st_uid != self.uid or status.st_mode & _OTHERS_WRITE:
@@ -94,7 +91,6 @@ class ControlFiles:
         return fd
 
     def write_info(self, facts: dict[str, Any]) -> None:
-        """Write the info file atomically."""
         with replacing(self.info) as file:
             file.write(json.dumps(facts).encode())
 
@@ -108,19 +104,18 @@ class ControlFiles:
 
 @dataclass(frozen=True)
 class Process:
-    """A daemon's process: its id, and its pidfd, which never refers to a later process with the same id."""
+    """A process id, and its pidfd, which never refers to a later process with the same id."""
 
     pid: int
     fd: int
 
     def is_running(self) -> bool:
-        """Return False if the process has ended, or is a zombie, whose memory and descriptors are released."""
+        """Return False for a zombie, too: its memory and descriptors are released."""
         end = select.poll()
         end.register(self.fd, select.POLLIN)
         return not end.poll(0) and is_running(self.pid)
 
     def signal(self, number: int) -> bool:
-        """Send a signal; return False if the process has ended."""
         try:
             signal.pidfd_send_signal(self.fd, number)
         except ProcessLookupError:
@@ -129,7 +124,7 @@ class Process:
 
 
 def directory(uid: int) -> str:
-    """Return the directory of a user's daemon files, which may not exist yet."""
+    """Return the directory of a user's daemon files."""
     if uid == 0:
         return "/run/llmcache"
     own = (os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None) or f"/run/user/{uid}"
@@ -143,7 +138,7 @@ SESSION = "LLMCACHE_SESSION"
 
 
 def files(point: str, uid: int | None = None) -> ControlFiles:
-    """Return the files of the mount on a real path that a user (default: this one) made in the session of this process."""
+    """Return the files of a user's mount on a real path."""
     session = os.environ.get(SESSION, "")
     name = hashlib.sha256(os.fsencode(f"{session}\0{point}" if session else point)).hexdigest()[:16]
     uid = os.geteuid() if uid is None else uid
@@ -151,7 +146,7 @@ def files(point: str, uid: int | None = None) -> ControlFiles:
 
 
 def root_points() -> dict[str, dict[str, Any]]:
-    """Return the info files of root's daemons, by mount point; empty if this user may not read them."""
+    """Return the info files of root's daemons, by mount point."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(directory(0)):
@@ -180,7 +175,7 @@ def make_directory() -> None:
 
 @contextlib.contextmanager
 def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
-    """Context manager: the running daemon of a mount, always a process of that user; None if none can be identified."""
+    """Yield the running daemon of a mount, always a process of that user."""
     found = files(point, uid)
     pid = found.describe().get("pid")
     if type(pid) is not int or not 0 < pid < _MOST_PIDS:
@@ -198,7 +193,6 @@ def daemon(point: str, uid: int | None = None) -> Iterator[Process | None]:
 
 
 def _is_daemon(process: Process, found: ControlFiles) -> bool:
-    """Return True if a daemon has the lock, its info file names this process, and the process runs and has that user."""
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
     except FileNotFoundError:
@@ -207,7 +201,7 @@ def _is_daemon(process: Process, found: ControlFiles) -> bool:
 
 
 def daemon_pid(point: str, uid: int | None = None) -> int | None:
-    """Return the process id of a mount's daemon, or None; only for display, because the id may be reused."""
+    """Return the process id of a mount's daemon, only for display, because the id may be reused."""
     with daemon(point, uid) as process:
         return None if process is None else process.pid
 
@@ -228,7 +222,7 @@ def is_locked(found: ControlFiles) -> bool:
 
 
 def remove_left(found: ControlFiles) -> None:
-    """Remove the files of a dead daemon. The lock prevents a race with a new daemon on the same mount point."""
+    """Remove a dead daemon's files. The lock prevents a race with a new daemon."""
     try:
         lock = found.open(found.lock, os.O_RDWR)
     except FileNotFoundError:  # the daemon has removed its files; any present ones are those of a new daemon
@@ -245,7 +239,7 @@ def remove_left(found: ControlFiles) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str) -> Iterator[None]:
-    """Context manager: turn OSErrors of the creation of a daemon's file into MissingRequirement."""
+    """Turn OSErrors into MissingRequirement."""
     try:
         yield
     except OSError as error:
@@ -264,8 +258,8 @@ def request(
 ) -> dict[str, Any]:
     """Send a request to the daemon of the mount on a real path; return its reply.
 
-    NoDaemon: no daemon listens; MountProblem: the daemon refuses the request (with the exit code of its reason).
-    `timeout_s`: the longest time without a line from the daemon.
+    NoDaemon: no daemon listens; MountProblem: the daemon refuses (with the exit code of its reason). `timeout_s`: the
+    longest time without a line from the daemon.
     """
     found = files(point, uid)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -323,7 +317,7 @@ def _not_theirs(found: ControlFiles, point: str) -> MountProblem:
 
 
 def _checked(line: bytes, point: str) -> dict[str, Any]:
-    """Return a reply or progress (numbers by name). NoDaemon: no line; MountProblem: an error, or an invalid reply."""
+    """NoDaemon: no line; MountProblem: an error, or an invalid reply."""
     if not line:
         raise NoDaemon(f"the daemon of {point} ended before it answered")
     found: dict[str, Any] = {"error": None}
@@ -357,7 +351,7 @@ def wait_until_gone(found: ControlFiles, timeout_s: float, process: Process | No
 
 @contextlib.contextmanager
 def reply_errors(mount: str) -> Iterator[None]:
-    """Context manager: turn errors of reading a reply into MountProblem, because this version does not understand it."""
+    """Turn errors of reading a reply into MountProblem."""
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:

@@ -33,10 +33,7 @@ LINKS_NAMED, USERS_NAMED = 3, 5
 
 
 def request_of(settings: Mapping[str, Setting]) -> MountRequest:
-    """Check `settings` (from `llmcache.mount.client.settings.resolve`) and return them as a request.
-
-    UsageError names the setting: missing, invalid or in conflict with another. An empty spill glob means none.
-    """
+    """Check `settings` (from `settings.resolve`) and return them as a request. UsageError names the setting."""
     values = {name: setting.value for name, setting in settings.items()}
     for name, value in values.items():
         if isinstance(value, str) and "\0" in value:
@@ -85,7 +82,6 @@ def request_of(settings: Mapping[str, Setting]) -> MountRequest:
 
 
 def _only_fuse(settings: Mapping[str, Setting], given: tuple[str, ...]) -> str | None:
-    """Return why the settings require FUSE; None if mode inplace can apply them."""
     if any(settings["spill"].value) and settings["spill"].origin != DEFAULT:
         return "spill: in mode inplace either all files are writable or none"
     # fsname= is the name in df and findmnt, which in mode inplace show the storage and SOURCE anyway.
@@ -107,8 +103,7 @@ def _size(name: str, setting: Setting) -> int | None:
 def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unless_served: bool = False) -> None:
     """Serve `request`; return at the end of the mount (`foreground`), or as soon as its daemon serves.
 
-    When the mount serves, print a line or (`as_json`) a document. `unless_served`: do nothing if SOURCE is already served
-    in place on the mount point.
+    `unless_served`: do nothing if SOURCE is already served in place on the mount point.
     """
     if unless_served and mountpoint.is_in_place(request.source, request.mount):
         return
@@ -140,7 +135,6 @@ def mount(request: MountRequest, *, foreground: bool, as_json: bool = False, unl
 
 
 def _with_allow_other(request: MountRequest, source: str, point: str) -> MountRequest:
-    """Return the request for FUSE, with allow_other if root mounts and neither options nor directories forbid it."""
     words = option_words(request.options)
     closed = mountpoint.is_more_open(point, source)
     note = None
@@ -177,10 +171,7 @@ def _about_links(links: list[str], mode: str) -> str:
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
-    """Return the request with mode inplace, or, if that is impossible and the mode is `auto`, with the reason.
-
-    MissingRequirement: mode inplace is required but impossible.
-    """
+    """MissingRequirement: mode inplace is required but impossible."""
     is_hidden = source != point and is_below(source, point)
     reason = request.not_in_place or (
         "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)
@@ -194,7 +185,7 @@ def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
 
 
 def document(point: str, request: MountRequest, log: str | None) -> dict[str, Any]:
-    """Return the document of `llmcache mount --json` for a real path; `log`: the log's path, None for a terminal."""
+    """Return the document of `llmcache mount --json`; `log`: None for a terminal."""
     stats = ask(point, {"op": "stats"})
     info = control.files(point).describe()
     entry = mountpoint.find(point)  # not statvfs: in the foreground, the daemon would wait for its own mount
@@ -214,7 +205,7 @@ def document(point: str, request: MountRequest, log: str | None) -> dict[str, An
 
 
 def line(facts: dict[str, Any]) -> str:
-    """Return the document as one line: mode (and why not in place), budget and its origin, write access, and users."""
+    """Return the document as one line."""
     origin, globs, point = facts["budget_origin"], facts["writable"], facts["mount"]
     why = "what memory can spare" if origin == DEFAULT else origin
     budget = f"budget {format_size(facts['budget_bytes'])} ({why})"

@@ -1,8 +1,7 @@
 """Mount points: find mounts and their users, check whether they respond, and check arguments before mounting.
 
-Information comes from /proc. Functions access a path in a mount only where their docstring says so: the mount of a killed
-daemon returns ENOTCONN, and on the mount of a daemon that hangs every call hangs. An in-place mount has no file system of
-its own: it is found by the files of its daemon, which also record the bind mount, if any.
+Functions access a path in a mount only where their docstring says so: the mount of a hanging daemon blocks every call. An
+in-place mount has no file system of its own, and is found by the files of its daemon.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def resolve(path: str) -> str:
 
 
 def find(point: str) -> Mount | None:
-    """Return the llmcachefs mount on a real path if it is the topmost mount there, else None."""
+    """Return the llmcachefs mount on a real path if it is the topmost there."""
     topmost = next((mount for mount in reversed(mounts().values()) if mount.point == point), None)
     if topmost is not None and topmost.fstype == FSTYPE:
         return topmost
@@ -77,21 +76,19 @@ def find(point: str) -> Mount | None:
 
 
 def _all() -> list[Mount]:
-    """Return all llmcachefs mounts: FUSE mounts, and the in-place mounts of root."""
     in_place = [mount for point in control.root_points() if (mount := find(point)) and mount.fstype == IN_PLACE]
     return [mount for mount in mounts().values() if mount.fstype == FSTYPE] + in_place
 
 
 def ours() -> list[str]:
-    """Return the mount points of all llmcachefs mounts."""
+    """Return all mount points of llmcachefs."""
     return [mount.point for mount in _all()]
 
 
 def remove_dead() -> None:
-    """Remove the files of this user's daemons that no longer run and have no mount.
+    """Remove the files of this user's dead daemons that have no mount.
 
     The files of a dead mount stay, because `llmcache umount --force` needs them. The newest KEPT_LOGS logs stay, too.
-    Source locks are removed unless a daemon has them; a daemon that opens one at this moment creates it again.
     """
     directory, logs = control.directory(os.geteuid()), []
     for name in filter(_SOURCE_LOCK.fullmatch, os.listdir(directory)):
@@ -117,14 +114,14 @@ def remove_dead() -> None:
 
 
 def of_user() -> list[Mount]:
-    """Return the llmcachefs mounts of this user (root: of all users), one for each mount point, the topmost."""
+    """Return the topmost mounts of this user (root: of all users)."""
     return [mount for mount in {mount.point: mount for mount in _all()}.values() if os.geteuid() in (0, mount.owner)]
 
 
 def ask(
     path: str, message: dict[str, Any], on_progress: Callable[[dict[str, Any]], None] = lambda _progress: None
 ) -> dict[str, Any]:
-    """Send a request to the daemon of the mount on a path; return its reply.
+    """Return the daemon's reply to a request.
 
     MountProblem: no mount, no living daemon, or the daemon refuses the request.
     """
@@ -146,7 +143,7 @@ def ask(
 
 
 def answers(point: str, timeout_s: float = 5.0) -> int | None:
-    """Call statvfs on the mount; return 0, or an errno (ENOTCONN: its daemon is dead), or None if it hangs."""
+    """Call statvfs on the mount; return 0, an errno (ENOTCONN: its daemon is dead), or None if it hangs."""
     result: list[int] = []
 
     def look() -> None:
@@ -166,7 +163,7 @@ def answers(point: str, timeout_s: float = 5.0) -> int | None:
 
 
 def check_device() -> None:
-    """Raise MissingRequirement if /dev/fuse is missing, or this user may not open it."""
+    """Raise MissingRequirement if this user cannot open /dev/fuse."""
     hint = "install and load FUSE 3: sudo apt install fuse3 && sudo modprobe fuse"
     if not os.path.exists("/dev/fuse"):
         raise MissingRequirement("/dev/fuse does not exist", f"{hint}; in a container: --device /dev/fuse")
@@ -175,7 +172,7 @@ def check_device() -> None:
 
 
 def check_machine() -> None:
-    """Raise MissingRequirement if this machine or this user cannot mount over FUSE."""
+    """Raise MissingRequirement if this user cannot mount over FUSE."""
     check_device()
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         message = "fusermount3 is not installed: without it only root can mount over FUSE"
@@ -183,7 +180,7 @@ def check_machine() -> None:
 
 
 def check(source: str, path: str) -> tuple[str, str]:
-    """Check SOURCE and MOUNT before mounting; return their real paths."""
+    """Check SOURCE and MOUNT; return their real paths."""
     point = resolve(path)
     mount = find(point)
     if mount is not None and mount.fstype == IN_PLACE and not control.is_locked(control.files(point, 0)):
@@ -211,7 +208,7 @@ def check(source: str, path: str) -> tuple[str, str]:
 
 
 def made_point(name: str) -> str:
-    """Create a mount point in the directory of the daemons' files; return its path. Raises OSError."""
+    """Create a mount point in the directory of the daemons' files."""
     control.make_directory()
     point = os.path.join(control.directory(os.geteuid()), name)
     os.mkdir(point, 0o700)
@@ -224,14 +221,14 @@ def is_made(point: str) -> bool:
 
 
 def remove_made(point: str) -> None:
-    """Remove a mount point of `made_point`, unless a mount remains on it; ignore any other."""
+    """Remove a mount point of `made_point`, unless a mount remains on it."""
     if is_made(point):
         with contextlib.suppress(OSError):
             os.rmdir(point)
 
 
 def is_in_place(source: str, path: str) -> bool:
-    """Return True if a living daemon of root serves SOURCE in place on the mount point `path`."""
+    """Return True if a daemon of root serves SOURCE in place on `path`."""
     point = resolve(path)
     mount, found = find(point), control.files(point, 0)
     served = found.describe().get("source") == os.path.realpath(source)
@@ -250,12 +247,12 @@ def _check_directory(path: str, what: str, hint: str | None) -> None:
 
 
 def is_more_open(point: str, source: str) -> bool:
-    """Return True if a directory above `source`, but not above `point`, is closed to other users (both are real paths)."""
+    """Return True if a directory above `source`, but not above `point`, is closed to other users (real paths)."""
     return not all(above.stat().st_mode & stat.S_IXOTH for above in {*Path(source).parents} - {*Path(point).parents})
 
 
 def not_mounted(path: str, hint: str | None = None) -> MountProblem:
-    """Return the error for a path without llmcachefs; `hint` is used if no other llmcachefs is mounted."""
+    """Return the error for a path without llmcachefs."""
     points = ", ".join(ours())
     return MountProblem(f"no llmcachefs is mounted on {path}", f"current mounts: {points}" if points else hint)
 
@@ -269,7 +266,7 @@ def stale(point: str) -> MountProblem:
 
 
 def detach(point: str, *, lazy: bool) -> None:
-    """Unmount llmcachefs on `point`. MountProblem: without `lazy`, it is busy; the error names the visible processes."""
+    """Unmount. MountProblem: without `lazy`, the mount is busy."""
     mount = find(point)
     if mount is None or not mount.id:
         return
@@ -288,7 +285,7 @@ def detach(point: str, *, lazy: bool) -> None:
 
 
 def mtab_hint(path: str = "/etc/mtab") -> str | None:
-    """Return a hint to create /etc/mtab, without which fusermount3 does not unmount; None if it exists.
+    """Return a hint if /etc/mtab is missing, without which fusermount3 does not unmount.
 
     systemd creates it at boot, so chroots and images that were never booted lack it.
     """
@@ -307,7 +304,7 @@ def _fusermount(point: str, lazy: bool) -> None:
 
 
 def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> MountProblem:
-    """Return the error for a busy mount, with the visible processes that use it."""
+    """Return the error for a busy mount, with the processes that use it."""
     found = list(users(mount, ignore))
     seen = ", ".join(f"{name} (pid {pid}: {how})" for pid, name, how in found[:8])
     if len(found) > 8:
@@ -318,19 +315,18 @@ def busy(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Mo
 
 
 def users(mount: Mount, ignore: Callable[[int], bool] = lambda _pid: False) -> Iterator[tuple[int, str, str]]:
-    """Yield (pid, name, kind of use) of the processes that keep a mount busy, as far as /proc shows them to this user."""
+    """Yield (pid, name, kind of use) of the visible processes that keep a mount busy."""
     yield from _processes(lambda pid: None if ignore(pid) else _use(f"/proc/{pid}", mount))
 
 
 def users_of(directory: str) -> Iterator[tuple[int, str]]:
-    """Yield (pid, name) of other processes with open or mapped files below a real path, as far as /proc shows them."""
+    """Yield (pid, name) of other processes with files below a real path."""
     for pid, name, _ in _processes(lambda pid: _has_files(f"/proc/{pid}", directory.rstrip("/") + "/")):
         if pid != os.getpid():
             yield pid, name
 
 
 def _processes(use: Callable[[int], str | None]) -> Iterator[tuple[int, str, str]]:
-    """Yield (pid, name, use) of each process for which `use` returns one."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it may end at any moment, or belong to another user
             if found := use(int(name)):
@@ -375,7 +371,7 @@ def _is_on(mount: Mount, fdinfo: str) -> bool:
 def locked_bytes(file: TraceFile) -> int:
     """Return the bytes of the loops of `file` that its mount has locked in the page cache; 0 in mode arena or without mount.
 
-    The shards of a model are one loop, which counts for the first shard. MountProblem: no reply, or an invalid one.
+    The shards of a model count for the first one. MountProblem: no reply, or an invalid one.
     """
     for mount, base in steering(file.path, file.dev):
         document = control.request(mount.point, {"op": "stats"}, uid=mount.owner, timeout_s=_PATIENCE_S)
@@ -388,7 +384,7 @@ def locked_bytes(file: TraceFile) -> int:
 
 
 def steering(path: str, dev: int) -> Iterator[tuple[Mount, str]]:
-    """Yield the mount that serves a file, and the root of the paths in its replies: MOUNT, in place also SOURCE."""
+    """Yield the mount that serves a file, and the root of the paths in its replies."""
     for mount in mounts().values():
         if mount.fstype == FSTYPE and mount.dev == dev:
             yield mount, mount.point

@@ -1,7 +1,6 @@
 """`llmcache stats`, `resize`, `warmup`, `evict` and `umount`: requests to mounts, and the display of the results.
 
-Progress is written to stderr, results to stdout. `umount` uses the daemon if there is one, else it unmounts directly. With
-force, it unmounts in any state of the mount.
+Progress is written to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _END_S = 60.0  # without force: the daemon completes its access log
 
 
 def fetch(mount: str) -> dict[str, Any]:
-    """Return the stats document of the mount on a path. MountProblem: no mount, or no living daemon."""
+    """Return the stats document. MountProblem: no mount, or no living daemon."""
     return ask(mount, {"op": "stats"})
 
 
 def show_openmetrics(mount: str) -> None:
-    """Print the counters once as OpenMetrics text, with file names, because the reader is the mount's own user."""
+    """Print the counters once as OpenMetrics text, with file names."""
     from llmcache.mount.daemon.openmetrics import exposition
 
     document = fetch(mount)
@@ -84,7 +83,7 @@ def show_stats(mount: str, *, pause_s: float | None, count: int | None, as_json:
 
 
 def show_mounts(as_json: bool) -> None:
-    """Print a row for each mount of this user (root: of all users), even if its daemon does not reply."""
+    """Print a row for each mount of this user (root: of all users)."""
     rows = [_mount_row(mount) for mount in mountpoint.of_user()]
     if as_json:
         print(json.dumps({"schema": MOUNTS_SCHEMA, "mounts": rows}, indent=2))
@@ -115,7 +114,6 @@ def _mount_row(mount: Mount) -> dict[str, Any]:
 
 
 def _in_time(prefetch: Prefetch) -> str:
-    """Return the share of prefetched bytes that clients read in time, as text."""
     return format_percent(prefetch.useful_bytes / prefetch.total_bytes if prefetch.total_bytes else None)
 
 
@@ -160,7 +158,6 @@ def _print_table(mount: str, stats: MountStats) -> None:
 
 
 def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
-    """Yield (label, amount) for internal faults of the daemon and for its access log; most mounts have neither."""
     services = stats.services
     if services.failures:
         yield "service failures", str(services.failures)
@@ -175,7 +172,7 @@ def _special(stats: MountStats) -> Iterator[tuple[str, str]]:
 
 
 def loop_notes(loop: LoopStats) -> Iterator[str]:
-    """Yield why a loop is not fully steered, with the figures of that decision, and whether a client has copied it."""
+    """Yield why a loop is not fully steered, and whether a client has copied it."""
     if loop.left and loop.steered_pass_bytes is not None and loop.lru_pass_bytes is not None:
         steered, lru = format_size(loop.steered_pass_bytes), format_size(loop.lru_pass_bytes)
         yield f"left to the kernel: steering reads {steered} a pass, the page cache {lru}"
@@ -213,7 +210,6 @@ def _file_table(files: Iterable[FileStats]) -> Table:
 
 
 def _print_line(now: MountStats, before: MountStats | None, *, header: bool) -> None:
-    """Print one sample: levels as they are, counters as rates since the last sample."""
     if header:
         columns = ("pinned", "window", "daemon", "read/s", "storage/s", "written/s", "in time")
         print("".join(f"{name:>11}" for name in columns), flush=True)
@@ -228,7 +224,7 @@ def _print_line(now: MountStats, before: MountStats | None, *, header: bool) -> 
 
 
 def resize(mount: str, size_bytes: int, *, as_json: bool) -> None:
-    """Set the budget of a mount; return when its cache has shrunk to it."""
+    """Set the budget; return when the cache has shrunk to it."""
     with _progress("shrinking") as show:
         reply = ask(mount, {"op": "resize", "cache_bytes": size_bytes, "wait": True}, show)
     if as_json:
@@ -291,7 +287,6 @@ def evict(mount: str, globs: tuple[str, ...], *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context manager: a progress bar (in bytes) on stderr if it is a terminal; `what` is its label."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -301,7 +296,7 @@ def _progress(what: str) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of an unmount. `pid`: the daemon, None if there was none; `killed`: it was ended with SIGKILL."""
+    """Result of an unmount. `pid`: of the daemon; `killed`: with SIGKILL."""
 
     mount: str
     mounted: bool
@@ -309,14 +304,13 @@ class Ended:
     killed: bool
 
     def document(self) -> dict[str, Any]:
-        """Return the document of `llmcache umount --json`."""
         return {"schema": UMOUNT_SCHEMA, **asdict(self)}
 
 
 def end_mount(path: str, *, force: bool) -> Ended:
     """Unmount and wait for the end of the daemon. MountProblem: there is no mount, or it is busy or dead.
 
-    `force` also restores read_ahead_kb if a killed daemon has left it changed.
+    `force` also restores read_ahead_kb after a killed daemon.
     """
     try:
         return _end_mount(path, force=force)
@@ -360,7 +354,7 @@ def _end_mount(path: str, *, force: bool) -> Ended:
 
 
 def leftover(point: str) -> Ended | None:
-    """Clean up after a mount that no longer exists: end its daemon and remove its files; None if there was neither."""
+    """Clean up after a mount that no longer exists, if necessary."""
     found = control.files(point)
     with control.daemon(point) as process:
         killed = False

@@ -6,8 +6,7 @@
     cache = "6G"
     pin = ["llama-8b*.gguf"]
 
-Values are strings as on the command line, true or false, or lists of strings; their meaning is checked where they are used.
-In the environment, colons separate the entries of a list. This file also parses `-o` and prints `config --show`.
+Values are strings as on the command line, true or false, or lists of strings, which colons separate in the environment.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _WORD = re.compile(r"(?:[^,\\]|\\.?)+", re.DOTALL)
 
 
 def option_words(values: Iterable[str]) -> list[str]:
-    """Split `-o a,b -o c` into single options; escapes are kept."""
+    """Split `-o a,b -o c`; escapes are kept."""
     return [word.strip() for value in values for word in _WORD.findall(value) if word.strip()]
 
 
 def mount_options(values: Iterable[str]) -> tuple[str, ...]:
-    """Split `-o a,b -o c` into single options, without those that are not for a file system."""
+    """Return the options for a file system in `-o a,b -o c`."""
     return tuple(word for word in option_words(values) if word not in _NOISE and not word.startswith(_NOISE_PREFIXES))
 
 
@@ -65,7 +64,6 @@ class SettingKey:
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
         return PREFIX + self.name.upper()
 
 
@@ -93,7 +91,7 @@ _OWN_OPTIONS["writable"] = NAMES["rw"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and its origin: FLAG, ENVIRONMENT, FILE or DEFAULT; `where` names the variable or the file."""
+    """A value and its origin; `where` names the variable or the file."""
 
     value: Any
     origin: str
@@ -101,9 +99,9 @@ class Setting:
 
 
 def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
-    """Return all settings by name. Flags that are None or empty lists count as absent; `-o KEY=VALUE` counts as a flag.
+    """Return all settings by name. Flags that are None or empty count as absent; `-o KEY=VALUE` counts as a flag.
 
-    UsageError names a key that is unknown or has an invalid value; DataError: the file is not TOML.
+    UsageError: a key is unknown or has an invalid value; DataError: the file is not TOML.
     """
     config = config or environment.get(PREFIX + "CONFIG")
     stored = read_file(config) if config else {}
@@ -126,7 +124,7 @@ def resolve(flags: Mapping[str, Any], config: str | None, environment: Mapping[s
 
 
 def mount_point(given: str | None, config: str | None) -> str:
-    """Return the mount point: `given`, else that in the settings. UsageError: it is in neither."""
+    """Return `given`, else the mount point in the settings. UsageError: there is none."""
     found = resolve({"mount": given}, config)["mount"].value
     if found is None:
         raise UsageError("Missing argument 'MOUNT'", "name the mount point, or give --config FILE that sets it")
@@ -134,7 +132,7 @@ def mount_point(given: str | None, config: str | None) -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the values in a settings file by key name; lists as tuples."""
+    """Return the values in a settings file; lists as tuples."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -183,7 +181,7 @@ def _from_text(key: SettingKey, text: str) -> Any:
 
 
 def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Split mount options (`-o a,b -o c`) into those for libfuse and our own settings (cache=6G, pin=GLOB, writable, …)."""
+    """Split mount options (`-o a,b -o c`) into those for libfuse and our own settings."""
     rest: list[str] = []
     own: dict[str, Any] = {}
     for word in option_words(values):
@@ -199,7 +197,7 @@ def split_options(values: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any
 
 
 def show(settings: dict[str, Setting], as_json: bool) -> None:
-    """Print `settings` on stdout."""
+    """Print `settings`."""
     if as_json:
         entries = [
             {"name": name, **asdict(setting), "where": setting.where or None, "variable": NAMES[name].variable}

@@ -1,10 +1,7 @@
 """`llmcache top`: sample a mount repeatedly, and show the samples on a terminal, as text or as JSON.
 
-A *sample* has the counters and their changes since an earlier sample, in base units.
-
-Text is as wide as the terminal (at least 80 columns). Strips use different characters, and colors if available. On a
-terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end (`q`,
-Ctrl-C, a signal that ends the process regularly, an error).
+On a terminal, the view uses the alternate screen, and keys are neither buffered nor echoed. Both are restored at any end
+(`q`, Ctrl-C, a signal, an error).
 """
 
 from __future__ import annotations
@@ -98,9 +95,8 @@ class Budget:
 class MountTraffic:
     """Bytes transferred in `seconds`, and the waits of readers in that time. Ratios (0..1) are None if unknown.
 
-    `hit_ratio`: the byte hit ratio; outside mode arena, hits on resident data are counted at the end of each pass.
-    `late_ratio`, `wasted_ratio`: the shares of prefetched bytes that a reader had to wait for, and that were dropped unread.
-    Prefetched bytes that are neither read nor dropped yet do not count.
+    `hit_ratio`: by bytes; outside mode arena, hits on resident data are counted at the end of each pass. `late_ratio`,
+    `wasted_ratio`: the shares of prefetched bytes that a reader waited for, and that were dropped unread.
     """
 
     seconds: float
@@ -126,7 +122,7 @@ class MountTraffic:
 
     @classmethod
     def between(cls, before: MountStats | None, now: MountStats) -> MountTraffic:
-        """Return the traffic between two states of a mount; without `before`, since its start."""
+        """Without `before`, return the traffic since the mount's start."""
         seconds = now.uptime_s - (before.uptime_s if before else 0.0)
         counters = {name: getattr(now, key) - (getattr(before, key) if before else 0) for name, key in _COUNTERS.items()}
         rated = ("read_bytes", "storage_read_bytes", "storage_written_bytes", "fetched_bytes", "refault_bytes")
@@ -151,7 +147,7 @@ class MountTraffic:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document. `median_s` and `p99_s` are None without waits, and beyond the last bound."""
+        """`median_s` and `p99_s` are None without waits, and beyond the last bound."""
         document: dict[str, Any] = to_json(self)
         for name in ("late_waits", "demand_waits"):
             for key, share in (("median_s", 0.5), ("p99_s", 0.99)):
@@ -197,10 +193,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. `interval`: the traffic since an earlier sample; None in the first one.
-
-    The interval is at least as long as the longest period of an active loop, if possible, so that it covers whole passes.
-    """
+    """One sample. `interval`: the traffic of at least a whole pass, if possible; None in the first one."""
 
     mount: str
     unix_s: float
@@ -244,18 +237,18 @@ def _layer_document(layer: LayerHeat) -> dict[str, Any]:
 
 
 def loops_of(stats: MountStats) -> tuple[LoopState, ...]:
-    """Return all loops: active ones first, then by size, largest first."""
+    """Return all loops: active ones first, then the largest."""
     found = [LoopState(file.path, file.shown_name, loop) for file in stats.files for loop in file.loops]
     return tuple(sorted(found, key=lambda loop: (not loop.stats.readers, -loop.stats.size_bytes, loop.path)))
 
 
 def _age(file: FileHeat) -> float:
-    """Return tens of seconds since the last request of the file: coarse, so that active files keep their order."""
+    """Return tens of seconds, so that active files keep their order."""
     return min((layer.age_s // 10 for layer in file.layers if layer.age_s is not None), default=float("inf"))
 
 
 def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
-    """Return a bar of `width` cells that shows (amount, character) `parts` of `total`; the rest is free."""
+    """Return a bar that shows (amount, character) `parts` of `total`."""
     text = Text()
     done, cells = 0, 0
     for amount, character in parts:
@@ -267,7 +260,7 @@ def strip_bar(parts: Iterable[tuple[int, str]], total: int, width: int) -> Text:
 
 
 def readers_strip(places: Iterable[float], width: int) -> Text:
-    """Return a line with a mark at the position (0..1) of each reader."""
+    """Return a line that marks the position (0..1) of each reader."""
     cells = ["─"] * width
     for place in places:
         cells[max(0, min(width - 1, int(place * width)))] = "●"
@@ -279,14 +272,13 @@ def readers_strip(places: Iterable[float], width: int) -> Text:
 
 
 def heat_strip(layer: LayerHeat, width: int) -> Text:
-    """Return the strip of a layer, `width` cells wide."""
+    """Return the strip of a layer."""
     cells = {kind: stretch(digits, width) for kind, digits in layer.cells.items()}
     characters = [_character({kind: digits[at] for kind, digits in cells.items()}) for at in range(width)]
     return Text.assemble(*((character, STYLES[character]) for character in characters))
 
 
 def _character(ninths: dict[str, int]) -> str:
-    """Return the character of a cell: the window if it has any, else pinned, pages, then cold or streamed."""
     if ninths["window"]:
         return WINDOW
     if pinned := ninths["pinned"]:
@@ -297,13 +289,13 @@ def _character(ninths: dict[str, int]) -> str:
 
 
 def stretch(digits: str, width: int) -> list[int]:
-    """Resample the digits of a strip to `width`; each is the largest of those that it covers."""
+    """Resample digits to `width`; each is the largest of those that it covers."""
     bounds = [(cell * len(digits) // width, -(-(cell + 1) * len(digits) // width)) for cell in range(width)]
     return [max(map(int, digits[low : max(high, low + 1)])) for low, high in bounds]
 
 
 def merge(layers: Sequence[LayerHeat]) -> LayerHeat:
-    """Merge adjacent layers into one, named after the first and the last."""
+    """Merge adjacent layers into one."""
     if len(layers) == 1:
         return layers[0]
     ages = [layer.age_s for layer in layers if layer.age_s is not None]
@@ -318,14 +310,13 @@ def merge(layers: Sequence[LayerHeat]) -> LayerHeat:
 
 
 def _joined(layers: Sequence[LayerHeat], kind: str) -> str:
-    """Concatenate the strips of layers, and resample them to one strip; each cell is a mean, rounded up."""
     digits = [digit for layer in layers for digit in stretch(layer.cells[kind], _CELLS)]
     count = len(layers)
     return "".join(str(-(-sum(digits[at : at + count]) // count)) for at in range(0, len(digits), count))
 
 
 def fold(layers: Sequence[LayerHeat], rows: int) -> list[LayerHeat]:
-    """Merge adjacent layers into at most `rows` rows of similar size."""
+    """Merge adjacent layers into at most `rows` rows."""
     if len(layers) <= rows:
         return list(layers)
     total = sum(layer.size_bytes for layer in layers) or 1
@@ -350,7 +341,7 @@ class Watcher:
         self._heat_due_s = 0.0
 
     def sample(self) -> Sample:
-        """Take a sample. MountProblem: the mount does not exist or has ended, or the reply is invalid."""
+        """MountProblem: there is no mount, or the reply is invalid."""
         try:
             with control.reply_errors(self.mount):
                 stats = from_json(MountStats, self._ask(self.mount, {"op": "stats"}))
@@ -383,7 +374,7 @@ class Watcher:
         return found
 
     def _heat_map(self) -> HeatMap:
-        """Return the heat map; request it at most for HEAT_SHARE of the time."""
+        """Request it at most for HEAT_SHARE of the time."""
         began = self._clock()
         if self._heat is None or began >= self._heat_due_s:
             self._heat = from_json(HeatMap, self._ask(self.mount, {"op": "heat"}))
@@ -391,7 +382,7 @@ class Watcher:
         return self._heat
 
     def _base(self, now: MountStats) -> MountStats | None:
-        """Return the latest earlier stats that are at least a period of every active loop old; else the oldest."""
+        """Return the latest stats that are at least a period of every active loop old."""
         periods = [loop.period_s or 0.0 for file in now.files for loop in file.loops if loop.readers]
         back_s = now.uptime_s - max(periods, default=0.0)
         whole = [past for past in self._past if past.uptime_s <= back_s]
@@ -401,7 +392,7 @@ class Watcher:
 
 
 def lines(sample: Sample, width: int, rows: int | None = None, hint: str = "") -> list[Text]:
-    """Return the view: `width` columns (at least 80), at most `rows` lines, with `hint` in the first line."""
+    """Return at most `rows` lines of `width` columns (at least 80), with `hint` in the first line."""
     width = max(WIDTH, width)
     found = [_head(sample, width, hint), *_memory(sample, width), Text(), *_flows(sample), *_wait_rows(sample)]
     found += [Text(), *_loops(sample.loops, width, None if rows is None else max(2, (rows - len(found)) // 3))]
@@ -420,7 +411,6 @@ def _head(sample: Sample, width: int, hint: str) -> Text:
 
 
 def _memory(sample: Sample, width: int) -> list[Text]:
-    """Return the budget as a bar and in figures, and a line about memory pressure, if any."""
     budget = sample.budget
     total = format_size(budget.budget_bytes)
     parts = ((budget.pinned_bytes, PINNED), (budget.window_bytes, WINDOW), (budget.other_bytes, PAGES))
@@ -460,7 +450,6 @@ def _flows(sample: Sample) -> list[Text]:
 
 
 def _wait_rows(sample: Sample) -> list[Text]:
-    """Return how long readers waited for storage: for prefetches in progress, and for data that was not prefetched."""
     widths, heads = (13, 12, 13, 14, 15, 13), ("waits", "since mount", "half within", "99 % within", "in all")
     found = [Text(_row(widths, *heads, _span(sample.interval)), _TITLE)]
     for name, key in (("late", "late_waits"), ("on demand", "demand_waits")):
@@ -473,12 +462,11 @@ def _wait_rows(sample: Sample) -> list[Text]:
 
 
 def _row(widths: Sequence[int], name: str, *cells: str) -> str:
-    """Return a row: a name, then right-aligned cells."""
     return _fit(name, widths[0]) + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
 
 
 def _share_of_time(flow: MountTraffic | None, key: str) -> str:
-    """Return the total time of waits as a share of the interval; with several readers it can exceed 100 %."""
+    """With several readers, the share can exceed 100 %."""
     return format_percent(getattr(flow, key).sum_s / flow.seconds if flow is not None and flow.seconds > 0 else None)
 
 
@@ -514,7 +502,6 @@ def _loop(loop: LoopState, columns: Sequence[int], room: int) -> list[Text]:
 
 
 def _heat(sample: Sample, width: int, rows: int | None) -> list[Text]:
-    """Return the files in `rows` lines, shared equally by as many files as have at least _LEAST_ROWS each."""
     count = len(sample.heat) if rows is None else max(1, min(len(sample.heat), rows // _LEAST_ROWS))
     more = len(sample.heat) - count + sample.left_out_files
     left = rows - 1 if rows is not None and more and rows > _LEAST_ROWS else rows
@@ -548,7 +535,7 @@ def _layer(layer: LayerHeat, columns: Sequence[int], room: int) -> Text:
 
 
 def _ago(age_s: float | None) -> str:
-    """Return an age as text, coarse, because figures that change with every sample are hard to read."""
+    """Return an age, coarse, because figures that always change are hard to read."""
     if age_s is None:
         return "-"
     if age_s < 1.5:
@@ -568,7 +555,7 @@ def _span(flow: MountTraffic | None) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    """Fit `text` into `width` columns; a long one keeps its end, where names of models differ."""
+    """Keep the end of a long text, where names of models differ."""
     text = printable(text)
     if cell_len(text) > width:
         while cell_len(text) > width - 1:
@@ -580,7 +567,7 @@ def _fit(text: str, width: int) -> str:
 def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: bool) -> None:
     """Watch a mount, `count` times or until `q`, Ctrl-C or its end; as text if `once` or if stdout is not a terminal.
 
-    MountProblem: the mount does not exist or has ended. UsageError: the pause is too short.
+    MountProblem: there is no mount. UsageError: the pause is too short.
     """
     if pause_s < LEAST_PAUSE_S:
         raise UsageError(f"INTERVAL: {pause_s:g} s is too short: the minimum is {LEAST_PAUSE_S:g} s")
@@ -597,7 +584,6 @@ def show(mount: str, *, pause_s: float, count: int | None, once: bool, as_json: 
 
 
 def _samples(watcher: Watcher, pause_s: float, count: int | None) -> Iterator[Sample]:
-    """Yield samples after the first one, so that each has an interval."""
     watcher.sample()
     for _ in repeat(None) if count is None else range(count):
         time.sleep(pause_s)
@@ -617,7 +603,6 @@ def _print_text(watcher: Watcher, pause_s: float, count: int) -> None:
 
 
 def _show_screen(watcher: Watcher, pause_s: float, count: int | None) -> None:
-    """Show samples on a terminal until `q`, or `count` times. MountProblem: the mount has ended."""
     console = Console(file=_whole_stdout(), highlight=False)
     keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
     sample = watcher.sample()  # before the screen is switched, so that an error is visible
@@ -648,7 +633,7 @@ def _whole_stdout() -> TextIO:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Context manager: read keys unbuffered and without echo; Ctrl-C works as usual, Ctrl-Z is ignored."""
+    """Ctrl-C works as usual; Ctrl-Z is ignored."""
     if not sys.stdin.isatty():
         yield
         return

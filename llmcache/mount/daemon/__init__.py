@@ -1,1 +1,1 @@
-"""The process that serves a mount: its start and end, its logs, control requests and metrics."""
+"""The process that serves a mount: its start and end, logs, control requests and metrics."""

@@ -1,8 +1,6 @@
-"""`--access-log`: passes rows and events from the daemon to the process that writes the trace.
+"""`--access-log`: passes rows and events to the child process that writes the trace (`logwriter.py`).
 
-A child process writes the file (`logwriter.py`), because the daemon must not load the Parquet library. Appending never
-waits: it adds a few bytes to a bounded queue, which one thread sends to the child. Entries that find the queue full are
-counted as lost. When its pipe is closed, by `close` or by the daemon's death, the child completes the file and ends.
+The daemon must not load the Parquet library. Appending never waits: entries that find the queue full are counted as lost.
 
 Stream: frames of (kind u8, length u32) and a payload: ROWS (packed `ROW`s) or MESSAGE (JSON).
 """
@@ -39,7 +37,7 @@ END_TIMEOUT_S = 25.0  # applied twice, which is less than the timeout of `llmcac
 
 
 def check_path(path: str, point: str) -> str:
-    """Return the absolute path of the log; UsageError if a mount on `point` cannot write its log to `path`."""
+    """Return the absolute path of the log; UsageError if a mount on `point` cannot write it."""
     found = os.path.realpath(path)
     if not found.endswith(".parquet"):
         raise UsageError(
@@ -56,7 +54,7 @@ def check_path(path: str, point: str) -> str:
 
 
 class AccessLog:
-    """The daemon's end of one log; `about` is the provenance (see `logwriter`). LlmcacheError: the file cannot be made."""
+    """The daemon's end of one log. LlmcacheError: the file cannot be made."""
 
     def __init__(self, path: str, about: dict[str, Any]) -> None:
         self.path = path
@@ -77,7 +75,6 @@ class AccessLog:
     # These methods never wait: they are called with the engine's lock held.
 
     def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None:
-        """Append one reference with the current time."""
         if len(self._queue) >= QUEUE_MAX or self._broken:
             self.lost += 1
             return
@@ -85,11 +82,10 @@ class AccessLog:
         self._queue.append((ROWS, ROW.pack(time.monotonic_ns(), file, first, count, op, miss, pid)))
 
     def event(self, event: Sequence[Any]) -> None:
-        """Append an event (see `llmcache.cache.steering`) that happened before the next row."""
+        """Append an event that happened before the next row."""
         self._message({"event": list(event)})
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None:
-        """Append an entry of the file table."""
         names = ("id", "path", "dev", "inode", "generation", "size_bytes")
         self._message({"file": dict(zip(names, (number, path, dev, inode, generation, size_bytes), strict=True))})
 

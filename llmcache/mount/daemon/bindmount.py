@@ -48,7 +48,7 @@ class BindMount:
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def run(self) -> None:
-        """Mount, and return when the mount has ended. MountProblem if the kernel refuses; MissingRequirement."""
+        """Return when the mount has ended. MountProblem: the kernel refuses; MissingRequirement."""
         try:
             self._files.begin()
             self._serve()
@@ -77,7 +77,6 @@ class BindMount:
             self._on_end()
 
     def _wait(self) -> None:
-        """Wait until the mount may have ended, or `stop`."""
         if self.mount_id is None:
             stop = select.poll()
             stop.register(self._stop_fd, select.POLLIN)
@@ -89,7 +88,6 @@ class BindMount:
             time.sleep(RETRY_S)
 
     def _is_mounted(self) -> bool:
-        """Return True while the mount exists; if none was made, while MOUNT is a directory."""
         if self.mount_id is None:
             return os.path.isdir(self._point)
         try:
@@ -101,6 +99,5 @@ class BindMount:
         return any(mount.id == self.mount_id and mount.point == self._point for mount in mounts().values())
 
     def stop(self) -> None:
-        """Make `run` return soon."""
         self._stopped = True
         os.eventfd_write(self._stop_fd, 1)

@@ -1,7 +1,4 @@
-"""The accept loop of the control socket and of the metrics endpoint. Clients are not trusted.
-
-One thread accepts connections. Each connection has its own thread, and their number is limited.
-"""
+"""The accept loop of the control socket and of the metrics endpoint. Clients are not trusted."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _CHUNK = 1 << 16
 
 
 class ConnectionServer:
-    """Serves the connections of a listening socket from `start` until `close`."""
+    """Serves each connection of a listening socket in its own thread, from `start` until `close`."""
 
     def __init__(self, listening: socket.socket, name: str, most: int) -> None:
         """`name`: of the threads; `most`: connections at a time."""
@@ -25,7 +22,7 @@ class ConnectionServer:
         self._closed = False
 
     def start(self, serve: Callable[[socket.socket], None], refuse: Callable[[socket.socket], None] | None = None) -> None:
-        """Call `serve` for each connection, in a thread; OSErrors of it end the connection.
+        """Call `serve` for each connection; OSErrors of it end the connection.
 
         Connections beyond the limit wait in the queue of the socket, or, with `refuse`, are passed to it.
         """
@@ -60,7 +57,6 @@ class ConnectionServer:
             self._free.release()
 
     def close(self) -> None:
-        """Stop listening; requests in progress are finished by their threads."""
         self._closed = True
         with contextlib.suppress(OSError):  # it fails, because the socket is not connected, but wakes the accepting thread
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -68,7 +64,7 @@ class ConnectionServer:
 
 
 def receive(connection: socket.socket, end: bytes, most_bytes: int, deadline: float) -> bytes:
-    """Return what a client sends up to and including `end`; less if it closes early, more than `most_bytes` if it is longer.
+    """Return the data up to and including `end`; less if the client closes early, more than `most_bytes` if it is longer.
 
     TimeoutError: the request is not complete by `deadline` (time.monotonic).
     """

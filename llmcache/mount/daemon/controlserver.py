@@ -1,7 +1,6 @@
 """Server of the control socket, and the locks of the daemon. Each request, of its user or of root, has its own thread.
 
-Clients are not trusted: the length of lines, the time to send one and the number of connections are limited, and invalid
-requests are refused.
+Clients are not trusted: the length of lines, the time to send one and the number of connections are limited.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ SOURCE_ENDING_S = 2.0
 
 
 def take_lock(found: ControlFiles, point: str) -> int:
-    """Lock the lock file for the life of this process; return its descriptor. MountProblem: another daemon has the lock.
+    """Lock the lock file for the life of this process, and remove the info file of a previous daemon.
 
-    If the other daemon has no mount any more (mount right after umount), wait for its end. The info file of a previous
-    daemon is removed, so that it is not mistaken for that of this one. MissingRequirement: the file cannot be created.
+    If the other daemon has no mount any more, wait for its end. MountProblem: another daemon has the lock.
+    MissingRequirement: the file cannot be created.
     """
     end = time.monotonic() + ENDING_S
     while (fd := _lock(found.lock, lambda: _open_lock(found), fcntl.LOCK_EX)) is None:
@@ -71,7 +70,7 @@ def _open_lock(found: ControlFiles) -> int:
 
 
 def _lock(path: str, opened: Callable[[], int], how: int) -> int | None:
-    """Lock the file at `path`, which `opened` opens; return its descriptor, or None if another daemon has locked it."""
+    """Return None if another daemon has locked the file."""
     while True:
         with control.file_errors(path):
             fd = opened()
@@ -87,11 +86,10 @@ def _lock(path: str, opened: Callable[[], int], how: int) -> int | None:
 
 
 def lock_source(source: str) -> list[int]:
-    """Lock SOURCE against other daemons that steer in place; return the locks. MountProblem: another daemon has it locked.
+    """Lock SOURCE against other daemons that steer in place. MountProblem: another daemon has it locked.
 
-    Two daemons with the same files would mistake each other's reads for a client's, in an endless loop. The lock file of a
-    directory is named after its device and inode. The lock is exclusive for SOURCE and shared for the directories above
-    it, so nested directories exclude each other, too. If another daemon is about to end, this function waits for it.
+    Two such daemons would mistake each other's reads for a client's, in an endless loop. The lock is exclusive for SOURCE
+    and shared for the directories above it.
     """
     locks: list[int] = []
     end = time.monotonic() + SOURCE_ENDING_S
@@ -106,7 +104,7 @@ def lock_source(source: str) -> list[int]:
 
 
 def unlock_source(locks: list[int]) -> None:
-    """Release the locks of `lock_source`, and remove the lock files that no other daemon has locked."""
+    """Release the locks, and remove the files that no other daemon has locked."""
     for fd in locks:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,14 +134,13 @@ def _overlap(source: str) -> MountProblem:
 
 
 class ClientGone(Exception):
-    """The client of an operation has disconnected (Ctrl-C); raised when the operation sends progress."""
+    """The client has disconnected (Ctrl-C); raised when an operation sends progress."""
 
 
 class ControlServer:
     """Serves each request in a thread of its own until closed.
 
-    `answer(request, on_progress)` returns the reply; if it raises, the error is the reply. `on_progress` sends progress to
-    the client, or raises ClientGone.
+    `answer(request, on_progress)` returns the reply, or raises the error to send.
     """
 
     def __init__(self, found: ControlFiles, answer: Callable[[dict[str, Any], Tell], dict[str, Any]]) -> None:
@@ -188,12 +185,10 @@ class ControlServer:
             return {"error": f"{type(error).__name__}: {error}", "hint": None}
 
     def close(self) -> None:
-        """Stop listening; requests in progress are finished by their threads."""
         self._server.close()
 
 
 def _request(line: bytes) -> dict[str, Any]:
-    """Parse the line of a client; UsageError if it is not a request."""
     hint = 'a request is one line of JSON: {"op": "stats"}'
     if len(line) > _LONGEST_REQUEST:
         raise UsageError(f"request: longer than {_LONGEST_REQUEST} bytes", hint)
@@ -221,7 +216,7 @@ class Requests:
     """The operations on one mount's cache."""
 
     def __init__(self, engine: Engine, warmer: Warmup, metrics: str | None = None) -> None:
-        """`metrics`: ADDRESS:PORT of the metrics endpoint, if there is one."""
+        """`metrics`: ADDRESS:PORT of the metrics endpoint."""
         self.engine = engine
         self.warmer = warmer
         self._known: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
@@ -233,7 +228,7 @@ class Requests:
         }
 
     def answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
-        """Return the reply to `request`. UsageError: unknown operation, or a field is missing or invalid."""
+        """UsageError: unknown operation, or a field is missing or invalid."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
             raise UsageError(
@@ -242,7 +237,7 @@ class Requests:
         return self._known[name](request, on_progress)
 
     def _resize(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
-        """{"cache_bytes": N}; with "wait", return when the cache has shrunk to that size, or after SHRINK_S."""
+        """{"cache_bytes": N}; with "wait", return when the cache has shrunk, or after SHRINK_S."""
         state, memory = self.engine.state, self.engine.state.memory
         before = memory.budget_bytes
         size = request.get("cache_bytes")
@@ -263,7 +258,7 @@ class Requests:
         return self.warmer.warm(_globs(request), on_progress, fetch=not switch(request, "check"))
 
     def _evict(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
-        """{"globs": […]}: evict the files that match (without globs, all files), except those of --pin."""
+        """{"globs": […]}: evict matching files (without globs, all), except those of --pin."""
         globs, state, names = _globs(request), self.engine.state, self.engine.tree.names
         names.refresh(NAMES_S, at_once=True)
         files: list[tuple[int, int]] = []  # node and size
@@ -295,7 +290,7 @@ class Requests:
         }
 
     def _drop(self, files: list[tuple[int, int]], on_progress: Tell) -> None:
-        """Drop the pages of whole files. It may wait for pages being read, because this thread has no pending READ."""
+        """May wait for pages being read, because this thread has no pending READ."""
         done, total = 0, sum(size for _, size in files)
         for node, size in files:
             for offset in range(0, max(size, 1), DROP_BYTES):
@@ -314,7 +309,7 @@ def _globs(request: dict[str, Any]) -> list[str]:
 
 
 def switch(request: dict[str, Any], name: str) -> bool:
-    """Return the boolean field `name`, False if it is missing. UsageError if it is not true or false."""
+    """Return the boolean field `name`, by default False. UsageError: it is not a boolean."""
     found = request.get(name, False)
     if not isinstance(found, bool):
         raise UsageError(f"{name}: {reprlib.repr(found)} is neither true nor false")

@@ -1,17 +1,14 @@
 """The process that serves a mount: from checked arguments to a clean end.
 
-Threads: the main thread starts and stops all parts and runs Python's signal handlers. libfuse's loop has its own thread,
-because it would block the handlers in the main thread. The kernel may deliver a signal to any thread, so the thread
-`signals` wakes the main thread for each. FUSE_INIT is passed to the main thread, so that the engine starts its children
-from a thread that lives as long as the daemon: a child with PR_SET_PDEATHSIG dies with the *thread* that created it, and
-libfuse's threads are short-lived.
+The main thread starts and stops all parts and runs Python's signal handlers, so libfuse's loop has its own thread. The
+thread `signals` wakes the main thread for each signal, because the kernel may deliver it to any thread. FUSE_INIT is passed
+to the main thread, because a child with PR_SET_PDEATHSIG dies with the *thread* that created it.
 
-In the background, the command waits until the mount serves, and reports every error before that as its own. The child
-sends JSON lines through a pipe: notes (logged warnings, such as a reduced budget), an error, or ready. Its stdout and
-stderr are the log from the start, so its helpers do not keep the caller's pipes open.
+In the background, the child sends JSON lines to the waiting command: notes (logged warnings), an error, or ready. Its stdout
+and stderr are the log from the start, so its helpers do not keep the caller's pipes open.
 
-Order at the end: the engine unpins and stops its helper, notifications to the kernel complete, requests in progress are
-answered, the mount is detached, the sentinel ends, and the files of the control socket are removed.
+Order at the end: the engine unpins, notifications to the kernel complete, requests in progress are answered, the mount is
+detached, the sentinel ends, and the files of the control socket are removed.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ class MountRequest:
 
 
 class Daemon:
-    """One mount and its engine. `run` serves until the end, and calls `ready` as soon as requests are served."""
+    """One mount and its engine."""
 
     def __init__(self, request: MountRequest, source: str, point: str, rotate: Callable[[], None] | None = None) -> None:
         """`rotate`: the action of SIGHUP; without it, SIGHUP ends the mount."""
@@ -152,7 +149,7 @@ class Daemon:
             self._engine.state.references.log = self._log
 
     def run(self, ready: Callable[[], None]) -> None:
-        """Serve until an unmount, a stop request or a signal. Raises the error if the mount cannot be made."""
+        """Serve until the end; call `ready` as soon as requests are served."""
         libfuse.prepare_process()
         self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
@@ -217,7 +214,6 @@ class Daemon:
             self._events.put("signal")
 
     def _end_with(self, pids: Sequence[int]) -> None:
-        """End the mount when all of these processes have ended (zombies included)."""
         if not pids:
             return
         fds = []
@@ -243,9 +239,8 @@ class Daemon:
         self._events.put("over")
 
     def _start_and_wait(self, notifier: KernelNotifier | None = None) -> None:
-        """Let the main thread start the engine and the control server, and wait for it.
-
-        Over FUSE, this is FUSE_INIT on a thread of libfuse. The kernel sends no other request before it returns.
+        """Wait until the main thread has started the engine. Over FUSE, the kernel sends no other request before this
+        returns.
         """
         self._notifier = notifier
         self._events.put("init")
@@ -274,8 +269,6 @@ class Daemon:
             self._started.set()
 
     def _pin(self) -> None:
-        """Prefetch the files of --pin in a thread, while the mount already serves."""
-
         def warm() -> None:
             try:
                 done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
@@ -293,7 +286,6 @@ class Daemon:
         return self._requests.answer(request, on_progress)
 
     def _stop(self, force: bool) -> dict[str, Any]:
-        """Serve `llmcache umount`; refuse it while other processes use the mount, unless forced."""
         with self._stop_lock:
             if not force:
                 mount = mountpoint.find(self._point)
@@ -311,17 +303,15 @@ class Daemon:
 
 
 def _is_own(pid: int) -> bool:
-    """Return True for this process and its children (the engine's helper keeps files of the mount open)."""
     if pid == os.getpid():
         return True
     return int(status_of(pid)["PPid"]) == os.getpid()
 
 
 def tune_process() -> None:
-    """Set a small heap, a short GIL switch interval, many descriptors, the root directory and (for root) a high priority.
+    """Set heap, GIL switch interval, descriptor limit, root directory and (for root) priority.
 
-    The umask is 0, because the umask of each application is applied to its files. The daemon's own files are created with
-    0600.
+    The umask is 0, because each application's umask is applied to its files.
     """
     os.umask(0)
     syscalls.keep_heap_small()
@@ -334,10 +324,7 @@ def tune_process() -> None:
 
 
 def serve_foreground(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
-    """Serve in this process, with the log on stderr unless the request names another one.
-
-    As soon as the mount serves, notify systemd and call `served`.
-    """
+    """Serve in this process, with the log on stderr by default; call `served` as soon as the mount serves."""
     handler = logs.handler(request.log)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logs.catch_all()
@@ -353,7 +340,7 @@ def serve_foreground(request: MountRequest, source: str, point: str, served: Cal
 
 
 def serve_background(request: MountRequest, source: str, point: str, served: Callable[[], None]) -> None:
-    """Start a daemon and call `served` as soon as its mount serves. Raises the daemon's error otherwise."""
+    """Start a daemon; call `served` as soon as its mount serves, or raise its error."""
     control.make_directory()
     reading, writing = os.pipe()
     log_path = control.files(point).log if request.log in (None, logs.JOURNAL) else str(request.log)
@@ -403,18 +390,16 @@ def _wait_ready(events: IO[str], child: int, log_path: str) -> None:
 
 
 class _Reporter(logging.Handler):
-    """Sends the child's events, and warnings logged before it is ready, to the waiting parent."""
+    """Sends the child's events and early warnings to the waiting parent."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(logging.WARNING)
         self._pipe = os.fdopen(fd, "w")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a warning as a note."""
         self.send(note=record.getMessage())
 
     def send(self, **event: Any) -> None:
-        """Send one line to the parent."""
         self.acquire()  # other threads may log
         try:
             self._pipe.write(json.dumps(event) + "\n")
@@ -425,7 +410,7 @@ class _Reporter(logging.Handler):
             self.release()
 
     def finish(self) -> None:
-        """Report that the mount serves. Later warnings go only to the log."""
+        """Later warnings go only to the log."""
         self.send(ready=True)
         logging.getLogger().removeHandler(self)
         with contextlib.suppress(OSError):
@@ -433,7 +418,6 @@ class _Reporter(logging.Handler):
 
 
 def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, log_path: str) -> int:
-    """Run the daemon in the child process; return its exit code."""
     root = logging.getLogger()
     try:
         os.setsid()
@@ -468,7 +452,7 @@ def _child(request: MountRequest, source: str, point: str, reporter: _Reporter, 
 
 
 def _redirect(log_path: str, *, shorten: bool) -> int:
-    """Redirect stdout and stderr of this process to the log; return the present size of the log."""
+    """Return the present size of the log."""
     try:
         fd = logs.open_own(log_path)
     except OSError as error:
@@ -486,7 +470,6 @@ def _redirect(log_path: str, *, shorten: bool) -> int:
 
 
 def _libfuse_errors(log_path: str, begin: int) -> str:
-    """Return the messages of libfuse and fusermount3 about a failed mount, from the log after `begin`."""
     with open(log_path, encoding="utf-8", errors="replace") as file:
         file.seek(begin)
         lines = [line.strip() for line in file if line.startswith(("fuse", "mount"))]
@@ -494,14 +477,14 @@ def _libfuse_errors(log_path: str, begin: int) -> str:
 
 
 def _rotation(handler: logging.Handler) -> Callable[[], None] | None:
-    """Return the action of SIGHUP for a log; None for stderr, because a terminal sends SIGHUP to end its processes."""
+    """Return the action of SIGHUP; None for stderr, because a terminal sends SIGHUP to end its processes."""
     if isinstance(handler, logs.LogFile):
         return handler.renew
     return (lambda: None) if isinstance(handler, logs.Journal) else None
 
 
 def notify(state: str) -> bool:
-    """Send `state` ("READY=1\\nSTATUS=…") to the socket $NOTIFY_SOCKET; return False if there is none, or no listener."""
+    r"""Send `state` ("READY=1\nSTATUS=…") to $NOTIFY_SOCKET; return False if nothing listens there."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return False

@@ -1,10 +1,9 @@
-"""Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr (in the foreground).
+"""Destinations of a daemon's log: a file that rotates, the journal of systemd, or stderr.
 
-SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first. The output
-of libfuse and of helpers follows if their stdout and stderr are the log.
+SIGHUP rotates: if logrotate has moved the file, a new one is opened; else the file is moved to `FILE.1` first.
 
-Logs are often passed to other people, so they contain no names of model files and no content. Files are identified by
-their inode in SOURCE (`find SOURCE -inum N`). Exceptions are logged with their type and traceback, but without their text.
+Logs are often passed to other people, so they contain neither file names nor content: files are identified by their inode in
+SOURCE (`find SOURCE -inum N`), exceptions by type and traceback.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._redirect()
 
     def renew(self) -> None:
-        """Begin a new file; if that fails, continue with the old one."""
+        """If that fails, continue with the old file."""
         self.acquire()
         fd = os.dup(self._descriptor)
         try:
@@ -78,7 +77,6 @@ class LogFile(logging.handlers.RotatingFileHandler):
             return False
 
     def doRollover(self) -> None:
-        """Move the file to `FILE.1` and begin a new one; also called when the file reaches `most_bytes`."""
         super().doRollover()
         self._redirect()
 
@@ -92,7 +90,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def open_own(path: str) -> int:
-    """Open a file of this user for appending, create it (0600) if needed. OSError: a link, or a file of another user."""
+    """Open a file (0600) of this user for appending. OSError: a link, or a file of another user."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     status = os.fstat(fd)
@@ -114,12 +112,11 @@ class PrivateFormatter(logging.Formatter):
         self,
         ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
     ) -> str:
-        """Format an exception with `without_text`."""
         return without_text(ei[1]) if ei[1] is not None else ""
 
 
 def without_text(error: BaseException) -> str:
-    """Return the tracebacks and types of an exception and its causes, without their texts, which may contain file names."""
+    """Return types and tracebacks of an exception and its causes; their texts may contain file names."""
     parts = []
     current: BaseException | None = error
     while current is not None:
@@ -130,7 +127,7 @@ def without_text(error: BaseException) -> str:
 
 
 def catch_all() -> None:
-    """Log unhandled exceptions in threads and C callbacks, without their text, from now on."""
+    """Log unhandled exceptions in threads and C callbacks, without their text."""
 
     def log_error(error: BaseException | None) -> None:
         if error is not None and not isinstance(error, SystemExit):
@@ -157,7 +154,6 @@ class Journal(logging.Handler):
             ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record. The message is sent with its length, because it may have several lines."""
         text = self.format(record).encode(errors="replace")
         priority = _PRIORITIES.get(record.levelno, 6)
         head = f"PRIORITY={priority}\nSYSLOG_IDENTIFIER={IDENTIFIER}\nLOGGER={record.name}\n".encode()
@@ -185,7 +181,7 @@ def check(target: str | None, point: str) -> str | None:
 
 
 def handler(target: str | None) -> logging.Handler:
-    """Return the log handler of a daemon in the foreground. Default: the journal if stderr is the journal, else stderr."""
+    """Return the log handler of a foreground daemon, by default the journal if stderr is the journal, else stderr."""
     if target is None:
         stderr = os.fstat(sys.stderr.fileno())
         if os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":

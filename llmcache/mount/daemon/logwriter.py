@@ -1,11 +1,10 @@
 """The process that writes an access log: it reads the frames of `accesslog` from stdin and writes a Parquet trace.
 
-Run as `python -m llmcache.mount.daemon.logwriter PATH`. It prints {"ready": true} or {"error": …} as one line on stdout. The
-log ends with stdin, whether the daemon closed it or died. The process then completes the file with all it has read, and so
-outlives the daemon for a short time. If storage runs out, the file is removed.
+Run as `python -m llmcache.mount.daemon.logwriter PATH`. It prints {"ready": true} or {"error": …} as one line on stdout. At
+the end of stdin, it completes the file. If storage runs out, it removes the file.
 
-Provenance: `extra["mount"]` names this scheme. `extra["events"]` has [row, event] pairs: the event happened before that
-row. `llmcache.cache.steering` lists the events; "file" [id, space, member] maps a file to a loop space and its number in it.
+Provenance: `extra["mount"]` names this scheme. `extra["events"]` has [row, event] pairs: the event happened before that row.
+`llmcache.cache.steering` lists the events; "file" [id, space, member] maps a file to a loop space and its number in it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NICE = 10
 
 
 class LogWriter:
-    """Writer of one log, to `path`."""
+    """Writer of one log."""
 
     def __init__(self, path: str) -> None:
         self._writer = TraceWriter(path, provenance=Provenance(tier="mount"))
@@ -45,7 +44,6 @@ class LogWriter:
         self._process_of: dict[int, int] = {}
 
     def take(self, kind: int, payload: bytes) -> None:
-        """Process one frame."""
         if kind == ROWS:
             rows = np.frombuffer(payload, DTYPE)
             columns = {name: np.ascontiguousarray(rows[name]) for name in COLUMNS}
@@ -65,7 +63,6 @@ class LogWriter:
             self._about = message.get("about", self._about)
 
     def _processes(self, threads: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Return the process of each thread id in requests; the id itself if the thread has ended."""
         ids, index = np.unique(threads, return_inverse=True)
         if len(self._process_of) > THREADS_MAX:
             self._process_of.clear()
@@ -96,12 +93,11 @@ class LogWriter:
         self._writer.close()
 
     def discard(self) -> None:
-        """Remove the file."""
         self._writer.discard()
 
 
 def process_of(thread: int) -> int:
-    """Return the process of a thread; `thread` itself if there is no such thread (0: none)."""
+    """Return the process of a thread; `thread` itself if it has ended."""
     try:
         return int(status_of(thread)["Tgid"])
     except OSError:
@@ -109,7 +105,7 @@ def process_of(thread: int) -> int:
 
 
 def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (kind, payload) until the stream ends; ignore an incomplete last frame."""
+    """Yield (kind, payload); ignore an incomplete last frame."""
     while len(head := stream.read(FRAME.size)) == FRAME.size:
         kind, length = FRAME.unpack(head)
         payload = stream.read(length)

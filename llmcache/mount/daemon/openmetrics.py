@@ -1,11 +1,8 @@
 """Metrics of a mount in OpenMetrics (text, version 1.0), and the local HTTP endpoint that serves them: GET /metrics.
 
-Names end in their unit, counters in `_total`; units are base units (bytes, seconds, ratio). Names of files are included
-only on request, because any local process can read the endpoint.
-
-At most CONNECTIONS are served at a time, for at most DEADLINE_S each. Further ones receive 503 at once. The text is complete
-before any byte is sent and no lock is held while sending, so a scraper that hangs blocks only its own thread. A text is
-reused for FRESH_S, which limits the load on the engine.
+Names end in their unit, counters in `_total`; units are base units. Names of files are included only on request, because any
+local process can read the endpoint. At most CONNECTIONS are served at a time, for at most DEADLINE_S each; further ones
+receive 503. A text is reused for FRESH_S.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _HINT = "for example 127.0.0.1:9464 or [::1]:9464; port 0 takes any free port"
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
-    """Return a distinct label for each of `paths`. Bytes that are not UTF-8, as labels must be, become \\xNN."""
+    r"""Return a distinct label for each path. Bytes that are not UTF-8 become \xNN."""
     found: dict[str, None] = {}
     for path in paths:
         text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -158,10 +155,7 @@ _LOOP_LEVELS = (
 
 
 def _loop_metrics(stats: MountStats, mount: str) -> list[Metric]:
-    """Return the metrics of each loop. The shards of a model are one loop, listed with the first file.
-
-    Unknown values are omitted.
-    """
+    """The shards of a model are one loop, listed with the first file."""
     from prometheus_client import metrics_core as metrics
 
     looping = [file for file in stats.files if file.loops]
@@ -204,10 +198,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsEndpoint:
-    """HTTP endpoint. It listens at once, so that a port in use is an error before the mount, and serves after `start`."""
+    """HTTP endpoint. It listens at once, so that a port in use is an error before the mount."""
 
     def __init__(self, where: str) -> None:
-        """Listen on `where`, ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
+        """`where`: ADDRESS:PORT. UsageError: not a loopback address; MountProblem: the port is not available."""
         host, port = parse_address(where)
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a mount right after the last one
@@ -226,12 +220,10 @@ class MetricsEndpoint:
         self._text = b""
 
     def start(self, text: Callable[[], str]) -> None:
-        """Serve the result of `text`."""
         log.info("metrics on http://%s/metrics", self.address)
         self._server.start(lambda connection: self._serve(connection, text), _refuse)
 
     def close(self) -> None:
-        """Stop listening; open connections end by their deadline."""
         self._server.close()
 
     def _serve(self, connection: socket.socket, text: Callable[[], str]) -> None:
@@ -267,7 +259,7 @@ class MetricsEndpoint:
 
 
 def _refuse(connection: socket.socket) -> None:
-    """Respond with 503 after reading the request: closing a connection with unread data would discard the response."""
+    """Read the request first, because unread data would discard the response."""
     connection.settimeout(REFUSE_S)
     with contextlib.suppress(TimeoutError):
         connection.recv(REQUEST_BYTES)

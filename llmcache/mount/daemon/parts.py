@@ -25,7 +25,7 @@ POOL_RESERVE = 4
 
 
 def new_engine(cache_bytes: int, mode: str, tree: SourceTree, pinned: tuple[str, ...] = ()) -> Engine:
-    """Return an engine of a mount of `tree`, with a budget of `cache_bytes`. `pinned`: globs of files to pin first."""
+    """Return an engine of a mount of `tree`. `pinned`: globs of files to pin first."""
     is_in_place = mode == "inplace"
     state = CacheState(
         cache_bytes,

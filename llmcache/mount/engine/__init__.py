@@ -1,1 +1,1 @@
-"""Decisions of a mount: which files form a loop space, what clients use of them, and what to pin, fetch ahead and evict."""
+"""Decisions of a mount: how files form loop spaces, and what to pin, fetch ahead and evict."""

@@ -1,7 +1,6 @@
 """The engine of a mount: the part of the cache that file operations call.
 
-It turns opens into spaces (a model file's layout is the first guess of its loop), passes completed passes to the planner and
-changes of a file to every part that has a copy of its data, and runs the maintenance thread several times a second.
+It turns opens into spaces, passes events to the other parts, and runs the maintenance thread.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WAITERS, WAIT_S = 32, 5.0  # requests that may wait for STOREs at a time, and fo
 class Engine:
     """Cache of one mount. `pinned`: globs of files that are pinned before all others.
 
-    `make(engine)` returns the pin helpers, the pin store and the back end of the mode; see `daemon.parts`.
+    `make(engine)` returns the pin helpers, the pin store and the back end; see `daemon.parts`.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Engine:
     # Start and stop
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Start threads and the pin helper, without an access to the mount. May follow `stop`."""
+        """Start without an access to the mount; may follow `stop`."""
         self.state.running = True
         self.tree.names.refresh(SCAN_S)
         self._stopping.clear()
@@ -96,7 +95,7 @@ class Engine:
         self.state.services.thread("copies", self._find_copies).start()
 
     def stop(self) -> None:
-        """Unpin everything and end the threads; reads are then answered from SOURCE."""
+        """Unpin everything; reads are then answered from SOURCE."""
         if not self.state.running or self._maintenance is None:
             return
         with self.state.lock:
@@ -117,14 +116,14 @@ class Engine:
             self.state.memory.verify(self.state.spaces.values())
 
     def _broken(self, service: str) -> None:
-        """Stop steering after a service has failed repeatedly, because the other services rely on it."""
+        """Stop steering, because other services rely on the failed one."""
         log.error("service %s has failed repeatedly: steering ends, and files are read straight from SOURCE", service)
         threading.Thread(target=self.stop, name="stop", daemon=True).start()
 
     # Called by the file operations
 
     def opened(self, backing: Backing, path: str, pid: int) -> bool:
-        """Record an open of a regular file; return True if the kernel may keep the pages that it has."""
+        """Return True if the kernel may keep its pages."""
         if pid in self.pins.pids:
             self._helpers.add(pid)
             return True
@@ -143,10 +142,7 @@ class Engine:
         return known
 
     def adopt(self, backing: Backing) -> bool:
-        """Add a file to a space, or find it in one.
-
-        Return True if a space already accounts for the file's pages in the page cache, although the file was not open.
-        """
+        """Return True if a space already accounts for the cached pages of a file that was not open."""
         space, member = self.grouping.adopt(backing)
         with self.state.lock:
             space.record_open(time.monotonic_ns())
@@ -174,16 +170,14 @@ class Engine:
             self.state.index.move(space)
 
     def _forget_closed(self) -> None:
-        """Forget the space that was closed first if too many are known; looping ones only if all of them loop."""
         if len(self._closed) > min(CLOSED_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // CLOSED_DESCRIPTORS):
             not_looping = (space for space in self._closed.values() if not space.looping)
             self._dissolve(next(not_looping, None) or next(iter(self._closed.values())))
 
     def settle(self, backing: Backing, *, owes_reply: bool) -> None:
-        """Wait until no STORE of an ended space is under way to the path of `backing`: it would bring back old data.
+        """Wait until no STORE of an ended space is under way to the path: it would bring back old data.
 
-        `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each; for the
-        others, old pages remain until they are dropped.
+        `owes_reply`: the thread owes the kernel a reply. At most WAITERS such threads wait, at most WAIT_S each.
         """
         state = self.state
         with state.lock:
@@ -211,7 +205,7 @@ class Engine:
         self._wake.set()
 
     def _part(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
-        """Detach `backing` from its space, and wait until no loader reads it: its descriptors are closed next. Lock held."""
+        """Detach `backing`, and wait until no loader reads it. Lock held."""
         if space.written:
             self._dissolve(space)
         self.state.owners.pop(backing, None)
@@ -221,7 +215,7 @@ class Engine:
             backing.keep_open(f"{member.loads} reads have not ended within {LOADS_S:.0f} s")
 
     def changed(self, backing: Backing, offset: int, length: int) -> None:
-        """Handle a write through the mount, or a change of the file outside it (offset 0, length -1)."""
+        """Handle a write through the mount, or a change outside it (offset 0, length -1)."""
         with self.state.lock:
             if length > 0:
                 self.state.counters.backing_write_bytes += length
@@ -251,7 +245,7 @@ class Engine:
             self.state.references.pages(space, space.members[0], offset, length, WRITE, space.last_pid)
 
     def renamed(self, old: str, new: str) -> None:
-        """Move the files at a path, or below a directory, to a new name; forget the files that had that name."""
+        """Move the files at or below a path; forget those that had the new name."""
         self.removed(new)
         with self.state.lock:
             for space in self.state.spaces.values():
@@ -291,11 +285,10 @@ class Engine:
 
     @property
     def _held_bytes(self) -> int:
-        """Bytes that the kernel cannot reclaim: locked by pin helpers, or in the daemon's memory."""
         return self.pins.locked_bytes + self.state.memory.held_bytes
 
     def resize(self, size_bytes: int) -> None:
-        """Change the budget; excess data is evicted soon. MissingRequirement: the machine cannot spare the memory."""
+        """MissingRequirement: the machine cannot spare the memory."""
         self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
             self.state.memory.budget_bytes = size_bytes
@@ -305,10 +298,7 @@ class Engine:
             self.state.room.notify_all()
 
     def forget(self, space: LoopSpace) -> list[tuple[int, int]]:
-        """End `space`: evict its data, and forget its learned order. Lock held.
-
-        Return (node, bytes) of its files.
-        """
+        """End `space`; return (node, bytes) of its files. Lock held."""
         nodes = [(member.node, member.size_bytes) for member in space.members if member.node is not None]
         self._dissolve(space)
         return nodes
@@ -316,7 +306,7 @@ class Engine:
     # Events, on other threads
 
     def attached(self, path: str, node: int | None) -> None:
-        """Record the node of `path` (None: the helper cannot open it), and drop the pages that are not accounted."""
+        """Record the node of `path` (None: the helper cannot open it), and drop unaccounted pages."""
         with self.state.lock:
             members_at_path = list(self.state.places.get(path, ()))
             for _, member in members_at_path:
@@ -330,13 +320,12 @@ class Engine:
                 self.state.work.notify_all()
 
     def lock_failed(self, path: str, offset: int, length: int, code: int) -> None:
-        """Unpin a range that could not be locked; its pages stay in the page cache as long as the kernel keeps them."""
         with self.state.lock:
             for space, member in self.state.places.get(path, ()):
                 self._unpin(space, member, offset, length, code)
 
     def _unpin(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, code: int) -> None:
-        """Release the pinned extents of a refused range. If the file has changed, there are none. Lock held."""
+        """Lock held."""
         first = member.base + offset // space.extent_bytes
         end = min(member.base - (-(offset + length) // space.extent_bytes), member.base + member.count)
         extents = [extent for extent in range(first, end) if space.state(extent) == PINNED]
@@ -358,8 +347,7 @@ class Engine:
     def _leave_to_client(self, space: LoopSpace, member: SpaceFile, extents: list[int], inode: int, code: int) -> None:
         """Unpin extents that are charged to a client's cgroup with a memory limit of its own.
 
-        EDQUOT: that cgroup is short of memory, and the kernel would reclaim the pages soon. They are dropped, so that the
-        next read charges them to this process.
+        EDQUOT: that cgroup is short of memory, so the pages are dropped and the next read charges this process.
         """
         if not space.unlockable:
             log.warning("inode %d: pages charged to a client's cgroup with a memory limit are not pinned", inode)
@@ -373,7 +361,7 @@ class Engine:
         self.state.room.notify()
 
     def is_limited(self, path: str) -> bool:
-        """Return True if a client that reads `path` is bound by a memory limit that does not bind this process."""
+        """Return True if a memory limit binds a client of `path`, but not this process."""
         pids = {space.last_pid for space, _ in self.state.places.get(path, ()) if space.last_pid}
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended
@@ -382,7 +370,7 @@ class Engine:
         return False
 
     def helper_lost(self, for_good: bool) -> None:
-        """Continue with a smaller budget after the end of a pin helper, which the OOM killer may have killed."""
+        """Continue with a smaller budget, because the OOM killer may have killed a pin helper."""
         self.gauge.lost(self.state.memory.pinned_bytes)
         if for_good:
             self.planner.pinnable_bytes = 0
@@ -455,7 +443,7 @@ class Engine:
                 self._look(now_ns)
 
     def _look(self, now_ns: int) -> None:
-        """Follow the memory of the machine, readers, passes and closed files; make a new plan if one is due. Lock held."""
+        """Lock held."""
         state, memory = self.state, self.state.memory
         state.is_calm, state.is_near = self.gauge.is_calm, self.gauge.is_near
         lru_bytes = memory.limit_bytes

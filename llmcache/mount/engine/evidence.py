@@ -1,14 +1,10 @@
 """Checks, at the end of each pass over a loop space, whether steering matches what clients use.
 
-It answers two questions from the touches that the back end observes:
-- Which extents are still in use (`llmcache.cache.loops.RecentUse`)? An extent that no client has touched for a few passes is
-  no longer pinned or fetched ahead. Touches of resident extents cannot be observed all the time, so these are sometimes
-  *exposed*: the back end clears the accessed bits of their pages (in place) or drops one page of each extent (FUSE), and
-  those that are still untouched after a few passes are unused. An exposure costs clients some time, so it is made when the
-  observed touches suggest that the set in use has changed, and rarely otherwise.
-- Does steering read more than LRU would (`llmcache.cache.shadow`)? Every touch also goes to a shadow LRU cache with the
-  memory of this mount. If steering reads more, the space is left to the kernel: nothing is pinned, fetched ahead or evicted.
-  It is steered again when the kernel reads more than steering is expected to read.
+- Extents that are no longer in use (`llmcache.cache.loops.RecentUse`) are not pinned or fetched ahead. Touches of resident
+  extents cannot always be observed, so these are sometimes *exposed*: the back end clears the accessed bits of their pages
+  (in place) or drops one page of each extent (FUSE). This costs clients time, so it is rare unless the use has changed.
+- If steering reads more than a shadow LRU cache (`llmcache.cache.shadow`), the space is left to the kernel, until the kernel
+  reads more than steering is expected to read.
 
 Every method expects the engine's lock, except the jobs, which take it.
 """
@@ -54,13 +50,11 @@ class Judge:
     """Judges the loop spaces of one mount."""
 
     def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, replan: Callable[[], None]) -> None:
-        """`replan()` requests a new plan."""
         self.state, self.backend, self.pin_store, self._replan = state, backend, pin_store, replan
         self._rest_until = 0.0
 
     @property
     def is_exposing(self) -> bool:
-        """True while the next touch of some resident extents is being observed, over FUSE by a dropped page."""
         return any(space.evidence.exposed for space in list(self.state.index.looping))
 
     def touched(self, space: LoopSpace, extent: int) -> None:
@@ -72,10 +66,7 @@ class Judge:
             self._set_moved(space)
 
     def _has_moved(self, space: LoopSpace) -> bool:
-        """Return True if clients have begun to use other extents, and the pins are probably no longer useful.
-
-        A client that has just opened the file does not count: loading the model touches everything once.
-        """
+        """Return True if clients use other extents now, except by loading the model, which touches everything once."""
         pinned_bytes = space.pinned_bytes
         is_full = self.state.memory.used_bytes > self.state.memory.limit_bytes * 7 // 8
         is_loading = space.opened_ns >= space.evidence.ended_ns
@@ -92,7 +83,7 @@ class Judge:
             self._queue(self._drop, space, pinned)
 
     def _drop(self, space: LoopSpace, extents: list[int]) -> None:
-        """Drop extents that are no longer pinned, because the kernel takes them for recently used."""
+        """Drop unpinned extents, because the kernel takes them for recently used."""
         self.pin_store.settle()
         with self.state.lock:
             parts = space.ranges(extents) if space.alive and space.left else []
@@ -121,10 +112,10 @@ class Judge:
         return min(size, used_bytes[extent]) if used_bytes is not None and member.tensors else size
 
     def _weigh(self, space: LoopSpace) -> None:
-        """Estimate the bytes of each extent in use, from the tensors in use; mark extents as thin that are hardly used.
+        """Estimate the bytes of each extent in use, and mark extents as thin that are hardly used.
 
-        A tensor is used if an extent that lies wholly in it is used. A tensor too small for that is used if all its extents
-        are, and no other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
+        A tensor is used if an extent that lies wholly in it is used. A smaller tensor is used if all its extents are, and no
+        other tensor explains why. Tiny tensors (norms, biases) are used whenever their extent is.
         """
         if 1 not in space.use.unused:
             space.evidence.used_bytes = None
@@ -146,7 +137,6 @@ class Judge:
             space.use.changed = True
 
     def _make_single(self, space: LoopSpace) -> None:
-        """Change thin extents to SINGLE, once no fetch of them is under way."""
         thin = sorted(space.thin)
         self.pin_store.release(space, [extent for extent in thin if space.state(extent) == PINNED])
         if self.backend.in_place:
@@ -154,7 +144,7 @@ class Judge:
         space.make_single([extent for extent in thin if space.state(extent) in (ABSENT, SPARSE)])
 
     def pass_ended(self, space: LoopSpace) -> None:
-        """Judge a space whose pass has ended. A space that is not known to loop is not steered."""
+        """A space that is not known to loop is not steered."""
         if not space.looping:
             return
         use = space.use
@@ -177,7 +167,7 @@ class Judge:
         self._replan_if_changed(space)
 
     def _silent(self, space: LoopSpace, visible: Sequence[int]) -> list[int]:
-        """Return the extents untouched for some passes, except resident ones, whose touches may cause no event."""
+        """Return the extents untouched for some passes whose touches would be observed."""
         use = space.use
         silent = [extent for extent in visible if use.untouched(extent) >= UNUSED_PASSES and not use.unused[extent]]
         absent = [extent for extent in silent if space.state(extent) in (ABSENT, SPARSE)]
@@ -186,7 +176,7 @@ class Judge:
         )
 
     def look(self, space: LoopSpace, now_ns: int) -> None:
-        """Judge a space that clients read although no pass ends, because most of it is pinned. Called in short intervals."""
+        """Judge a space whose passes do not end, because most of it is pinned."""
         evidence = space.evidence
         if self.backend.in_place and space.looping and not (space.left or space.user_pinned):
             self._look_at_pins(space, now_ns)
@@ -270,7 +260,7 @@ class Judge:
             self._replan()
 
     def _look_at_pins(self, space: LoopSpace, now_ns: int) -> None:
-        """Expose a loop that is pinned whole now and then: touches of it cause no event, so no pass ends.
+        """Now and then, expose a loop that is pinned whole, because its touches cause no event.
 
         Otherwise a model whose weights the engine has copied would stay pinned forever.
         """
@@ -311,7 +301,6 @@ class Judge:
     # The guard
 
     def _guard(self, space: LoopSpace) -> None:
-        """Compare the bytes read in a few passes with LRU's, and leave the space to the kernel or steer it again."""
         evidence = space.evidence
         has_experts = space.has_experts
         evidence.passes += 1
@@ -351,10 +340,8 @@ class Judge:
         self.turn(space, is_left)
 
     def _is_trial_due(self, space: LoopSpace, read_bytes: int, passes: int) -> bool:
-        """Return True if leaving the space to the kernel is worth a trial: the estimated bytes in use nearly fit.
-
-        The part in use of an extent next to an unused one is an estimate, and a small error decides whether LRU reads
-        nothing in a pass or everything. A trial reads as much as the page cache alone would have read.
+        """Return True if the estimated bytes in use nearly fit: a small error decides whether LRU reads nothing or
+        everything.
         """
         evidence, unused = space.evidence, space.use.unused.count(1)
         is_stable, evidence.unused = unused == evidence.unused, unused
@@ -374,7 +361,6 @@ class Judge:
         return sum(self.used_bytes(space, extent) for extent in range(space.count) if not unused[extent])
 
     def _try(self, space: LoopSpace, steered_bytes: int) -> None:
-        """Leave a space to the kernel for at least a few passes. `steered_bytes`: bytes that steering reads in a pass."""
         evidence = space.evidence
         evidence.tried_bytes = evidence.steered_bytes = steered_bytes
         evidence.trial_gap = max(TRIAL_PASSES, 2 * evidence.trial_gap)
@@ -397,9 +383,8 @@ class Judge:
         return evidence.guard
 
     def _expected_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes that steering would read in a pass: the part that does not fit, and the window.
-
-        For an MoE model, whose experts are not read in order, return what steering read before the space was left.
+        """Return the bytes that steering would read in a pass; for an MoE model, those that it read before the space was
+        left.
         """
         guard = space.evidence.guard
         if guard is not None and space.has_experts:
@@ -409,7 +394,6 @@ class Judge:
         return missing_bytes + self.state.least_window_bytes if missing_bytes > 0 else 0
 
     def turn(self, space: LoopSpace, is_left: bool) -> None:
-        """Leave a space to the kernel, or steer it again; does nothing once the space has ended."""
         if not space.alive:  # a reader that found it before may still end a pass
             return
         if is_left:

@@ -1,7 +1,7 @@
-"""Assigns open files to spaces: decides whether a file is a model, a shard, a small or a written file, and its extent size.
+"""Assigns open files to spaces, by the kind of file, and chooses the extent size.
 
-A header is only the first guess of which parts are hot, rows or loop. The order starts as file order and is learned; a file
-that is not a model counts as looping once a second pass has been seen.
+A header is only the first guess of which parts are hot, rows or loop. A file that is not a model counts as looping once a
+second pass has been seen.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ UNUSABLE_MAX = 4096
 
 
 class Header(NamedTuple):
-    """Parsed header of a model file; the header has `size_bytes`. `experts`: to be cached whole; None if there are none.
-
-    `repacked_bytes`: of tensors that llama.cpp copies into memory of its own.
+    """Parsed header of a model file. `experts`: to be cached whole. `repacked_bytes`: copied by llama.cpp into its own
+    memory.
     """
 
     size_bytes: int
@@ -60,7 +59,7 @@ class Grouping:
         end: Callable[[LoopSpace], None],
         pinned: tuple[str, ...] = (),
     ) -> None:
-        """`end(space)` ends a space whose file has changed; the lock is held. `pinned`: globs of --pin."""
+        """`end(space)` ends a space whose file has changed, with the lock held. `pinned`: globs of --pin."""
         self.pinned = pinned
         self.backend = backend
         self.state = state
@@ -73,7 +72,7 @@ class Grouping:
         self._unusable: OrderedDict[Identity, None] = OrderedDict()
 
     def adopt(self, backing: Backing) -> tuple[LoopSpace, SpaceFile]:
-        """Return the space and member of an open file; make them if needed. Takes the lock; may read the header."""
+        """Return or make the space of an open file. Takes the lock; may read the header."""
         large = backing.size > LEAST_LOOP_BYTES
         if not backing.writable and (large or self.pinned):
             self.tree.names.refresh()
@@ -87,10 +86,9 @@ class Grouping:
             return self._adopted_before(backing) or self._adopted(backing, self._header_of(backing))
 
     def _end_renamed(self, backing: Backing) -> None:
-        """End the space of a file whose names have changed, if it is pinned now, or is now a shard of another model.
+        """End the space of a renamed file that is pinned now, or is now a shard of another model.
 
-        A program that downloads a model reads it for its checksum before it renames it. A space in use that is not to be
-        pinned stays as it is.
+        A program that downloads a model reads it for its checksum before it renames it.
         """
         version = self.tree.names.version
         with self.state.lock:
@@ -195,10 +193,7 @@ class Grouping:
         return space
 
     def _make_room(self, count: int) -> bool:
-        """Forget unused spaces, least recently used first, until there is room for `count` more extents.
-
-        Return False if that is not enough. Lock held.
-        """
+        """Forget the least recently used spaces until `count` more extents fit. Lock held."""
         free = EXTENTS_ROOM - self.state.extents
         if count <= free:
             return True
@@ -214,7 +209,7 @@ class Grouping:
         return [space for space in self.state.spaces.values() if not (space.user_pinned or space.warm or space.key in used)]
 
     def find_room(self) -> None:
-        """End spaces in use that found no room once there is some: the next read makes new ones. Lock held."""
+        """End spaces that found no room before, so that the next read makes new ones. Lock held."""
         lacking = [space for space in self.state.index.lacking if space.lacks_extents]
         if not lacking:
             return
@@ -226,7 +221,6 @@ class Grouping:
                 self.end(space)
 
     def _header_of(self, backing: Backing) -> Header | None:
-        """Return the file's header, or None if it is not a model's or unusable. Unusable headers are parsed only once."""
         key = backing.identity
         if key in self._unusable:
             self._unusable.move_to_end(key)
@@ -249,7 +243,7 @@ class Grouping:
         return None
 
     def _stat_shards(self, paths: Iterable[str]) -> list[tuple[str, int]]:
-        """Return (path, size) of all shards; nothing if one is missing, so that each shard is a space of its own."""
+        """Return nothing if a shard is missing, so that each shard is a space of its own."""
         files = []
         for path in paths:
             try:
@@ -262,12 +256,10 @@ class Grouping:
         return files
 
     def suppose(self, space: LoopSpace) -> None:
-        """Make a file without a header a loop from front to back: the user requested it by --pin or a warm-up."""
         if not space.looping:
             self.state.steering.guess(space.key, [], [], [(0, space.count)])
 
     def _guess(self, space: LoopSpace, member: SpaceFile, header: Header) -> None:
-        """Apply the header's guess: hot and row extents are SINGLE, the rest loops. A pinned file loops whole."""
         guess = first_guess(header.regions, header.size_bytes, space.extent_bytes, member.count, header.experts is not None)
         single, hot, order = ([member.base + extent for extent in part] for part in guess)
         if space.user_pinned:
@@ -281,7 +273,7 @@ class Grouping:
             self.state.expert_cache.begin(space, member, header.experts)
 
     def dissolve(self, space: LoopSpace) -> None:
-        """End a space, and queue its pages in the page cache for invalidation by the evictor. Lock held."""
+        """Lock held."""
         memory = self.state.memory
         self.state.remove(space)
         experts = self.state.expert_cache.end(space)

@@ -1,8 +1,7 @@
 """Loader threads fetch extents ahead of the readers; the evictor thread keeps the mount's page cache below the limit.
 
-A loader first runs queued jobs, such as the STORE of an extent that a reader has fetched. Otherwise it fetches the absent
-extent that a reader will reach first. It claims an extent only if there is room, and leaves eviction to the evictor: a
-loader never holds a claimed extent while it waits for an invalidation.
+A loader first runs queued jobs, such as the STORE of a fetched extent. It claims an extent only if there is room, and never
+holds a claimed extent while it waits for an invalidation.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Loader:
         return self.backend.ahead(space, space.member_of(extent), extent, space.last_pid)
 
     def _soonest(self) -> tuple[LoopSpace, int] | None:
-        """Return the absent extent that a reader will reach first, or None if there is none or no room. Lock held."""
+        """Lock held."""
         best: tuple[tuple[int, int], LoopSpace, int] | None = None
         for space in self.state.index.read:
             if not space.cursors.live or ABSENT not in space.status or not self.backend.follows(space):
@@ -100,9 +99,9 @@ class Loader:
         return space, extent
 
     def _candidates(self, space: LoopSpace) -> Iterator[tuple[tuple[int, int], int]]:
-        """Yield (urgency, extent to fetch) for each reader of `space`; the smallest urgency comes first.
+        """Yield (urgency, extent to fetch) for each reader; the smallest urgency comes first.
 
-        Urgency: the reader's place in the convoy, the last one first; then the bytes fetched ahead of it already.
+        Urgency: the place in the convoy, the last reader first; then the bytes already fetched ahead.
         """
         # Only readers that move: the extents ahead of a reader that pauses would be evicted and fetched again and again.
         # If the whole loop fits, nothing is evicted.
@@ -140,7 +139,7 @@ class Loader:
             self._drop(ranges)
 
     def _rest_s(self) -> float:
-        """Return the seconds until the next turn: fewer if just touched extents must be evicted then. Lock held."""
+        """Lock held."""
         if excess_bytes(self.state) <= 0:
             return IDLE_S
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS

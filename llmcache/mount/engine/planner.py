@@ -1,10 +1,8 @@
-"""Carries out the plans of `llmcache.cache.arbitration` for each space, and chooses the extents to evict.
+"""Carries out the plans of `llmcache.cache.arbitration`, and chooses the extents to evict, with the engine's lock held.
 
-Planning runs with the engine's lock held, at every change: opens, closes, new periods, a new limit.
-
-`choose_victims` evicts in this order: single pages beyond their reserve; extents of files that do not loop;
-extents that are no longer used; extents of a loop that its readers have passed, oldest touch first; extents fetched ahead of
-a reader that never came; the reserves.
+`choose_victims` evicts in this order: single pages beyond their reserve; extents of files that do not loop; extents that are
+no longer used; extents of a loop that its readers have passed, oldest touch first; extents fetched ahead of a reader that
+never came; the reserves.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ CONVOY_LIFE_NS = 60_000_000_000  # time after which the window is narrowed by a 
 
 
 class Planner:
-    """Carries out plans. In mode arena the steering makes them; in the other modes this class."""
+    """Carries out plans, which the steering makes in mode arena."""
 
     def __init__(self, state: CacheState, pin_store: PinStore) -> None:
         self.state = state
@@ -41,7 +39,6 @@ class Planner:
         self.pinnable_bytes = UNLIMITED  # lower for a while after the kernel has refused a lock
 
     def plan(self) -> None:
-        """Bring pins and windows in line with the limit and the loops. Lock held."""
         state, core = self.state, self.state.references.core
         if core is not None:
             state.expert_cache.room_bytes = core.experts_bytes
@@ -73,11 +70,9 @@ class Planner:
             self.pin_store.pin_ready(space)
 
     def watch(self, space: LoopSpace, now_ns: int, *, in_place: bool) -> bool:
-        """Expire cursors of readers that have stopped, and adapt the window to readers that drift apart (a convoy).
+        """Expire cursors of stopped readers, and adapt the window to a convoy; return True if a new plan is due. Lock held.
 
-        The window is widened step by step while readers drift apart, and narrowed again once they have stayed together.
-        Return True if a new plan is due. `in_place`: the first reader never waits for the last one, because the kernel
-        serves its faults, so the window is widened at once. Lock held.
+        `in_place`: the window widens at once, because the first reader never waits for the last one.
         """
         space.cursors.expire(now_ns - CURSOR_LIFE_NS)
         if not (space.cursors.live or space.cursors.laggards or space.convoy):
@@ -125,7 +120,7 @@ Victim = tuple[LoopSpace, int]
 
 
 def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
-    """Return the extents to evict now, at most about BATCH_BYTES; the files of all have a node."""
+    """Return about BATCH_BYTES of extents to evict now; their files have a node."""
     if (excess := excess_bytes(state)) <= 0:
         return []
     victims: dict[Victim, None] = {}
@@ -144,9 +139,9 @@ def choose_victims(state: CacheState, now_ns: int) -> list[Victim]:
 
 
 def excess_bytes(state: CacheState) -> int:
-    """Return the bytes to evict: the excess over the limit, plus headroom when loaders or a warm-up have work waiting.
+    """Return the bytes to evict, with headroom for waiting loaders.
 
-    Nothing is evicted until half of the headroom is used: evicting several extents at a time costs less than one by one.
+    Nothing is evicted until half of the headroom is used: evicting several extents at a time costs less.
     """
     memory = state.memory
     extent = max((space.extent_bytes for space in state.index.read if space.cursors.live), default=0)
@@ -182,14 +177,13 @@ def _touched(space: LoopSpace, now_ns: int) -> Iterator[Victim]:
 
 
 def _touched_last(space: LoopSpace, now_ns: int) -> Iterator[Victim]:
-    """Yield the most recently touched extents first, so that the others stay, and are hits in the next pass."""
+    """Yield the most recently touched extents first, so that the others are hits in the next pass."""
     for extent, since in reversed(space.touched.items()):
         if now_ns - since >= LAST_LAG_NS:
             yield space, extent
 
 
 def _rows(spaces: Iterable[LoopSpace], reserve_bytes: int) -> Iterator[Victim]:
-    """Yield single-page extents that are not hot, least recently read first, down to `reserve_bytes` for each space."""
     for space in spaces:
         rows = [extent for extent in space.partial_extents if extent not in space.hot]
         over = sum(space.accounted_bytes[extent] for extent in rows) - reserve_bytes
@@ -201,7 +195,6 @@ def _rows(spaces: Iterable[LoopSpace], reserve_bytes: int) -> Iterator[Victim]:
 
 
 def _hot(spaces: Iterable[LoopSpace], excess_bytes: int) -> Iterator[Victim]:
-    """Yield hot extents, least recently read first, until `excess_bytes` of them are evicted; closed files come first."""
     if excess_bytes <= 0:
         return
     for space in spaces:

@@ -1,9 +1,7 @@
 """The statistics of a mount: the counters of `llmcache stats`, and the layers that `llmcache top` draws.
 
-`statistics` holds the lock while it reads the counters, and then for the files of SPACES_AT_A_TIME spaces at a time.
-`heat_map` holds it only to copy one space at a time (some hundred microseconds for a model of 100 GB), and works on the
-copies layer by layer, so that reader threads get the interpreter in between. The reply is bounded: at most ROWS_MAX layers,
-each with a bounded text.
+`statistics` holds the lock for the files of SPACES_AT_A_TIME spaces at a time. `heat_map` holds it to copy one space at a
+time: some hundred microseconds for a model of 100 GB.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ NameOf = Callable[[str], str]
 def statistics(
     state: CacheState, mode: str, helper_pids: Sequence[int], reads: ClientReads | None, name_of: NameOf
 ) -> MountStats:
-    """Return the counters and the state of all files. Takes the lock.
-
-    `reads`: of the kernel, in place. `name_of(path)`: the displayed name of a file.
-    """
+    """Return the counters and the state of all files. Takes the lock."""
     with state.lock:
         counters, log, memory = state.counters, state.references.log, state.memory
         fates = (counters.prefetch_useful_bytes, counters.prefetch_late_bytes, counters.prefetch_wasted_bytes)
@@ -114,7 +109,7 @@ def _arena(references: References) -> ArenaStats | None:
 
 
 def _file(state: CacheState, space: LoopSpace, member: SpaceFile) -> dict[str, Any]:
-    """Return the fields of FileStats, without the name. Lock held."""
+    """Lock held."""
     return {
         "path": member.path,
         "size_bytes": member.size_bytes,
@@ -151,7 +146,7 @@ def _loop(space: LoopSpace) -> LoopStats:
 
 
 def judgement(space: LoopSpace) -> dict[str, Any]:
-    """Return whether a loop is left to the kernel, and the bytes that a pass reads by steering and by LRU; None: unknown."""
+    """Return the bytes that a pass reads by steering and by LRU, and whether the loop is left to the kernel."""
     guard = space.evidence.guard
     figures = (None, None) if guard is None or not guard.has_judged else (guard.steered_bytes, guard.lru_bytes)
     steered_bytes, lru_bytes = (None if each is None else int(each / space.evidence.window_passes) for each in figures)
@@ -159,7 +154,7 @@ def judgement(space: LoopSpace) -> dict[str, Any]:
 
 
 def cpu_s(pid: str) -> float:
-    """Return the CPU time of a process in seconds; 0 if it has ended."""
+    """Return the CPU time of a process; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -168,7 +163,7 @@ def cpu_s(pid: str) -> float:
 
 
 def private_bytes(pid: str) -> int:
-    """Return the anonymous memory of a process, resident and swapped; 0 if it has ended."""
+    """Return the anonymous memory of a process, with swap; 0 if it has ended."""
     try:
         fields = status_of(pid)
     except OSError:
@@ -192,10 +187,7 @@ _CELL_KINDS = {"pinned": _PINNED, "window": _WINDOW, "pages": _PAGES, "cold": _S
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copy of one space: `status` by rank, the other arrays by extent. `held`: extents in the arena.
-
-    `moe_files`: MoE files, each with its resident experts.
-    """
+    """Copy of a space: `status` by rank, the other arrays by extent. `held`: extents in the arena."""
 
     members: tuple[SpaceFile, ...]
     extent_bytes: int
@@ -210,10 +202,7 @@ class _Copy:
 
 
 def heat_map(state: CacheState, mode: str, name_of: NameOf) -> HeatMap:
-    """Return the layers of every model and looping file. Takes the lock, once for each space.
-
-    `name_of(path)`: the displayed name of a file.
-    """
+    """Return the layers of every model and looping file. Takes the lock."""
     with state.lock:
         spaces = [space for space in state.spaces.values() if space.looping or any(m.anatomy for m in space.members)]
     files: list[FileHeat] = []
@@ -333,7 +322,6 @@ def _lengths(
 
 
 def _cells(strip: Iterable[int], kind: int) -> str:
-    """Return a digit for each of CELLS parts of the strip: ninths of the part that are `kind`, rounded up; 0 if none."""
     kinds = bytes(strip)
     cells = []
     for cell in range(CELLS):

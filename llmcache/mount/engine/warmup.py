@@ -1,12 +1,8 @@
 """Populates the cache before clients read: the extents that the plan pins, and hot pages.
 
-`Warmup.warm` opens the files as a client would, so that they are grouped, attached to the pin helper and planned.
-`WarmupWorker` then fetches the absent extents that the plan wants, and nothing that would only stream through the window.
-Afterwards the files are closed.
-
-Locking: the engine's lock, as described in `state.py`; no thread here owes a reply to a READ. In steer and in place, extents
-are fetched as by a loader. In arena, they are read into memory of their own and handed to the core, which keeps those that
-it still wants. No reference is recorded, so the learned passes remain those of clients.
+`Warmup.warm` opens the files as a client would, so that they are planned. `WarmupWorker` then fetches the absent extents
+that the plan wants. It records no reference, so the learned passes remain those of clients. In arena, the core receives the
+data and keeps what it still wants. No thread here owes a reply to a READ.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ class Opener(Protocol):
 
 
 class Warmup:
-    """Warm-ups of one mount. Several may be requested at a time; they populate the cache one after another."""
+    """Warm-ups of one mount, which run one after another."""
 
     def __init__(self, engine: Engine, operations: Opener) -> None:
         self.engine = engine
@@ -60,8 +56,8 @@ class Warmup:
     def warm(self, globs: list[str], tell: Tell, *, fetch: bool = True) -> dict[str, Any]:
         """Populate the files that match `globs` (none: all models and small files); return the state of the files.
 
-        `tell` receives progress several times a second, and cancels the warm-up by raising. Without `fetch`, only report.
-        UsageError: no file matches. MountProblem: the mount ended.
+        `tell` receives progress, and cancels the warm-up by raising. Without `fetch`, only report. UsageError: no file
+        matches. MountProblem: the mount ended.
         """
         began = time.monotonic()
         paths = self.named(globs, tell)
@@ -95,10 +91,9 @@ class Warmup:
         }
 
     def _populate(self, spaces: list[LoopSpace], tell: Tell) -> None:
-        """Fetch absent extents, one warm-up at a time: two would read the same extents twice.
+        """Plan and fetch until nothing more can be fetched: hot pages and other clients may change the plan.
 
-        Fetched hot pages take room from loops, and other clients may change the plan as well. So a new plan is made until no
-        wanted extent is absent, or none can be fetched.
+        One warm-up runs at a time, because two would read the same extents twice.
         """
         while not self._turn.acquire(timeout=TELL_S):
             tell({})
@@ -118,7 +113,7 @@ class Warmup:
     # Which files
 
     def named(self, globs: list[str], tell: Tell) -> list[str]:
-        """Return the paths of regular files that match `globs`, or of all. UsageError: there are globs and no match."""
+        """UsageError: no regular file matches."""
         tree = self.engine.tree
         tree.names.refresh(NAMES_S, at_once=True)
         paths = [path for path in _with_heartbeat(self._paths(), tell) if not globs or tree.matches(path, globs)]
@@ -154,7 +149,6 @@ class Warmup:
         return [space for space in spaces if not space.written and any(m.path in paths for m in space.members)]
 
     def _ready(self, spaces: list[LoopSpace], suppose: bool) -> None:
-        """Wait until the files' nodes are known and old pages are dropped, and make sure that the spaces are steered."""
         state, end = self.state, time.monotonic() + ATTACH_S
         with state.lock:
             members = [member for space in spaces for member in space.members]
@@ -174,7 +168,6 @@ class Warmup:
     # Planned extents
 
     def _planned(self, spaces: list[LoopSpace]) -> list[Piece]:
-        """Return the extents to populate by a new plan: hot pages up to their share, then pins in loop order. Lock held."""
         self.state.steering.plan()
         self.engine.planner.plan()
         planned: list[Piece] = []
@@ -191,7 +184,6 @@ class Warmup:
         return planned
 
     def _rows(self, spaces: list[LoopSpace], warm: bool) -> list[dict[str, Any]]:
-        """Return the wanted and the cached bytes of each file, by one plan. `warm`: keep them cached until first used."""
         sums = {(space.key, member.path): [0, 0] for space in spaces for member in space.members if member.backing}
         with self.state.lock:
             for space in spaces:
@@ -219,7 +211,7 @@ class Warmup:
 
 
 def _with_heartbeat(paths: Iterable[str], tell: Tell) -> Iterator[str]:
-    """Yield `paths`, and call `tell` now and then, so that the client does not time out."""
+    """Call `tell` now and then, so that the client does not time out."""
     last_s = time.monotonic()
     for path in paths:
         if time.monotonic() - last_s > TELL_S:
@@ -237,7 +229,7 @@ Piece = tuple[LoopSpace, SpaceFile, int]
 
 
 def has(piece: Piece) -> bool:
-    """Return True if the mount has the extent cached. Lock held."""
+    """Return True if the extent is cached. Lock held."""
     space, member, extent = piece
     if space.state(extent) == SINGLE:
         return bool(space.accounted_bytes[extent] >= min(space.extent_bytes, space.length_of(member, extent)))
@@ -245,12 +237,12 @@ def has(piece: Piece) -> bool:
 
 
 def ended() -> MountProblem:
-    """Return the error of a warm-up that was cut short by the end of the mount."""
+    """Return the error of a warm-up that the end of the mount cut short."""
     return MountProblem("the mount ended during the warm-up")
 
 
 class WarmupWorker:
-    """The threads of one warm-up, and the extents that remain to be fetched."""
+    """The threads of one warm-up."""
 
     def __init__(self, state: CacheState, backend: Backend, pin_store: PinStore, pieces: list[Piece]) -> None:
         self.state, self.backend, self.pin_store = state, backend, pin_store
@@ -329,7 +321,6 @@ class WarmupWorker:
                 return
 
     def _fetch_to_arena(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> None:
-        """Read an extent into memory of the daemon, unless the core no longer wants it then (arena)."""
         try:
             region = MemoryRegion(space.extent_bytes)
         except OSError:  # no memory

@@ -1,13 +1,12 @@
 """The memory of a mount: its limits, and its bytes in the page cache and in the daemon.
 
-The sums are changed only by the methods of `Accounting`, together with their terms:
-- `resident_bytes`, an upper bound of the mount's bytes in the page cache: `LoopSpace.accounted_bytes` of all spaces, the
-  resident experts, and the pending invalidations with those under way. Everything that was sent in a reply or stored, and
-  not invalidated since, is accounted, whether or not the kernel has reclaimed it.
+- `resident_bytes`, an upper bound of the bytes in the page cache: `LoopSpace.accounted_bytes` of all spaces, the resident
+  experts, and the invalidations that are not done. Bytes count until they are invalidated, even if the kernel has reclaimed
+  them.
 - `pinned_bytes`: `LoopSpace.pinned_bytes` of all spaces; `hot_bytes`: the accounted bytes of hot extents.
 - `held_bytes`: the regions of the arena.
 
-`verify` checks them. Every method expects the engine's lock to be held.
+Only the methods of `Accounting` change these sums. Every method expects the engine's lock.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from llmcache.units import BLOCK_BYTES
 
 
 class Invalidation(NamedTuple):
-    """A range to drop from the page cache, and the bytes that are accounted for it until then."""
+    """A range to drop from the page cache; `charged` bytes are accounted until then."""
 
     node: int
     offset: int
@@ -86,7 +85,6 @@ class Accounting:
 
     @property
     def window_bytes(self) -> int:
-        """Used bytes that are not pinned: windows, hot pages and pages that are not invalidated yet."""
         return max(0, self.used_bytes - self.pinned_bytes)
 
     def set_limit(self, pin_limit_bytes: int, *, has_experts: bool) -> None:
@@ -94,7 +92,7 @@ class Accounting:
         self.limit_bytes = pin_limit_bytes + self.allowance_bytes + (self.experts_allowance_bytes if has_experts else 0)
 
     def set_opportunistic(self, free_bytes: int) -> None:
-        """Set the bytes that may be used beyond the limit. `free_bytes`: unneeded memory; negative: memory is short."""
+        """`free_bytes` is negative if memory is short."""
         before, self.opportunistic_bytes = self.opportunistic_bytes, max(0, self.used_bytes + free_bytes - self.limit_bytes)
         if self.opportunistic_bytes < before:
             self.on_full()
@@ -102,7 +100,6 @@ class Accounting:
     # Extents
 
     def account(self, space: LoopSpace, extent: int, length: int) -> None:
-        """Account `length` more bytes of `extent`, in whole pages, to the page cache; at most the whole extent."""
         if not space.alive or space.member_of(extent).node is None:
             return  # until the node is known, nothing is accounted; then all pages are dropped
         more = -(-length // BLOCK_BYTES) * BLOCK_BYTES
@@ -120,18 +117,16 @@ class Accounting:
             self.hot_bytes += change
 
     def count_hot(self, space: LoopSpace) -> None:
-        """Count the hot bytes of a space again, after extents have become hot."""
         before, space.hot_bytes = space.hot_bytes, sum(space.accounted_bytes[extent] for extent in space.hot)
         self.hot_bytes += space.hot_bytes - before
 
     def forget(self, space: LoopSpace, extents: Iterable[int]) -> None:
-        """Make extents absent whose pages are left to the kernel, or are known to be gone."""
         for extent in extents:
             space.forget(extent)
             self.correct(space, extent, 0)
 
     def evict(self, space: LoopSpace, extent: int) -> Invalidation:
-        """Make an extent of a file with a node absent; return its range, for the caller to queue or to drop."""
+        """Make an extent absent; return its range, which the caller must invalidate."""
         member = space.member_of(extent)
         charged = space.accounted_bytes[extent]
         space.forget(extent)
@@ -140,7 +135,6 @@ class Accounting:
         return self.pend(member.node or 0, offset, length, charged)
 
     def end(self, space: LoopSpace, *, invalidate: bool) -> None:
-        """Forget all extents of a space that has ended. `invalidate`: queue its pages for invalidation."""
         for extent in list(space.charged_extents()):
             member = space.member_of(extent)
             charged = space.accounted_bytes[extent]
@@ -153,13 +147,11 @@ class Accounting:
         self.index.remove(space)
 
     def pin(self, space: LoopSpace, size_bytes: int) -> None:
-        """Count bytes of a space as pinned; negative: as no longer pinned."""
         space.pinned_bytes += size_bytes
         self.pinned_bytes += size_bytes
         assert space.pinned_bytes >= 0
 
     def hold(self, space: LoopSpace, size_bytes: int) -> None:
-        """Count bytes of a region of the arena, which are pinned; negative: of a region that was freed."""
         self.held_bytes += size_bytes
         self.pin(space, size_bytes)
 
@@ -170,18 +162,17 @@ class Accounting:
     # Invalidations
 
     def pend(self, node: int, offset: int, length: int, charged: int) -> Invalidation:
-        """Return an invalidation for the caller to queue or to perform; its bytes count until `invalidated`."""
+        """Return an invalidation that the caller must queue or perform."""
         self.pending_bytes += charged
         return Invalidation(node, offset, length, charged)
 
     def invalidated(self, invalidations: Iterable[Invalidation]) -> None:
-        """Stop counting ranges that were dropped from the page cache, or need not be."""
         self.pending_bytes -= sum(each.charged for each in invalidations)
         assert self.held_bytes in (0, self.pinned_bytes)
         assert self.pending_bytes >= 0
 
     def verify(self, spaces: Iterable[LoopSpace]) -> None:
-        """Raise AssertionError if a sum differs from its terms; `spaces` are all spaces of the mount."""
+        """Raise AssertionError if a sum differs from its terms."""
         spaces = list(spaces)
         for space in spaces:
             assert space.resident_bytes == sum(space.accounted_bytes)

@@ -1,7 +1,6 @@
-"""Memory for fetches: a bounded pool that never blocks, and a small bounce buffer for each thread. All is page-aligned.
+"""Page-aligned memory for fetches: a bounded pool that never blocks, and a small bounce buffer for each thread.
 
-A reader that finds the pool empty reads only the bytes of its request, through its bounce buffer: a reply must not wait for
-a buffer whose user may itself wait for that reply.
+A reader that finds the pool empty uses its bounce buffer, because the user of a buffer may wait for its reply.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ class MemoryRegion:
 
 
 class BufferPool:
-    """Buffers of BUFFER_BYTES, `count` in all; files of hundreds of GiB use fewer, larger ones.
-
-    Fetching ahead leaves `reserve` buffers free for fetches that a reader waits for.
-    """
+    """Up to `count` buffers; fetching ahead leaves `reserve` of them free for readers."""
 
     def __init__(self, count: int, reserve: int) -> None:
         self.free = [MemoryRegion(BUFFER_BYTES) for _ in range(count)]
@@ -37,7 +33,7 @@ class BufferPool:
         self._bounce = threading.local()
 
     def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Return a buffer of `size` bytes or more, or None if none is free for this purpose. Lock held."""
+        """Return a buffer of at least `size` bytes, if one is free. Lock held."""
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
             return None

@@ -1,10 +1,7 @@
 """Experts of MoE models: missing experts are loaded whole, and the least used ones are evicted.
 
-A miss in one slice identifies the expert, and so the other slices that the client reads next: all of them are loaded at
-once. Dense tensors loop and take the budget first (`planner.py`), because each byte of them saves a read for every token;
-experts share what remains. Uses are counted by misses and, for resident experts, by samples: of accessed bits in place, and
-over FUSE of requests for a page that was dropped on purpose (a tripwire). An extent that contains a dense tensor belongs to
-the loop, with the slices in it.
+Dense tensors get the budget first (`planner.py`), because each byte of them saves a read for every token. Uses are counted
+by misses and, for resident experts, by samples: of accessed bits in place, and of requests for a tripwire over FUSE.
 
 Every method of `ExpertCache` expects the engine's lock.
 """
@@ -31,7 +28,7 @@ FAULTS_MAX = 1024
 
 
 class ExpertCache:
-    """All MoE files of a mount, and the room that their experts share. `on_files()` is called when a file comes or goes."""
+    """All MoE files of a mount. `on_files()` is called when a file is added or removed."""
 
     def __init__(self, memory: Accounting, counters: Counters, shadow: Shadow, on_files: Callable[[], None]) -> None:
         self.memory, self.counters, self.shadow, self._on_files = memory, counters, shadow, on_files
@@ -51,7 +48,6 @@ class ExpertCache:
         self._on_files()
 
     def end(self, space: LoopSpace) -> list[Invalidation]:
-        """Forget the files of `space`; return the ranges of experts that may be resident."""
         ranges: list[Invalidation] = []
         for moe in [moe for moe in self.moe_files if moe.space is space]:
             self.moe_files.remove(moe)
@@ -75,10 +71,9 @@ class ExpertCache:
         self.counters.hit_bytes += moe.sizes[expert]
 
     def missed(self, moe: MoeFile, expert: int) -> list[int]:
-        """Record a use of an expert that is absent, or resident only in part.
+        """Record a use of an expert that is not fully resident; return the experts to load.
 
-        Return the experts to load, now LOADING: this one, and during a prompt the next ones. For each, the caller calls
-        `arrived` when it is loaded.
+        They are now LOADING, and the caller calls `arrived` for each of them.
         """
         sweeps = moe.sweeps(expert)
         self._shadow(moe, expert)
@@ -107,17 +102,15 @@ class ExpertCache:
         moe.seen += 1
 
     def catch_up(self, moe: MoeFile) -> None:
-        """Count unobserved uses as well, so that experts age with the number of tokens, not of misses."""
+        """Count unobserved uses, so that experts age with the number of tokens, not of misses."""
         if rounds := moe.rounds - moe.caught_up:
             self.hot.skip(max(0, rounds * moe.layout.token_uses - moe.seen))
             moe.seen, moe.caught_up = 0, moe.rounds
 
     def lost(self, moe: MoeFile, expert: int) -> None:
-        """Make an expert absent after the kernel has reclaimed pages of it."""
         self._remove(moe, expert)
 
     def arrived(self, moe: MoeFile, expert: int, done: bool) -> None:
-        """Make a LOADING expert resident; absent if it could not be read (not `done`)."""
         if moe.member.moe is not moe:
             return
         done = done and not moe.alone
@@ -130,7 +123,6 @@ class ExpertCache:
             self.memory.on_full()
 
     def turn(self, moe: MoeFile, alone: bool) -> None:
-        """Leave experts to the kernel as they are, or steer them again."""
         moe.alone = alone
         for expert in moe.kept if alone else ():
             self.lost(moe, expert)
@@ -142,16 +134,13 @@ class ExpertCache:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes of experts to evict: the excess over their room, if the mount as a whole is full."""
         together = self.memory.used_bytes + HEADROOM_BYTES - self.memory.room_bytes
         return min(together, self.memory.experts_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
 
     def faulted(self, moe: MoeFile, number: int, reach: int, now_ns: int) -> None:
-        """Record a client's fault on an absent slice: the kernel reads `reach` bytes around it on each side."""
         self._faults.append((now_ns, moe, number, reach))
 
     def _read_around(self) -> Iterator[Invalidation]:
-        """Yield the ranges of absent experts that the kernel has read around faults."""
         now_ns = time.monotonic_ns()
         while self._faults and now_ns - self._faults[0][0] > AROUND_NS:
             _, moe, number, reach = self._faults.popleft()
@@ -159,7 +148,7 @@ class ExpertCache:
                 yield from (self.memory.pend(node, *part, 0) for part in moe.neighbours(number, reach))
 
     def victims(self) -> list[Invalidation]:
-        """Evict experts, least used first, until there is room; return the ranges to invalidate."""
+        """Evict experts until there is room; return the ranges to invalidate."""
         excess = self.excess_bytes
         ranges = list(self._read_around()) if excess > 0 else []
         keys = self._eviction_order() if excess > 0 else iter(())
@@ -175,9 +164,8 @@ class ExpertCache:
     def _eviction_order(self) -> Iterator[int]:
         """Yield the keys of experts to evict; the caller evicts each before it requests the next.
 
-        Experts of the layer being computed are never evicted, because the client would miss the other slices of experts that
-        it has begun to read. Experts whose tripwire was not touched in their layer come first; others may have been used
-        unobserved.
+        Experts of the layer being computed are never evicted. Experts whose tripwire was not touched in their layer come
+        first.
         """
         untouched = (moe.first + expert for moe in self.moe_files for expert in moe.unused())
         yield from sorted(untouched, key=self.hot.value)

@@ -1,9 +1,4 @@
-"""Interfaces between the engine and the back ends.
-
-The engine chooses the extents to pin, to fetch and to evict. A back end does the I/O, over FUSE or in place, and reports
-opens, reads and closes to the engine. A pin store keeps pinned extents in memory. Methods that expect the engine's lock say
-so.
-"""
+"""Interfaces between the engine, the back ends (which do the I/O) and the pin stores (which keep extents in memory)."""
 
 from __future__ import annotations
 
@@ -19,20 +14,20 @@ from llmcache.mount.state.state import CacheState, Job
 
 
 class ClientReads(NamedTuple):
-    """Bytes that the kernel has read from storage in place: for clients, and for the daemon with its pin helpers."""
+    """Bytes that the kernel read from storage in place."""
 
     client_bytes: int
     own_bytes: int
 
 
 class KernelNotifier(Protocol):
-    """The calls of the FUSE session that a back end needs. Both return 0 or -errno and release the GIL."""
+    """Calls of the FUSE session, which release the GIL."""
 
     def store(self, nodeid: int, offset: int, address: int, length: int) -> int:
-        """Store `length` bytes at `address` into the page cache of `nodeid`."""
+        """Return 0 or -errno."""
 
     def invalidate(self, nodeid: int, offset: int, length: int) -> int:
-        """Invalidate a range of the page cache of `nodeid`."""
+        """Return 0 or -errno."""
 
 
 class Backend(Protocol):
@@ -44,7 +39,7 @@ class Backend(Protocol):
     """Bytes of an extent in a large file."""
 
     def start(self, notifier: KernelNotifier | None, mountpoint: str) -> None:
-        """Begin to serve; may follow `stop`. `notifier`: of the FUSE session, if there is one."""
+        """May follow `stop`."""
 
     def stop(self) -> None:
         """Discard remaining work, after loaders and spaces have ended."""
@@ -53,99 +48,86 @@ class Backend(Protocol):
         """Release what `stop` keeps for another `start`, once no client can hang if this process is killed."""
 
     def guards(self, mountpoint: str) -> bool:
-        """Ensure that a sentinel process watches this one where clients would hang; False if the mount was unmounted."""
+        """Ensure that a sentinel watches this process if necessary; False if the mount was unmounted."""
 
     def follows(self, space: LoopSpace) -> bool:
-        """Return True if loaders should fetch ahead of the readers of `space`. Lock held."""
+        """Return True if loaders should fetch ahead of readers. Lock held."""
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent that no reader waits for; return the job that fetches it, or None if that is not possible now.
-
-        Lock held.
-        """
+        """Claim an extent that no reader waits for, if that is possible now; return its job. Lock held."""
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         """Populate a whole extent that is otherwise read by pages; return False if that fails."""
 
     def keys(self, space: LoopSpace) -> set[tuple[int, int]]:
-        """Return device and inode of the space's files as they appear in the clients' descriptors and mappings."""
+        """Return device and inode as clients' descriptors and mappings show them."""
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes of `space` read from storage up to now, by clients and by this process. Lock held."""
+        """Return the bytes read from storage. Lock held."""
 
     def client_reads(self) -> ClientReads | None:
-        """Return the bytes that the kernel read from storage without a request to this process; None if there are none."""
+        """Return the bytes that the kernel read without a request to this process."""
 
     def faults(self) -> dict[str, int]:
-        """Return the counters `lost_touches` and `refused_advice`, or nothing, for `llmcache stats`."""
+        """Return the counters `lost_touches` and `refused_advice`, or nothing."""
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Return those of `extents` that are not in the page cache. Lock held."""
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Make the next touch of resident extents observable; return those of `extents` for which that worked."""
+        """Make the next touch observable; return the extents for which that worked."""
 
     def conclude(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """End the exposure of `extents`; return those that were touched since and for which no request or event was seen."""
+        """End the exposure; return the extents touched since without a request or event."""
 
     def find_experts(self, moe: MoeFile) -> None:
-        """Find the resident experts of a file that was left to the kernel. In place only."""
+        """In place only."""
 
     def drop(self, node: int, parts: Sequence[tuple[int, int]], *, written: bool = False) -> None:
-        """Drop parts, (offset, bytes; 0: to the end), of a file from the page cache; may wait for READs of them.
-
-        `written`: also dirty pages, which are written to storage first.
-        """
+        """Drop (offset, bytes; 0: to the end), `written`: also dirty pages; may wait for READs of them."""
 
 
 class PinStore(Protocol):
-    """Keeps pins. Every method expects the engine's lock.
+    """Keeps pins, by default in the page cache; a store with memory of its own overrides the methods with a body.
 
-    The methods with a body suit a store that keeps pins in the page cache; a store with memory of its own overrides them.
+    Every method expects the engine's lock.
     """
 
     def has_region(self, space: LoopSpace, extent: int) -> bool:
-        """Return True if `region` is expected to return memory for `extent`."""
         return False
 
     def region(self, space: LoopSpace, extent: int, verdict: int) -> MemoryRegion | None:
-        """Return the memory that contains `extent`, or into which it is read to stay, by the core's verdict; else None."""
+        """Return the memory that contains `extent`, or into which it is read to stay."""
         return None
 
     def keep(self, space: LoopSpace, extent: int, region: MemoryRegion) -> None:
-        """Keep `region`, which the method `region` returned and which now contains `extent`."""
         return
 
     def stored(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Pin the extent of `fetch`, which is now complete in the page cache, if the plan wants it."""
         return
 
     def skips_trip(self, space: LoopSpace, extent: int) -> bool:
-        """Return True if the extent is stored whole, without a tripwire, because it will be pinned."""
         return False
 
     def pin_ready(self, space: LoopSpace) -> None:
-        """Pin the extents that the plan wants and the page cache has."""
         return
 
     def release(self, space: LoopSpace, extents: list[int]) -> None:
-        """Unpin `extents`."""
         return
 
     def lock_again(self, space: LoopSpace, extents: list[int]) -> None:
-        """Lock pages of pinned extents again that were dropped and have been read again."""
         return
 
     def settle(self, timeout_s: float = 5.0) -> None:
-        """Wait until the locks and unlocks requested before are done. Without the engine's lock."""
+        """Wait for the requested locks and unlocks, without the engine's lock."""
         return
 
     def pinned(self, space: LoopSpace) -> list[int]:
-        """Return the extents that are pinned."""
+        """Return the pinned extents."""
 
 
 class PinHelpers(Protocol):
-    """The pin helpers, as far as the engine uses them (`backends.pins.PinService`)."""
+    """The pin helpers, as the engine uses them (`backends.pins.PinService`)."""
 
     pids: tuple[int, ...]
     again_bytes: int
@@ -177,7 +159,7 @@ class TouchJudge(Protocol):
 
 
 class EngineCalls(Protocol):
-    """The engine, as far as back ends report to it. Methods with a space expect the lock; those with a file take it."""
+    """The engine, as back ends use it. Methods with a space expect the lock; those with a file take it."""
 
     state: CacheState
     tree: SourceTree

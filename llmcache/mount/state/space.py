@@ -1,10 +1,8 @@
 """Loop spaces as a mount has them: files, extents and their states, readers, and the experts of MoE models.
 
-The state of an extent is absent, loading, ready, touched, pinned, single or sparse. States are kept by *rank*, an extent's
-position in the order in which readers visit the extents, so that `bytearray.find` returns the next absent extent ahead of a
-reader. Only the methods of `LoopSpace` change them, and only `accounting.Accounting` changes the accounted bytes.
-
-Every method expects the engine's lock to be held.
+States are kept by *rank*, an extent's position in the order in which readers visit the extents, so that `bytearray.find`
+returns the next absent extent ahead of a reader. Only the methods of `LoopSpace` change them, and only
+`accounting.Accounting` changes the accounted bytes. Every method expects the engine's lock.
 """
 
 from __future__ import annotations
@@ -69,13 +67,12 @@ class SpaceFile:
 
     @property
     def reachable(self) -> bool:
-        """True if the file is open and its node is known, so that extents can be read and stored."""
         return self.backing is not None and self.node is not None and not self.attaching
 
 
 @dataclass(eq=False)
 class Fetch:
-    """A read of one whole extent from storage. `done` is set once the data is in memory, or `error` is set."""
+    """A read of one whole extent. `done` is set once the data is in memory, or `error` is set."""
 
     extent: int
     length: int
@@ -95,10 +92,10 @@ class Fetch:
 
 @dataclass(eq=False)
 class BufferFetch(Fetch):
-    """A read at `offset` into memory of this process: `region` contains the data once it is done.
+    """A read into memory of this process: `region` contains the data once it is done.
 
-    `replied`: (start, end) of the bytes that readers received. `stored`: set once the rest is in the page cache. `load`: the
-    expert of which the fetch reads a piece; `extent` is then the expert's number.
+    `replied`: (start, end) of the bytes sent to readers. `stored`: set once the rest is in the page cache. `load`: set for a
+    piece of an expert; `extent` is then the expert's number.
     """
 
     region: MemoryRegion = field(kw_only=True)
@@ -110,7 +107,7 @@ class BufferFetch(Fetch):
 
 @dataclass(eq=False)
 class ExpertLoad:
-    """A load of one expert over FUSE. `waiting`: pieces, (offset, bytes), to read; `loading`: fetches of the others."""
+    """A load of one expert over FUSE. `waiting`: (offset, bytes) to read; `loading`: fetches of the others."""
 
     waiting: list[tuple[int, int]]
     loading: list[BufferFetch] = field(default_factory=list)
@@ -118,10 +115,7 @@ class ExpertLoad:
 
 
 class Tripwire(NamedTuple):
-    """The first page of an extent that was stored without it, so that the first touch sends a request.
-
-    `held`: the arena had the extent.
-    """
+    """The first page of an extent that was stored without it. `held`: the arena had the extent."""
 
     page: bytes
     held: bool
@@ -129,7 +123,7 @@ class Tripwire(NamedTuple):
 
 @dataclass
 class PassEvidence:
-    """What `evidence.Judge` records about a space from one pass to the next."""
+    """What `evidence.Judge` records about a space."""
 
     guard: Guard | None = None
     used_bytes: array[int] | None = None  # by extent: estimate of the bytes that clients use, from the tensors in use
@@ -155,10 +149,7 @@ class PassEvidence:
 
 
 class SpaceQueue:
-    """Spaces with extents of one kind to evict: closed spaces first, and of each, the least recently used first.
-
-    `has_any(space)` is called when the queue is read, so that no caller has to remove a space with its last extent.
-    """
+    """Spaces with extents of one kind to evict: closed spaces first, then the least recently used."""
 
     def __init__(self, has_any: Callable[[LoopSpace], object]) -> None:
         self._has_any = has_any
@@ -194,7 +185,7 @@ class SpaceQueue:
 
 
 class SpaceIndex:
-    """The known spaces that a thread may have work with, so that no thread has to search all of them."""
+    """The spaces that a thread may have work with."""
 
     def __init__(self) -> None:
         self.read: dict[LoopSpace, None] = {}  # readers have a position in them, or had one until now
@@ -224,8 +215,7 @@ class SpaceIndex:
 class LoopSpace(Space):
     """A loop space with its files, and the state of its extents.
 
-    `touches` learns from the touches of readers: their order, and the extents that they use. In mode arena, `learner` learns
-    from the fetches instead, because the access log contains those; in the other modes, both are the same.
+    `learner` learns from the fetches in mode arena, because the access log contains those, otherwise from touches.
     """
 
     def __init__(
@@ -282,17 +272,15 @@ class LoopSpace(Space):
 
     @property
     def looping(self) -> bool:
-        """True if a header's guess or a second pass says that the extents are read repeatedly."""
         return self.touches.looping
 
     @property
     def written(self) -> bool:
-        """True if it is open for writing: only the kernel fills its pages."""
         return self.kind == "written"
 
     @property
     def paged(self) -> bool:
-        """True if it is read by pages, and cached like rows of a table, because it is too large or finds no room."""
+        """True if it is too large or finds no room."""
         return self.kind == "paged"
 
     @property
@@ -305,12 +293,10 @@ class LoopSpace(Space):
 
     @property
     def used_loop_bytes(self) -> int:
-        """Bytes that take part in the loop, by the touches of readers; 0 if nothing loops."""
         return self.bytes_in_loop(self.touches)
 
     @property
     def kept_whole(self) -> bool:
-        """True if all that takes part in the loop is to stay in the page cache."""
         return self.looping and not self.is_arena and self.plan.extents > 0 and not self.plan.streamed
 
     def member_of(self, extent: int) -> SpaceFile:
@@ -323,7 +309,6 @@ class LoopSpace(Space):
         return max(0, min(self.extent_bytes, member.size_bytes - self.offset_of(member, extent)))
 
     def ranges(self, extents: Iterable[int]) -> list[tuple[SpaceFile, int, int]]:
-        """Return (member, offset, length) of `extents`, consecutive ones merged."""
         merged: list[tuple[SpaceFile, int, int]] = []
         for extent in sorted(extents):
             member = self.member_of(extent)
@@ -359,7 +344,7 @@ class LoopSpace(Space):
         self.last_ns = self.opened_ns = now_ns
 
     def record_close(self, now_ns: int, *, by_warmup: bool) -> None:
-        """Record that a file was closed. After a client has used it, nothing stays only because it was warmed up."""
+        """After a client has used the file, nothing stays only because it was warmed up."""
         self.last_ns = now_ns
         self.warm = self.warm and by_warmup
 
@@ -367,7 +352,7 @@ class LoopSpace(Space):
         self.last_ns = self.seen_ns[extent] = now_ns
 
     def record_access(self, extent: int, now_ns: int, missed: bool, pid: int = 0) -> Pass | None:
-        """Record that a reader touched `extent`; return the pass that this ends, if any. `pid`: its process or thread."""
+        """Return the pass that this ends, if any. `pid`: the reader's process or thread."""
         self.last_ns = self.seen_ns[extent] = now_ns
         if pid and self._is_peek(extent, pid):
             return None
@@ -381,7 +366,7 @@ class LoopSpace(Space):
         return self.touches.record_access(extent, now_ns)
 
     def _is_peek(self, extent: int, pid: int) -> bool:
-        """Return True while `extent` is the only one that `pid` has touched: it has read the header, which is not a pass."""
+        """Return True while `pid` may only have read the header."""
         only = self.only_extents.get(pid)
         if only is None:
             if len(self.only_extents) >= READERS_MAX:
@@ -392,7 +377,6 @@ class LoopSpace(Space):
         return only is None or only == extent
 
     def continues(self, extent: int) -> bool:
-        """Return True if a reader has just touched the two extents before `extent`, by offset or by rank."""
         rank, recent = self.order.rank_of[extent], self.recent
         is_next_by_offset = extent - 1 in recent and extent - 2 in recent
         return is_next_by_offset or (
@@ -400,7 +384,6 @@ class LoopSpace(Space):
         )
 
     def learn(self, done: Pass) -> bool:
-        """Learn from a completed pass; return True if class or order changed, so that a new plan is due."""
         visible = self.count - self.status.count(PINNED) - self.status.count(SINGLE)
         visible -= self.use.unused.count(1) if self.looping else 0
         lesson = self.touches.learn(done, visible)
@@ -411,14 +394,13 @@ class LoopSpace(Space):
         return lesson.changed
 
     def follow_plan(self) -> None:
-        """Adapt the distances between readers, and the extents whose touches are visible, to the current plan."""
         near, self.cursors.step = self.plan.convoy(self.extent_bytes)
         self.cursors.near = min(self.cursors.reach, near)
         if not self.is_arena:
             self.touches.expect(self.plan.streamed)
 
     def next_absent(self, head: int, span: int) -> int | None:
-        """Return the first absent extent within `span` ranks after rank `head`, wrapping round in a loop."""
+        """Return the first absent extent within `span` ranks after `head`."""
         end = min(head + 1 + span, self.count)
         rank = self.status.find(ABSENT, head + 1, end)
         if rank < 0 and self.looping:
@@ -426,7 +408,6 @@ class LoopSpace(Space):
         return self.order.extent_at[rank] if rank >= 0 else None
 
     def waiting(self, head: int, rank: int) -> int:
-        """Return how many extents between the ranks `head` and `rank`, wrapping round, are loading or ready."""
         if rank > head:
             part: Iterable[bytes | bytearray] = (self.status[head + 1 : rank],)
         else:
@@ -439,7 +420,6 @@ class LoopSpace(Space):
         return self.status[self.order.rank_of[extent]]
 
     def set_state(self, extent: int, state: int) -> None:
-        """Set the state of `extent`, without its place in the tables."""
         self.status[self.order.rank_of[extent]] = state
 
     def begin_load(self, fetch: Fetch) -> None:
@@ -466,7 +446,6 @@ class LoopSpace(Space):
             self.index.touched.use(self)
 
     def make_partial(self, extent: int, now_ns: int) -> None:
-        """Make an extent the last that was read in part."""
         self.partial_extents.pop(extent, None)
         self.partial_extents[extent] = now_ns
         if not self.alive:
@@ -476,7 +455,7 @@ class LoopSpace(Space):
             self.index.many_partial.use(self)
 
     def fail_load(self, extent: int, now_ns: int, *, for_good: bool) -> None:
-        """Make an extent absent whose fetch has failed. `for_good`: it is never fetched ahead again."""
+        """Make an extent absent, and (`for_good`) never fetch it ahead again."""
         self.loading.pop(extent, None)
         if for_good:
             self.missed[extent] = FAILED
@@ -485,7 +464,7 @@ class LoopSpace(Space):
             self.make_partial(extent, now_ns)
 
     def make_single(self, extents: Iterable[int]) -> None:
-        """Have extents read by pages from now on; those that are resident or loading once they are evicted."""
+        """Have extents read by pages once they are not resident or loading."""
         extents = list(extents)
         super().make_single(extents)
         unused, rank_of, status = self.use.unused, self.order.rank_of, self.status
@@ -505,7 +484,6 @@ class LoopSpace(Space):
             self.set_state(extent, ABSENT)
 
     def reclaimed(self, extent: int, now_ns: int) -> None:
-        """Make an extent absent of which the kernel has reclaimed most pages: the next request fetches it whole."""
         self.refaults.pop(extent, None)
         self.touched.pop(extent, None)
         self.set_state(extent, ABSENT)
@@ -517,7 +495,7 @@ class LoopSpace(Space):
             table.pop(extent, None)
 
     def forget(self, extent: int) -> None:
-        """Make `extent` absent (SINGLE stays SINGLE). Called by `Accounting`."""
+        """SINGLE stays SINGLE. Called by `Accounting`."""
         if self.state(extent) == READY:
             self.missed[extent] = self.missed.get(extent, 0) + 1
         if self.state(extent) != SINGLE:
@@ -530,12 +508,11 @@ class LoopSpace(Space):
             table.pop(extent, None)
 
     def truncate(self, size_bytes: int) -> None:
-        """Set the size of a written file that has the same number of extents. Such a space has one member."""
+        """The number of extents must not change."""
         self.members[0].size_bytes = size_bytes
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def grow(self, size_bytes: int) -> None:
-        """Add extents for a written file that has grown. All its extents are SINGLE."""
         self.truncate(size_bytes)
         if size_bytes > self.extent_bytes * WRITTEN_EXTENTS_MAX:
             self._coarsen(-(-2 * size_bytes // (self.extent_bytes * WRITTEN_EXTENTS_MAX)))
@@ -553,7 +530,6 @@ class LoopSpace(Space):
         self.status = bytearray([SINGLE]) * count
 
     def _coarsen(self, factor: int) -> None:
-        """Merge each `factor` extents into one; their pages stay in the page cache."""
         self.extent_bytes *= factor
         count = -(-self.count // factor)
         slices = [slice(at * factor, (at + 1) * factor) for at in range(count)]
@@ -574,11 +550,11 @@ class MoeFile:
     """The experts of one open file, each ABSENT, LOADING or TOUCHED. Expert n has the key `first` + n in `ExpertCache`.
 
     - `alone`: the experts are left to the kernel; all are ABSENT.
-    - `fresh`: experts just loaded or requested; the next sample shows the same use again, and does not count.
+    - `fresh`: experts just loaded or requested, whose next sample does not count.
     - `loads`: over FUSE, loads of the experts that are LOADING.
-    - `trips`: over FUSE, resident experts with a dropped page, and the (round, layer) in which their next use is due.
+    - `trips`: over FUSE, resident experts with a dropped page, and the (round, layer) of their next use.
     - `pages`: over FUSE, the content of that page, for the reply.
-    - `came_ns`: when a resident expert had been loaded.
+    - `came_ns`: when a resident expert was loaded.
     - `read_on`: slices that kernel readahead has requested: (time, first byte, end).
     """
 
@@ -611,7 +587,7 @@ class MoeFile:
         return list(itertools.compress(range(len(self.states)), self.states.translate(_RESIDENT)))
 
     def sweeps(self, expert: int) -> bool:
-        """Record a miss; return True if this visit of the layer has missed enough experts to be a prompt."""
+        """Record a miss; return True if the layer has missed enough experts for a prompt."""
         self.reach(expert)
         count = self.layer[1] - self.layer[0]
         self.visit, self.last = 1 if expert < self.last else self.visit + 1, expert
@@ -626,12 +602,11 @@ class MoeFile:
             self.layer, self.visit = (first, first + count), 0
 
     def trip(self, expert: int) -> None:
-        """Record that a page of a resident expert is dropped, so that its next use sends a request."""
         first = self.layout.layer_of(expert)[1]
         self.trips[expert] = self.rounds + (first <= self.layer[0]), first
 
     def unused(self) -> Iterator[int]:
-        """Yield the experts whose layer was computed again without a request for their dropped page."""
+        """Yield the experts whose layer was computed without a request for their dropped page."""
         now = self.rounds, self.layer[0]
         return (expert for expert, then in self.trips.items() if then < now and not self.computes(expert))
 
@@ -640,11 +615,10 @@ class MoeFile:
         return (self.last if self.sweeping else self.layer[0]) <= expert < self.layer[1]
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the slices of an expert in whole pages, without extents of the loop."""
         return [self._pages(start, start + size) for start, size in self.layout.ranges(expert)]
 
     def own(self, expert: int) -> list[tuple[int, int]]:
-        """Return `ranges` without pages shared with other data; pages shared with another absent expert stay in."""
+        """Return `ranges` without pages that hold data of others than absent experts."""
         parts: list[tuple[int, int]] = []
         for number in self.layout.slices[expert]:
             start = self.layout.starts[number]
@@ -671,17 +645,15 @@ class MoeFile:
         return start, max(0, -(-end // PAGE_BYTES) * PAGE_BYTES - start)
 
     def slice_at(self, offset: int) -> int | None:
-        """Return the number of the slice that contains a byte; None if it is in no slice, or in the loop."""
         number = bisect_right(self.layout.starts, offset) - 1
         if number < 0 or offset >= self.layout.starts[number] + self.layout.sizes[number]:
             return None
         return number if self.space.state(self.member.base + offset // self.space.extent_bytes) == SINGLE else None
 
     def reads_on(self, number: int, offset: int, size: int, now_ns: int) -> bool:
-        """Return True if a request at the beginning of a slice is kernel readahead that has crossed the slice's border.
+        """Return True if a request at the beginning of a slice is kernel readahead from the slice before.
 
-        While a slice is loaded, the kernel reads ahead, up to a window beyond its end. Kernel readahead requests a range
-        once; a second request, or one that continues behind it, comes from a client.
+        Kernel readahead requests a range once; a second request, or one that continues behind it, comes from a client.
         """
         if size > WINDOW_BYTES:
             self.window = 2 * WINDOW_BYTES
@@ -697,10 +669,7 @@ class MoeFile:
         return True
 
     def neighbours(self, number: int, reach: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of absent experts that the kernel reads around faults on a slice.
-
-        The kernel reads `reach` bytes before the slice, and behind it as far as it reads ahead at the slice's end.
-        """
+        """Return (offset, bytes) of absent experts that the kernel reads around faults, `reach` bytes before the slice."""
         layout = self.layout
         start, end = layout.starts[number], layout.starts[number] + layout.sizes[number]
         parts: list[tuple[int, int]] = []
@@ -713,10 +682,7 @@ class MoeFile:
         return parts
 
     def inner(self, number: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the part of a slice between two bytes, if there is one.
-
-        Pages shared with other data are left out, because that may be in use.
-        """
+        """Leave out pages shared with other data."""
         start = self.layout.starts[number]
         low = -(-max(first, start) // PAGE_BYTES) * PAGE_BYTES
         high = min(end, start + self.layout.sizes[number]) // PAGE_BYTES * PAGE_BYTES
@@ -724,12 +690,10 @@ class MoeFile:
         return [(offset, length)] if length else []
 
     def pages_of(self, number: int) -> tuple[int, int]:
-        """Return (offset, bytes) of a slice in whole pages, without extents of the loop."""
         start = self.layout.starts[number]
         return self._pages(start, start + self.layout.sizes[number])
 
     def end_of(self, number: int) -> int:
-        """Return where the pages of a slice end, or an extent of the loop begins."""
         return sum(self.pages_of(number))
 
     def facts(self) -> dict[str, Any]:

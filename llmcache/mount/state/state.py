@@ -1,32 +1,29 @@
 """The state that readers, loaders, evictor and planner share, and the locks around it.
 
-Locks: a thread that takes several of them takes them in this order.
+Locks, in the order in which a thread takes them:
 1. `Files.turn` (mode inplace): changes of the table of files.
 2. `Grouping._parsing`: parsing of one header at a time.
 3. `Files.lock` (mode inplace): the programs that map files, while the kernel is given advice on their memory.
 4. `CacheState.lock`: all fields in this file, and every method of `Spaces`, `LoopSpace`, `Accounting` and `ExpertCache`.
-   Threads hold it only to compute, never during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its
-   conditions: `work` wakes loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or
-   STOREs.
+   Threads never hold it during I/O, a notification to the kernel, an mlock or a wait for a fetch. Its conditions: `work`
+   wakes loaders, `room` wakes the evictor, `ended` wakes threads that wait for the end of loads or STOREs.
 
 Waits over FUSE: the kernel locks the pages of a READ or WRITE until the daemon replies. STORE, INVAL and mlock wait for
 locked pages, and a READ may be queued behind as many other requests as the daemon has threads. So a thread that owes the
 kernel a reply may wait only for the following:
-- READ: the fetch of its extent. A fetch depends on storage alone: a loader sets `Fetch.done` before it begins its STORE. The
-  READ that loads a piece of an expert slice also waits for the STORE of that piece, at most `fuse.STORE_WAIT_S`.
-- RELEASE, the last one of a file: reads of the file (`SpaceFile.loads`), which end before their STOREs begin. At most
-  `LOADS_S`.
+- READ: the fetch of its extent. A loader sets `Fetch.done` before it begins its STORE, so a fetch depends on storage alone.
+  The READ that loads a piece of an expert slice also waits for the STORE of that piece, at most `fuse.STORE_WAIT_S`.
+- RELEASE, the last one of a file: reads of the file (`SpaceFile.loads`), at most `LOADS_S`.
 - OPEN, and truncation by name: STOREs of the previous content of the path, which would overwrite new data with old. At most
   `engine.WAITERS` requests wait, so that other threads can answer the READs that those STOREs wait for. Each waits at most
-  `engine.WAIT_S`, because libfuse blocks other requests for a path while it is opened. After an OPEN that did not wait that
-  long, clients may read old data until it is dropped.
+  `engine.WAIT_S`, because libfuse blocks other requests for a path while it is opened. After that time, clients may read old
+  data until it is dropped.
 
-Why there is no deadlock: each of these waits ends when storage replies, or at its time limit. Loaders, the evictor, the pin
-service and the thread that invalidates pages wait for the kernel without a limit. But apart from the waits above, no thread
-that owes a reply waits for them, and while they wait, they hold neither a lock nor an unfinished fetch. A writer only queues
+There is no deadlock, because each of these waits ends when storage replies, or at its time limit. Loaders, the evictor, the
+pin service and the thread that invalidates pages wait for the kernel without a limit. But apart from the waits above, no
+thread that owes a reply waits for them, and meanwhile they hold neither a lock nor an unfinished fetch. A writer only queues
 the ranges to invalidate; until they are invalidated, opens clear `keep_cache` (`operations.py`). At unmount,
-`libfuse.Notifier.close` rejects further notifications and waits for those under way while requests are still served; ranges
-that are still queued are not invalidated.
+`libfuse.Notifier.close` rejects further notifications and waits for those under way while requests are still served.
 """
 
 from __future__ import annotations
@@ -54,10 +51,7 @@ BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1,
 
 
 class WaitHistogram:
-    """Histogram of how long readers waited for one reason, since the mount began. Every method expects the engine's lock.
-
-    Only waits are counted, not hits: counting takes a microsecond, a wait as long as a request to storage.
-    """
+    """Histogram of how long readers waited for one reason. Lock held."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_NS) + 1)
@@ -68,7 +62,7 @@ class WaitHistogram:
         self._total_ns += waited_ns
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {"bounds_s", "counts" (by class, one more than bounds), "sum_s"}."""
+        """Return {"bounds_s", "counts" (one more than bounds), "sum_s"}."""
         bounds = [bound / 1e9 for bound in BOUNDS_NS]
         return {"bounds_s": bounds, "counts": list(self._counts), "sum_s": self._total_ns / 1e9}
 
@@ -78,7 +72,7 @@ READ, WRITE = 0, 1  # the values of llmcache.trace.record, which the daemon must
 
 
 class Log(Protocol):
-    """The access log, as far as the engine uses it (`daemon.accesslog.AccessLog`)."""
+    """The access log, as the engine uses it (`daemon.accesslog.AccessLog`)."""
 
     path: str
     rows: int
@@ -87,7 +81,7 @@ class Log(Protocol):
     def row(self, file: int, first: int, count: int, op: int, miss: int, pid: int) -> None: ...
 
     def event(self, event: Sequence[Any]) -> None:
-        """Append an event in its JSON form, which happened before the next row."""
+        """Append an event before the next row."""
 
     def file(self, number: int, path: str, dev: int, inode: int, generation: int, size_bytes: int) -> None: ...
 
@@ -95,9 +89,8 @@ class Log(Protocol):
 class References:
     """Passes references to extents to the steering of mode arena, and references and events to the access log.
 
-    Both receive the same sequence, so the decisions of a mount can be replayed from its log through
-    `llmcache.cache.steering`, which defines the events. In the other modes clients read pinned extents without a request,
-    so the daemon sees only some of the references, and its log contains those. Every method expects the engine's lock.
+    Both receive the same sequence, so `llmcache.cache.steering` can replay a mount's decisions from its log. In the other
+    modes, clients read pinned extents without a request. Every method expects the engine's lock.
     """
 
     def __init__(self, steering: Spaces) -> None:
@@ -108,11 +101,10 @@ class References:
         steering.journal = self._record
 
     def pause(self) -> None:
-        """Stop logging events while the mount ends: a replay must not end with the evictions of an unmount."""
+        """Stop logging events, because a replay must not end with the evictions of an unmount."""
         self._paused_events = []
 
     def resume(self) -> None:
-        """Log the events since `pause`, and log again: the mount continues."""
         paused_events, self._paused_events = self._paused_events or [], None
         for event in paused_events:
             self._record(event)
@@ -135,12 +127,11 @@ class References:
         self.log.event(("file", member.file_id, space.key, space.members.index(member)))
 
     def lost(self, space: LoopSpace, extent: int) -> None:
-        """Report that an extent could not be read, if the core counts it as held."""
         if self.core is not None and extent in space.held:
             self.core.lost(space.key, extent)
 
     def claimed(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int) -> int:
-        """Report the fetch of a whole extent; return the core's verdict (MISS without a core)."""
+        """Return the core's verdict (MISS without a core)."""
         verdict = MISS if self.core is None else self.core.reference(space.key, extent)
         if self.log is not None:
             offset, length = space.offset_of(member, extent), space.length_of(member, extent)
@@ -149,12 +140,10 @@ class References:
         return verdict
 
     def slices(self, space: LoopSpace, member: SpaceFile, parts: Iterable[tuple[int, int]], pid: int) -> None:
-        """Report a miss of an expert. `parts`: (offset, bytes) of its slices, in whole pages."""
         for offset, length in parts:
             self.pages(space, member, offset, length, READ, pid)
 
     def pages(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, op: int, pid: int) -> None:
-        """Report pages of single-page extents that were read from storage, or written to it."""
         if length <= 0:
             return
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
@@ -165,7 +154,7 @@ class References:
 
 
 def ranges(extents: Iterable[int]) -> list[tuple[int, int]]:
-    """Return `extents` as (first, end) of runs of consecutive numbers; keeps their order."""
+    """Return runs of consecutive numbers as (first, end)."""
     runs: list[tuple[int, int]] = []
     for extent in extents:
         if runs and runs[-1][1] == extent:
@@ -179,7 +168,7 @@ Job = Callable[[], None]
 
 
 class CacheState:
-    """Memory, spaces and counters of one mount. `steering`: a `Steering` in mode arena, otherwise a `Spaces`."""
+    """Memory, spaces and counters of one mount."""
 
     def __init__(
         self,
@@ -222,7 +211,6 @@ class CacheState:
         return self.memory.index
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the bytes that memory pressure leaves of the budget: the limit of pins."""
         if limit_bytes != self.memory.pin_limit_bytes:
             self.steering.limit(limit_bytes)
         self.memory.set_limit(limit_bytes, has_experts=bool(self.expert_cache.moe_files))
@@ -244,7 +232,6 @@ class CacheState:
                 self.displace(space, member)
 
     def request_room(self) -> None:
-        """Wake the evictor, which wakes threads that wait on `work` once there is room."""
         self.crowded = True
         self.room.notify()
 
@@ -253,12 +240,11 @@ class CacheState:
         self.work.notify()
 
     def invalidate(self, node: int, offset: int, length: int) -> None:
-        """Queue a range of which nothing is accounted for invalidation by the evictor."""
+        """Queue a range of which nothing is accounted."""
         self.memory.pending.append(self.memory.pend(node, offset, length, 0))
         self.room.notify()
 
     def stores_old(self, path: str) -> bool:
-        """Return True while a STORE to `path` of a space that has ended is under way."""
         return any(member.path == path and not space.alive for space, member in self.storing)
 
     def load_ended(self, member: SpaceFile) -> None:
@@ -294,7 +280,6 @@ class CacheState:
             self.counters.miss_bytes += length
 
     def finish(self, fetch: Fetch) -> None:
-        """Remove one user of `fetch`; the last one returns its buffer to the pool."""
         fetch.users -= 1
         if fetch.users == 0 and fetch.buffer is not None:
             self.pool.give(fetch.buffer)
@@ -302,7 +287,7 @@ class CacheState:
 
 
 def read_whole(state: CacheState, backing: Backing, region: MemoryRegion, offset: int, length: int) -> bool:
-    """Read a range; return True if all of it was read. On an error, readers of the range get it from their own read."""
+    """Read a range; return False on an error, which readers then get from their own read."""
     try:
         count = backing.read_into(region.address, -(-length // PAGE_BYTES) * PAGE_BYTES, offset)
     except OSError:
