@@ -1,21 +1,16 @@
-"""The detector: classify blocks online as read once, read in a loop, or accessed repeatedly without order.
+"""Classify blocks online as read once, read in a loop, or accessed repeatedly without order.
 
     detector = Detector()
     detector.record_run(t_ns, until_ns, file, first, count, accesses, write)    # each run of blocks, O(1)
     for place in detector.trails[file, write].places(): ...                     # SEQ, LOOP or HOT, with passes and period
 
-`loops.LoopLearner` learns the order of a loop whose extents are known: the files of one model. The detector knows
-nothing in advance: it finds the ranges of blocks that loop, each with its own period, next to ranges that do not.
-Streams (`streams`) yield walks. Sequential walks count as passes over regions (sweeps), other walks as visits of
-scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others
-were read once. Reads and writes are separate, and so are the phases of a stride.
+Sequential walks of streams (`streams`) count as passes over regions, other walks as visits of scattered blocks. A region
+walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others were read once. Reads and
+writes are separate, and so are the phases of a stride. The state per file is bounded.
 
-The state per file is bounded: streams, regions and cells, each of at most a kilobyte.
-
-Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access;
-repeats of a block collapse; a loop needs two equal distances instead of one re-reference, so that a prompt that is
-submitted twice is no loop (section 3.2); a loop is a region with one period, no matter how many pieces its passes have;
-a loop expires.
+Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access; repeats
+of a block collapse; a loop needs two equal distances, so that a prompt that is submitted twice is no loop (section 3.2); a
+loop is a region with one period, in any number of pieces; a loop expires.
 """
 
 from __future__ import annotations
@@ -88,8 +83,7 @@ IsRunning = Callable[[int, Moment], bool]  # returns True if the stream with thi
 class SweepRegion:
     """Blocks first .. end - 1, of which `touched` were accessed, walked over in sequence `passes` times since `since`.
 
-    The last pass, by stream `stream`, went from `at_first` to `at_end` (or from `at_end` to `at_first`, if it went
-    down). `accesses`: blocks accessed in all passes.
+    The last pass went from `at_first` to `at_end`, or back if it went down. `accesses`: blocks of all passes.
     """
 
     first: int
@@ -155,8 +149,8 @@ class SweepRegion:
 class Sweeps:
     """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    A pass over a region moves the border between its walked and unwalked parts. It counts only if the previous walk has
-    ended: readers that follow each other through one loop make one pass together.
+    A pass moves the border between a region's walked and unwalked parts. It counts only if the previous walk has ended, so
+    readers that follow each other make one pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
@@ -194,7 +188,7 @@ class Sweeps:
             self._compact()
 
     def _moves_border(self, index: int, walk: Walk, is_running: IsRunning) -> bool:
-        """Record `walk` if it only extends the region before `index`; return False if it does not.
+        """Record `walk` if it only extends the region before `index`; else return False.
 
         Nearly all walks are of this kind; `add` gives the same result at several times the cost.
         """
@@ -224,7 +218,7 @@ class Sweeps:
         return True
 
     def _compact(self) -> None:
-        """Join pairs of neighbors, those that lose least first, until a quarter of the limit is free."""
+        """Join the pairs of neighbors that lose least, until a quarter of the limit is free."""
         # What joining a pair hides: a difference in passes, and the number of blocks that get a different history.
         losses = [
             (left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end, index)
@@ -303,10 +297,7 @@ _ALL = (1 << PLACES) - 1
 
 @dataclass(slots=True)
 class ScatteredCell:
-    """64 places: bit i is set in `seen` if place i was accessed, and in `again` if more than one visit accessed it.
-
-    `visits`: number of visits between `since` and `last`.
-    """
+    """64 places: bit i is set in `seen` if place i was accessed, and in `again` if more than one visit accessed it."""
 
     seen: int
     again: int
@@ -319,7 +310,7 @@ class ScatteredCell:
 class ScatteredBlocks:
     """The blocks of one file that were accessed without order, and which of them were revisited.
 
-    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all cells.
+    At most `MAX_CELLS` cells of 64 places; a place grows to a power of two of blocks once hot blocks fill all cells.
     """
 
     def __init__(self) -> None:
@@ -353,7 +344,6 @@ class ScatteredBlocks:
             self._make_room()
 
     def credit(self, block: int, accesses: int) -> None:
-        """Count accesses that only repeat an earlier visit of `block`."""
         cell = self._cells.get((block >> self.shift) // PLACES)
         if cell is None:
             self.forgotten_accesses += accesses
@@ -468,7 +458,6 @@ class Trail:
             self.scattered.credit(walk.first, walk.accesses)
 
     def _take_strided(self, walk: Walk) -> None:
-        """Record a strided walk in the sweeps of its stride and phase, in runs instead of blocks."""
         at = walk.first if walk.descending else walk.end - walk.width
         runs = -(-(walk.end - walk.first) // walk.stride)
         number, phase = divmod(at, walk.stride)
@@ -511,9 +500,8 @@ class Detector:
         self.trails: dict[tuple[int, bool], Trail] = {}
 
     def record_run(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
-        """Record requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
-
-        The first request came at `t_ns`, the last at `until_ns`. Times must ascend.
+        """Record requests for `count` blocks from `first` on, `accesses` in all, between `t_ns` and `until_ns`, which
+        ascend.
         """
         trail = self.trails.get((file, write))
         if trail is None:
@@ -524,6 +512,6 @@ class Detector:
         self.now = Moment(until_ns, blocks) if repeated else stop
 
     def finish(self) -> None:
-        """End all streams, because the trace has ended. Later accesses begin new ones."""
+        """End all streams. Later accesses begin new ones."""
         for trail in self.trails.values():
             trail.finish()

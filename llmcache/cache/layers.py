@@ -31,9 +31,8 @@ def json_of(row: object, *left_out: str, **names: str) -> dict[str, Any]:
 class Layer:
     """Reads (mapped ones included) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
 
-    `known`: accesses for which the trace records hit or miss; `missed` of them came from storage. `place`: from 0, the
-    position in the order of a pass, which is shown from the lowest numbered layer; None for layers that most passes leave
-    out, and without a complete pass. A block that two layers share counts for the layer that contains its middle.
+    `known`: accesses for which the trace records hit or miss. `place`: position in the order of a pass, from 0; None for
+    layers that most passes leave out. A block that two layers share counts for the layer that contains its middle.
     """
 
     file: int
@@ -61,7 +60,7 @@ class Layer:
 
 
 class Turns:
-    """The layers accessed last: distinguishes a new visit of a layer from threads that interleave accesses to two layers."""
+    """Tells a new visit of a layer from threads that interleave accesses to two layers."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -117,7 +116,7 @@ class Layers:
                 tally.count(first, end, batch.miss[of_file], batch.t_ns[of_file])
 
     def found(self) -> tuple[Layer, ...]:
-        """Return the layers of all model files, most accessed file first, in the order of a pass, or else of the file."""
+        """Return the layers of all files, most accessed file first, in the order of a pass, or else of the file."""
         tallies = [tally for tally in self._tallies.values() if tally is not None]
         tallies.sort(key=lambda tally: (-tally.accesses, tally.file.path))
         return tuple(layer for tally in tallies for layer in tally.layers())
@@ -164,9 +163,9 @@ class _LayerCounts:
         return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)
 
     def _order(self) -> list[int]:
-        """Return the fullest pass without layers that most others leave out, starting at the lowest numbered layer.
+        """Return the fullest pass, starting at the lowest numbered layer.
 
-        Threads that run far ahead of others, or cached data, cut passes short: short ones do not count.
+        Threads that run far ahead, or cached data, cut passes short: short ones do not count.
         """
         fullest = max(reversed(self._passes), key=len, default=())
         whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]

@@ -1,13 +1,11 @@
 """Loop detection by extent: the order, period and use of a loop space's extents, and the positions of its readers.
 
-A file is cut into extents; an order maps a *rank* (the position in the loop) to an extent, and starts as file order.
-`PassRecorder` records extents in the order in which they are touched. When an extent is touched again, the pass is
-over, and `LoopOrder.adopt` makes it the new order. Extents without a touch (pinned ones cause no request) stay behind
-the extent that preceded them before.
+An order maps a *rank* (the position in the loop) to an extent, and starts as file order. An extent that is touched again
+ends the pass, whose order `LoopOrder.adopt` makes the new order. Extents without a touch (pinned ones cause no request) stay
+behind the extent that preceded them.
 
-The mount (clock in nanoseconds, every touch of a reader) and the deterministic core in `steering` (clock in references)
-both use this module. The trace classifier (`detector`) works on runs of blocks instead; both get periods from
-`Intervals`.
+Mounts (clock in nanoseconds) and the deterministic core in `steering` (clock in references) use this module; the trace
+classifier (`detector`) works on runs of blocks.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class Period:
 class Intervals:
     """Intervals between the passes over one region, and the period that they show; at most `OCTAVES` entries.
 
-    Intervals are counted by octave of the blocks accessed in between, a measure that is independent of pauses and of
-    the speed of storage. The most frequent octave gives the period, so that a pause between two prompts, or a short
-    first pass, does not change it. Its time is the median of the latest times in that octave.
+    Intervals are counted by octave of the blocks accessed in between, because pauses and slow storage do not change these.
+    The most frequent octave gives the period; its time is the median of the latest times in that octave.
     """
 
     def __init__(self) -> None:
@@ -94,7 +91,7 @@ class Intervals:
         return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
 
     def rhythms(self) -> tuple[Period, ...]:
-        """Return all recurring intervals, shortest first; empty without any. A layer read twice a pass has two.
+        """Return all recurring intervals, shortest first. A layer read twice a pass has two.
 
         A loop has ended only after its longest interval has been missed.
         """
@@ -133,13 +130,12 @@ class Pass:
 class PassRecorder:
     """Cuts a sequence of touched extents into passes.
 
-    A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches.
-    Threads that work on neighboring stripes touch an extent twice within a short distance; this does not end a pass. A
-    loop over less than half of the extents of the previous pass (part of a file that was loaded whole) never reaches
-    that distance. It ends the previous pass once 1/PROOF of that pass's extents have repeated, each at least `least`
-    extents after its first touch, with no new extent between the repeats.
+    A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches: threads
+    on neighboring stripes touch an extent twice within a short distance. A loop over less than half of the previous pass
+    never reaches that distance. It ends that pass once 1/PROOF of its extents have repeated, each at least `least` extents
+    after its first touch, with no new extent in between.
 
-    The clock is the caller's: any unit that never decreases (nanoseconds, references).
+    The clock is the caller's: any unit that never decreases.
     """
 
     def __init__(self, least: int = 2) -> None:
@@ -229,15 +225,12 @@ class LoopOrder:
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
-        """Return the share (0..1) of backward steps of `seen` in this order, not counting one step, the wrap."""
+        """Return the share (0..1) of backward steps of `seen` in this order, not counting the wrap."""
         return _backward_share([self.rank_of[extent] for extent in seen])
 
 
 def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`.
-
-    Extents that only one pass contains are ignored.
-    """
+    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`."""
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
 
@@ -258,13 +251,10 @@ _GAP_MAX = 100  # passes; fits into a byte
 class RecentUse:
     """Which extents of a loop space were touched in the last few passes; the others are `unused`.
 
-    A header lists the contents of a model, but an engine may copy tensors once and never read them again. So an extent
-    counts as part of the loop only while readers touch it. It becomes unused after UNUSED_PASSES whole passes without a
-    touch, or after UNUSED_GAPS times its usual number of passes between two touches, whichever is longer (a fast reader
-    ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run of
-    neighbors, or twice within UNUSED_PASSES passes. Random reads of table rows do neither.
-
-    Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
+    An engine may copy tensors once and never read them again. An extent becomes unused after UNUSED_PASSES whole passes
+    without a touch, or after UNUSED_GAPS times its usual number of passes between two touches, whichever is longer (a fast
+    reader ends several passes while a slow one makes one). It is used again once a reader touches it in a run of neighbors,
+    or twice within UNUSED_PASSES passes, which random reads of table rows do not. Every extent starts as used.
     """
 
     def __init__(self, count: int) -> None:
@@ -370,7 +360,7 @@ class LoopLearner:
         self.use.resize(count)
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
-        """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""
+        """Mark the space as looping because of a header; `guess` is appended to the order to adopt after the first pass."""
         self.guess.extend(guess)
         self.looping = self.guessed = True
 
@@ -460,14 +450,11 @@ class Cursor:
 class CursorTable:
     """The positions of readers in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
 
-    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a
-    cursor. A touch up to `reach` ranks ahead moves the cursor, a touch up to `reach` ranks behind leaves it in place,
-    and any other touch starts a new cursor.
+    A touch up to `reach` ranks ahead moves the cursor, a touch up to `reach` ranks behind leaves it in place, and any other
+    touch starts a new cursor. So the threads of one model run, and readers in convoy, share a cursor.
 
-    A reader that falls too far behind its cursor causes misses. One late touch does not prove a reader, since threads
-    finish in any order, so a miss behind a cursor only creates a *suspect*. A suspect that advances step by step
-    becomes a cursor of its own. Cursors that are at most `near` ranks behind another one (the cached range behind a
-    reader) merge with it into one convoy.
+    Threads finish in any order, so a miss behind a cursor only creates a *suspect*, which becomes a cursor if it advances
+    step by step. Cursors at most `near` ranks behind another one merge with it into one convoy.
     """
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
@@ -536,7 +523,6 @@ class CursorTable:
         self.laggards = 0
 
     def _merge(self, moved: Cursor) -> None:
-        """Remove cursors close behind `moved`, and merge `moved` with a cursor close ahead of it."""
         for other in [cursor for cursor in self.live if cursor is not moved]:
             if self.distance(other.head, moved.head) <= self.near:
                 self.live.remove(other)

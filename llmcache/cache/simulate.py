@@ -1,12 +1,10 @@
 """Replay traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
 
-A trace is read twice: for its block ids, and for all cells of the grid together. If their states do not fit in memory
-together, they run in groups, with one more pass each. Offline policies (Belady) receive the whole trace in one call, 25
-bytes per row, and are refused if the trace is known to lack accesses.
+A trace is read once for its block ids, and once for each group of cells whose states fit in memory together. Offline
+policies (Belady) receive the whole trace in one call, 25 bytes per row.
 
-Concurrency: one thread reads batches, one maps them to block ids, and a pool processes (cell, batch) pairs. A batch is
-submitted only when all cells have finished the one before, so a cell's state has one user at a time. Kernels run without
-the GIL.
+One thread reads batches, one maps them to block ids, and a pool processes (cell, batch) pairs. A batch is submitted only
+when all cells have finished the one before, so a cell's state has one user at a time. Kernels run without the GIL.
 """
 
 from __future__ import annotations
@@ -338,8 +336,8 @@ def simulate_all(
 ) -> Simulation:
     """Return the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` maps a file table to models; without it, no models are known. Rows are identified by the names of their
-    traces, so that only one source may be a `Trace`.
+    `models` maps a file table to models; without it, no models are known. Rows are identified by the names of their traces,
+    so that only one source may be a `Trace`.
     """
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))

@@ -1,7 +1,6 @@
 """Belady's MIN: evict the block whose next use is furthest away. It needs the whole trace, without gaps.
 
 The state is the set of the times at which cached blocks are used next; a reference is a hit if its own time is in it.
-Next uses are stored as segments of consecutive blocks that are used again in the same order.
 """
 
 from __future__ import annotations
