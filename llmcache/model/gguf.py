@@ -1,9 +1,8 @@
 """Parser of GGUF headers, versions 2 and 3. It makes few reads and reads little beyond the end of the header.
 
-Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data.
-The parser skips the values of all keys except those in `_WANTED`.
-Source: docs/gguf.md of ggml; tensor types from ggml.h (enum ggml_type) and ggml-common.h (the block structs) of llama.cpp.
-The type numbers are part of the format.
+Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data. Only the keys in
+`_WANTED` are parsed. Source: docs/gguf.md of ggml; tensor types, whose numbers are part of the format, from ggml.h (enum
+ggml_type) and ggml-common.h (the block structs) of llama.cpp.
 """
 
 from __future__ import annotations
@@ -166,7 +165,6 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
 
 
 def _read_version(cursor: HeaderCursor) -> None:
-    """Check the magic and the version, and set the byte order that the version implies."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
     raw = cursor.take(4)
@@ -227,7 +225,6 @@ def _skip_array(cursor: HeaderCursor, left: _Left, depth: int) -> None:
 
 
 def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
-    """Return the next tensor; its offset is relative to the start of the tensor data."""
     name, dimension_count = cursor.text(LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")

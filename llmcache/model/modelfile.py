@@ -44,8 +44,8 @@ def model_bytes(path: str) -> ModelBytes:
 
     `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
     Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or a manifest in Ollama's store. The
-    number of experts that a token uses comes from the header of a GGUF, or from the config.json next to the safetensors.
-    Raises UsageError (no such file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
+    number of used experts comes from the GGUF header, or from config.json next to safetensors. Raises UsageError (no such
+    file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
@@ -81,7 +81,6 @@ def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int
 
 
 def _configured_experts(path: str) -> int | None:
-    """Return the number of experts that a token uses, from the config.json in the directory of the file; None if unknown."""
     file = Path(path).parent / "config.json"
     if not os.path.exists(file):
         return None
@@ -114,7 +113,6 @@ def _files(path: str) -> list[str]:
 
 
 def _named_file(path: str) -> str:
-    """Return the file that a path names: the model in a directory or an Ollama manifest, the link to a hub cache's blob."""
     if os.path.isdir(path):
         return _in_directory(path)
     absolute = os.path.abspath(path)
@@ -186,7 +184,6 @@ def _layout(path: str) -> ModelLayout:
 
 
 def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
-    """Return the layout and the size of a file that the user named; `hint` goes into the errors."""
     with _errors(path, hint):
         layout, size = _read(path)
     if layout is None:
@@ -203,7 +200,7 @@ def _read(path: str) -> tuple[ModelLayout | None, int]:
 
 @contextmanager
 def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
-    """Context manager: turn the errors of reading a file into errors that name it; `hint` is for a missing file."""
+    """Turn the errors of reading a file into errors that name it; `hint` is for a missing file."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -240,7 +237,7 @@ class ModelHeaders(Models):
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
-        """Read the headers of `models`. UsageError: one matches none of `files`; DataError: one is not a model."""
+        """UsageError: one of `models` matches none of `files`; DataError: one is not a model."""
         self._given: dict[int, ModelLayout] = {}
         for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")

@@ -3,11 +3,9 @@
     <cache>/models--ORG--NAME/snapshots/REVISION/FILE    a link to ../../blobs/CHECKSUM         ORG/NAME/FILE
     <store>/manifests/HOST/NAMESPACE/MODEL/TAG           names blobs/sha256-CHECKSUM in JSON    MODEL:TAG
 
-The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames` scans a directory for symbolic links,
-manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
-
-All input is untrusted: links are resolved from their texts, no name leads out of the directory, and documents that are
-too large or malformed are ignored. A scan visits directories that have changed, and ends after SCAN_S.
+The first is a Hugging Face hub cache, the second is Ollama's store. All input is untrusted: links are resolved from their
+texts, no name leads out of the directory, and documents that are too large or malformed are ignored. A scan visits
+directories that have changed, and ends after SCAN_S.
 
 Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`.
 """
@@ -107,10 +105,7 @@ def manifest_place(path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """Result of the scan of a directory. If `settled`, any later change of the directory changes `stamp`.
-
-    `links`: (name, text) of each. `files`: the manifests, safetensors files and indexes.
-    """
+    """Result of the scan of a directory. If `settled`, any later change of the directory changes `stamp`."""
 
     stamp: tuple[int, int, int]
     settled: bool
@@ -132,8 +127,8 @@ class _View:
     """Results of one scan, by path.
 
     `links`: the real path of each link that stays in the directory. `outside`: the other links. `paths`: the links to each
-    file, most recently changed directory first. `names`: the names of each file that are not paths. `shown`: the name to
-    display. `indexes`: for each directory, the files that each of its indexes lists.
+    file, most recently changed directory first. `names`: the names of each file that are not paths. `indexes`: for each
+    directory, the files that each of its indexes lists.
     """
 
     links: Mapping[str, str] = field(default_factory=dict)
@@ -243,7 +238,6 @@ class ModelNames:
             self._due_s = now + max(LEAST_REST_S, SCAN_REST * (now - began))
 
     def _visit(self, end_s: float) -> bool:
-        """Visit directories breadth-first until `end_s`; return True if anything has changed."""
         found: dict[str, _Directory] = {}
         pending, links = deque([""]), 0
         while pending and time.monotonic() < end_s and len(found) < DIRECTORIES_MAX and links < NAMES_MAX:
@@ -299,7 +293,6 @@ class ModelNames:
         return os.stat(path.lstrip("/") or ".", dir_fd=self._fd, follow_symlinks=False)
 
     def _read_documents(self) -> bool:
-        """Read the documents that have changed; return True if any changed, appeared or disappeared."""
         found: dict[str, _Document] = {}
         layers = 0
         for path, real, limit, parse in self._wanted():
@@ -359,7 +352,6 @@ class ModelNames:
     # The view
 
     def _resolved(self, path: str) -> str | None:
-        """Return the real path of `path`, resolved from the texts of links; None if it leads out of the directory."""
         rest, count = _steps(path)[::-1], 0
         done: list[str] = []
         while rest:
@@ -445,10 +437,7 @@ def scanned(directory: str) -> ModelNames:
 
 
 class _Candidates:
-    """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact).
-
-    The lowest rank is displayed.
-    """
+    """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact)."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[int, bool, tuple[str, ...]]]] = {}
@@ -489,8 +478,7 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
     """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
 
-    `path` begins with the name of the scanned directory; `below` is relative to it. Longer names tell apart two revisions,
-    and two caches.
+    Longer names tell apart two revisions, and two caches. `below` is `path` relative to the scanned directory.
     """
     found = _SNAPSHOT.fullmatch(path)
     if found is None:
@@ -502,7 +490,6 @@ def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
 
 
 def _says_less(path: str, link: str) -> bool:
-    """Return True if a file's name is a checksum, or lacks the extension that the link has."""
     name = os.path.basename(path)
     return _CHECKSUM.fullmatch(name) is not None or ("." not in name and "." in os.path.basename(link))
 

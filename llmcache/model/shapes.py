@@ -1,8 +1,8 @@
 """Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Supported are config.json files of Hugging Face for decoders with one KV cache per layer, with plain MLPs or as MoE
-models: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral, glm4_moe, gpt_oss, llama4 and others with the same names
-for their sizes. Models without such a cache are rejected by name: MLA, state spaces, linear attention, encoders.
+Supported are decoders of Hugging Face with one KV cache per layer: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral,
+glm4_moe, gpt_oss, llama4 and others with the same names for their sizes. Models without such a cache are rejected by name:
+MLA, state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALE_BYTES = 4
 class MoeMlp:
     """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
 
-    `shared_ffn`: width of the shared experts that each token uses as well, 0 without any.
+    `shared_ffn`: width of the shared experts that each token uses as well.
     """
 
     layers: int
@@ -40,10 +40,7 @@ class MoeMlp:
             raise ValueError(f"used: must be from 1 to the number of experts ({self.experts}), not {self.used}")
 
     def read_share(self, tokens: int) -> float:
-        """Return the mean share (0..1) of the experts that `tokens` tokens use together, if all are equally popular.
-
-        Unequal popularity reduces it.
-        """
+        """Return the mean share (0..1) of the experts that `tokens` tokens use together, if all are equally popular."""
         return -math.expm1(tokens * math.log1p(-self.used / self.experts)) if self.used < self.experts else 1.0
 
 
@@ -51,9 +48,8 @@ class MoeMlp:
 class ModelShape:
     """A decoder: sizes of its parts. `gated`: its MLP has three matrices (SwiGLU), not two. `tied`: one embedding.
 
-    `moe`: layers with experts instead of an MLP of width `ffn`. `weight_bits` per parameter (16: half precision).
-    `positions`: rows of a learned position table (OPT, GPT-2), else 0. `context_limit`: tokens that the model was
-    trained for, 0 if unknown. `notes`: limitations of the shape.
+    `moe`: layers with experts instead of an MLP of width `ffn`. `positions`: rows of a learned position table (OPT, GPT-2).
+    `context_limit`: tokens that the model was trained for, 0 if unknown. `notes`: limitations of the shape.
     """
 
     name: str
@@ -89,10 +85,7 @@ class ModelShape:
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of all layers that each token uses: projections of attention, MLPs, shared experts, routers.
-
-        Norms and biases are left out.
-        """
+        """Weights of all layers that each token uses, without norms and biases."""
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         plain = self.layers * (attention + self._matrices * self.hidden * self.ffn)
         moe = self.moe
@@ -115,7 +108,6 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Mean number of weights per layer that a token uses."""
         moe = self.moe
         used = 0 if moe is None else self.expert_parameters // moe.experts * moe.used
         return (self.dense_parameters + used) / self.layers
@@ -331,7 +323,6 @@ def _title(config: Mapping[str, Any], source: str) -> str:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the type of the KV cache: that of the model if the cache supports it, else half precision."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "float16").removeprefix("torch.")
     return dtype if dtype in KV_BYTES else "float16"
 

@@ -1,11 +1,8 @@
 """Content of a model file: its tensors, the order in which a decoder uses them, their layers and their experts.
 
-The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice*
-is the part of one tensor that belongs to one expert. GGUF stacks the experts of a layer in one tensor (`*_exps`);
-safetensors do so too (fused), or have one tensor per expert. A token uses all slices of an expert.
-
-`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, and runs
-of tensors beyond RUNS_MAX, share the name OTHERS.
+The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice* is
+the part of one tensor that belongs to one expert: GGUF (`*_exps`) and fused safetensors stack the experts of a layer in one
+tensor. A token uses all slices of an expert.
 """
 
 from __future__ import annotations
@@ -128,7 +125,6 @@ class Tensor:
         return self.name if layer is None else self.name[: layer.end() - 1]
 
     def order(self, tied: bool) -> tuple[OrderKey, int]:
-        """Return the sort key for the order in which a decoder computes; ties are resolved by offset."""
         return compute_key(self.name, tied), self.offset
 
 
@@ -137,7 +133,7 @@ class Region:
     """A range of a file and how a decoder reads it.
 
     Roles: hot (often and early: the header), loop (once per token, in this order), rows (a few rows per token: embedding).
-    `sparse` marks tensors of which a token needs only a part (the experts of an MoE model).
+    `sparse` marks the experts of an MoE model.
     """
 
     first_byte: int
@@ -234,7 +230,6 @@ class ModelLayout:
 
     @property
     def has_output(self) -> bool:
-        """Whether this file contains an output projection."""
         return any(is_output(tensor.name) for tensor in self.tensors)
 
     def regions(self, tied: bool | None = None) -> tuple[Region, ...]:
@@ -312,8 +307,8 @@ class Experts:
     """The experts of a file, numbered layer by layer, and their slices, numbered in file order.
 
     `layers`: (name, first expert, number of experts), in the order of computation. `used`: the experts of a layer that a
-    token uses; None if the header does not state it. `slices`: the slice numbers of each expert. `too_many`: the file has
-    more than MOST_SLICES slices, and no experts are listed.
+    token uses; None if unknown. `slices`: the slice numbers of each expert. `too_many`: the file has more than MOST_SLICES
+    slices, and no experts are listed.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -398,7 +393,7 @@ class Part:
 
 
 class LayerMap:
-    """The layers of one file, in the order in which a decoder computes them."""
+    """The layers of one file, in computation order; bounded: layers and runs beyond LAYERS_MAX and RUNS_MAX become OTHERS."""
 
     def __init__(self, layout: ModelLayout) -> None:
         in_order = sorted(layout.tensors, key=lambda tensor: tensor.order(tied=False))
