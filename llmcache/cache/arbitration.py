@@ -32,10 +32,9 @@ WINDOW_SHARE = 0.06  # of the streamed bytes; the window takes memory from the p
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that competes for the budget; `active` if readers use it, `period` None if not observed yet.
+    """A loop that competes for the budget; `period` is None if not observed yet.
 
-    All periods have the same unit: time, or references. `convoy`: how far readers drift apart, each step multiplies the
-    window by CONVOY_FACTOR. `user_pinned` loops come first. `least_window`: bytes, granted if there is room.
+    All periods have the same unit: time, or references. Each step of `convoy` multiplies the window by CONVOY_FACTOR.
     """
 
     key: Hashable
@@ -57,7 +56,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that a plan may use: `room_bytes` for pins, windows and reserves, of it at most `pins_bytes` for pins.
+    """The memory that a plan may use: `room_bytes` in all, of it at most `pins_bytes` for pins.
 
     `hot_bytes` of hot pages were read; `has_rows` is true if any extents are read by pages. Both have a reserve.
     """
@@ -140,8 +139,8 @@ def spread(places: Sequence[int], count: int) -> list[int]:
 def plan(spaces: Iterable[Space], competing: Mapping[str, bool], limits: Limits) -> Plan:
     """Return the plan for looping `spaces`.
 
-    Spaces in `competing` share the budget (true: readers use the space); others keep no pins. Pins change as little as
-    possible, so that storage does not read them again. In arena, unused extents stay pinned while there is room.
+    Spaces in `competing` share the budget (true: readers use the space); others keep no pins. In arena, unused extents stay
+    pinned while there is room.
     """
     spaces = list(spaces)
     loops = [

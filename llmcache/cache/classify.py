@@ -37,8 +37,7 @@ class Classification:
 
     `pieces`: (first block, last block), for a LOOP in the order of a pass. `size_bytes` leaves out holes and HOT blocks in
     them. `passes`: of a HOT block, its mean accesses. `regularity`: share (0..1) of a LOOP's intervals that were about as
-    long as its period. `active`: a LOOP had not missed two periods at the end. `stride_blocks`: 0 without holes. `experts`:
-    numbers by layer.
+    long as its period. `stride_blocks`: 0 without holes. `experts`: numbers by layer.
     """
 
     file: int
@@ -228,13 +227,12 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
-    """Return the classes of the trace at `path`, in any format; `models` maps its file table to models."""
+    """Return the classes of the trace at `path`; `models` maps its file table to models."""
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))
 
 
 def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provenance: Provenance) -> Iterator[LockedLoop]:
-    """Yield the locked bytes of files read in loops, without those that read() or another process made visible."""
     for number, size_bytes in sorted(locked_bytes(provenance).items()):
         visible = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
         hidden = min(size_bytes, files[number].size_bytes - visible) if number in files else 0
@@ -332,7 +330,6 @@ def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
 
 
 def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
-    """Return the tensors or slices of which most lies in `pieces`, or that contain most of a piece; in file order."""
     spans = sorted((first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for first, last in pieces)
     found: list[N] = []
     at = 0
@@ -361,7 +358,7 @@ REGULAR = 0.75  # share of the intervals about as long as the period
 
 @dataclass(frozen=True)
 class FileClass:
-    """One class of one file: places in the order of a pass (LOOP) or of blocks, with their totals."""
+    """One class of one file: places in the order of a pass (LOOP) or of blocks."""
 
     kind: Class
     places: tuple[Place, ...]
@@ -378,7 +375,7 @@ class FileClass:
 
 
 def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
-    """Return the classes of a file's reads, or writes, until `now`."""
+    """Return the classes of a file's reads, or writes."""
     places = list(trail.places())
     walked = _joined([place for place in places if not place.scattered and not place.stride])
     scattered: list[Place] = []
@@ -450,7 +447,7 @@ def _settle(place: Place, regions: list[Place]) -> bool:
 
 
 def _belongs(strided: Place, regions: list[Place]) -> bool:
-    """Count strided runs, walked over once, in the unstrided walk around most of them; return False if there is none."""
+    """Count strided runs in the unstrided walk around most of them; return False if there is none."""
     if strided.kind != SEQ or not regions:
         return False
     ends = [region.end for region in regions]
@@ -469,7 +466,6 @@ def _is_edge(place: Place, region: Place) -> bool:
 
 
 def _loops(places: Iterable[Place]) -> list[list[Place]]:
-    """Return the places of each loop as a group: places of one period and about equally many passes."""
     groups: list[list[Place]] = []
     for place in sorted(places, key=lambda place: -place.blocks):
         group = next((group for group in groups if _is_one(group[0], place)), None)
@@ -516,7 +512,6 @@ def _period(main: Place, blocks: int) -> Period | None:
 
 
 def _order(in_turn: Sequence[Place]) -> str:
-    """Return the direction of the last passes; an incomplete pass begins somewhere in the middle."""
     firsts = [place.first for place in in_turn]
     if len(in_turn) == 1:
         return "descending" if in_turn[0].descending else "ascending"
@@ -526,7 +521,6 @@ def _order(in_turn: Sequence[Place]) -> str:
 
 
 def _turns(firsts: Sequence[int]) -> int:
-    """Return how often the ring of `firsts` changes direction: once, if it is monotonic."""
     return sum(later < earlier for earlier, later in pairwise([*firsts, firsts[0]]))
 
 

@@ -27,10 +27,7 @@ CONNECT_S = 10
 def simulate_on(
     address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf | None = None
 ) -> Simulation:
-    """Return the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
-
-    The workers look models up; see `simulate_all`.
-    """
+    """Return the rows of `plan` for all `traces`, computed by the workers of the Dask scheduler at `address`."""
     names = list(dict.fromkeys(traces))
     with _client(address) as client:
         parts = parts_of(plan, _checked_threads(client) // len(names))
@@ -84,7 +81,7 @@ def _client(address: str) -> Iterator[Any]:
 
 
 def _checked_threads(client: Any) -> int:
-    """Return the threads of all workers; MissingRequirement without workers, or with another version of llmcache."""
+    """Return the threads of all workers; MissingRequirement without workers, or with another llmcache."""
     try:
         client.wait_for_workers(1, timeout=CONNECT_S)
     except TimeoutError as error:

@@ -1,7 +1,7 @@
-"""LRU hits at every cache size from one pass over a trace, by Mattson's stack distances.
+"""LRU hits at every cache size from one pass over a trace, by Mattson's stack distances (Mattson et al., 1970).
 
 The distance of a block is the number of distinct blocks referenced since its last reference, itself included. LRU hits it in
-every cache of at least that many blocks (Mattson et al., 1970; io_caching has no such curve).
+every cache of at least that many blocks.
 
 Each block reference is a "moment", whose bit is set while its block has not been referenced since. A distance is the number
 of set bits from a block's last moment on, which a Fenwick tree counts. Used-up moments are renumbered, so memory is
@@ -31,14 +31,14 @@ Moments = NDArray[np.signedinteger[Any]]
 
 
 def inlined(function: F) -> F:
-    """Inline `function` into its callers: passing every array as seven words would cost more than the function itself."""
+    """Inline `function` into its callers, because passing seven words per array would cost more than the function."""
     compiled: F = numba.njit(inline="always")(function)
     return compiled
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Hits of one policy at many cache sizes; all arrays are int64 of one length, sizes ascending, in blocks."""
+    """Hits of one policy at many cache sizes (blocks, ascending); all arrays are int64."""
 
     policy: str
     sizes: Int64s
@@ -93,7 +93,7 @@ class StackDistances:
 class Stack(NamedTuple):
     """State of the kernel: the last moment of each block (-1 for none), a bit for each moment, and the tree over them.
 
-    `histogram`: hits by kind (writes, reads) and distance; `state`: NOW and LIVE; `ranks`: scratch space.
+    `histogram`: hits by kind (writes, reads) and distance; `state`: NOW and LIVE.
     """
 
     last: Moments
@@ -139,7 +139,6 @@ def _feed(stack: Stack, first: Int64s, count: Int64s, reads: Flags) -> None:
 
 @inlined
 def _ones(word: Any) -> Any:
-    """Return the number of set bits in `word`; LLVM compiles this to one instruction."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -194,7 +193,6 @@ def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> N
 
 @inlined
 def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
-    """Set the bits of moments `begin` .. `end` - 1, the newest; buckets enter the tree when they are full."""
     moment = begin
     while moment < end:
         stop = min(end, ((moment >> 6) + 1) << 6)

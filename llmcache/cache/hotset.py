@@ -39,8 +39,7 @@ _ROUND = 8  # uses per sampled key in the cache; earlier rounds count half as mu
 class Lrfu:
     """A set of cached keys, ranked by popularity and recency of all uses, also of keys that are not cached.
 
-    Values are logarithms relative to the clock, so that two unused keys keep their order. They only grow, so outdated values
-    in the queue are corrected when they are popped.
+    Values are logarithms relative to the clock, so that two unused keys keep their order. They only grow.
     """
 
     def __init__(self, half_lives: float, window: int = 0) -> None:
@@ -63,7 +62,6 @@ class Lrfu:
 
     @property
     def window(self) -> int:
-        """Number of last uses whose keys are evicted after all others."""
         return self._window
 
     @window.setter
@@ -96,7 +94,6 @@ class Lrfu:
                 self._counts[key] -= 1
 
     def value(self, key: int) -> float:
-        """Return the decayed uses of `key`, as a logarithm; minus infinity without any."""
         return self._value.get(key, -math.inf)
 
     def keep(self, key: int) -> None:
@@ -139,7 +136,6 @@ class Lrfu:
                 yield key
 
     def forget(self, keys: range) -> None:
-        """Remove keys and their history."""
         self._recent = deque(key for key in self._recent if key not in keys)
         self._queue = [entry for entry in self._queue if entry[1] not in keys]
         heapq.heapify(self._queue)
@@ -213,7 +209,6 @@ class HotSet(Lrfu):
             rival.skip(uses / _SAMPLE)
 
     def _watch(self, uses: float, missed: bool) -> None:
-        """Count uses, and at the end of a token age all keys if it has missed too many."""
         self._seen += uses
         self._missed += missed
         if not self._token_uses or self._seen < self._token_uses:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FootprintShare:
-    """A cache of `percent` of the distinct blocks in a trace, rounded down to blocks, or up to one with `at_least_one`."""
+    """A cache of `percent` of the distinct blocks in a trace, rounded down, or up to one with `at_least_one`."""
 
     percent: Decimal
     at_least_one: bool = False
@@ -74,8 +74,7 @@ def plan_of(
     """Return the plan for these options, as typed; UsageError names the invalid option. `drawn`: include the curve of LRU.
 
     Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block, because
-    blocks missed in sequence are read together. The 2 us of each 1 KiB request to the GPU are omitted as well; they would
-    reduce 20 GB/s to 500 MB/s.
+    blocks missed in sequence are read together. The 2 us of each 1 KiB request to the GPU are omitted as well.
     """
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:

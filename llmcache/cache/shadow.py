@@ -12,7 +12,7 @@ MOST_BACK_OFF = 6  # doublings of the evidence required to steer again
 
 
 class Shadow:
-    """A ghost list: the keys that an exact LRU cache of `capacity_bytes` would contain, and the bytes that it would read.
+    """An LRU cache of `capacity_bytes` without data: the keys that it would contain, and the bytes that it would read.
 
     A key is a unit of eviction: an extent, an expert, a page. Operations are O(1); each key takes about 100 bytes.
     """
@@ -48,7 +48,6 @@ class Shadow:
         self._trim()
 
     def forget(self, keys: Iterable[Hashable]) -> None:
-        """Remove `keys`, because their file was changed, closed or evicted."""
         for key in keys:
             self.resident_bytes -= self._sizes.pop(key, 0)
 
@@ -61,13 +60,11 @@ class Shadow:
 class Guard:
     """Decides whether to steer, from the bytes that steering and LRU read in each window.
 
-    The excess of the mode in force over the other is summed up and never falls below zero (a CUSUM test: E. S. Page,
-    Continuous inspection schemes, Biometrika 41, 1954). When the sum reaches `bound_bytes`, the other mode takes over, so
-    steering never reads more than about `bound_bytes` beyond LRU. Each time that steering is disabled again, its return
-    needs twice as much evidence, until steering has saved as many bytes. A small excess over STEADY successive windows is
-    enough as well, if it exceeds TOLERANCE and `noise_bytes`.
-
-    `bound_bytes`: about the bytes that a change reads again; half of the capacity works well.
+    The other mode takes over when the summed excess of the mode in force, never below zero, reaches `bound_bytes` (a CUSUM
+    test: E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). So steering never reads more than about
+    `bound_bytes` beyond LRU; half of the capacity works well. Each time that steering is disabled again, its return needs
+    twice as much evidence, until steering has saved as many bytes. A small excess over STEADY successive windows is enough
+    as well, if it exceeds TOLERANCE and `noise_bytes`.
     """
 
     def __init__(self, bound_bytes: int, noise_bytes: int = 1 << 62, *, steering: bool = True) -> None:
@@ -115,7 +112,6 @@ class Guard:
             self._excess = self._saved = self._steady = 0
 
     def _repay(self, saved_bytes: int) -> None:
-        """Undo a step of the back-off once steering has saved the bytes that its return required."""
         if not self._back_off:
             return
         self._saved = max(0, self._saved + saved_bytes)

@@ -27,10 +27,9 @@ SECOND_NS = 10**9
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A kind of device: the part of its memory that may cache a model (bytes), and the speed of its storage (bytes/s).
+    """A kind of device: the memory that may cache a model (bytes), and the speed of its storage (bytes/s).
 
-    `cache_bytes` is for loop and hot set together; the paper may give a range from `least_cache_bytes`. Source: io_caching
-    section 4.2.
+    `cache_bytes` is for loop and hot set together. Source: io_caching section 4.2.
     """
 
     name: str
@@ -103,7 +102,6 @@ class SizingParameters:
         return self.bandwidth * self.period_ns // SECOND_NS
 
     def scaled(self, change: float) -> SizingParameters:
-        """Return the parameters with T changed by the share `change` (-0.3: 30 % shorter)."""
         return replace(self, period_ns=max(1, round(self.period_ns * (1 + change))))
 
 
@@ -146,8 +144,7 @@ def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
 class Passes:
     """Passes over a loop: the bytes that each misses, and the times (ns) to fetch them, of the pass, and of its stall.
 
-    For an MoE model a pass is a token, and `missing_bytes` are expected. `even`: the same if all experts of a layer are used
-    equally often, which is the worst case.
+    For an MoE model a pass is a token, and `missing_bytes` are expected. `even`: if all experts are used equally often.
     """
 
     loop_cache_bytes: int
@@ -210,8 +207,7 @@ class Capacity:
 class Ram:
     """Memory of `ram_bytes` for a loop, and what the loop needs to run without stalls.
 
-    `mount_cache_bytes` is the part that llmcachefs uses. The page cache reads a larger loop whole in every pass, and so an
-    MoE model if one token's bytes do not fit. `needed_ram_bytes`, or `needed_bandwidth` (bytes/s), avoids stalls.
+    `mount_cache_bytes` is the part that llmcachefs uses. `needed_ram_bytes`, or `needed_bandwidth` (bytes/s), avoids stalls.
     `fits_repacked`: the memory has room for llama.cpp's copies too; None without copies.
     """
 
@@ -300,10 +296,7 @@ def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, ca
 
 @dataclass(frozen=True)
 class Question:
-    """The input of `llmcache size`: exactly one of `storage` and `measure`, at most one of loop and model.
-
-    `ram_bytes` is None to use this machine's memory, `hot_bytes` is None to use the model's, or else the paper's default.
-    """
+    """The input of `llmcache size`: exactly one of `storage` and `measure`, at most one of loop and model."""
 
     storage: Storage | None
     measure: str | None

@@ -1,8 +1,7 @@
 """A loop space: the facts and the plan of one file, or of all shards of one model, whose extents are numbered in a row.
 
-In modes steer and inplace, the clock of `learner` is the time (ns), and every touch of a reader is recorded. In arena and in
-the simulator, the clock counts references, and each fetch of an extent is recorded. No I/O, no threads; the caller holds the
-lock.
+The clock of `learner` is the time (ns) in modes steer and inplace; it counts references in arena and in the simulator, where
+only fetches are recorded. No I/O, no threads; the caller holds the lock.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HUGE_BYTES = 2 << 20  # size of a huge page, and of the extents of a large file 
 
 
 def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
-    """Return the extent size (bytes) with which a space has at most `most` extents: `large` or a multiple in large spaces."""
+    """Return the extent size (bytes) with which a space has at most `most` extents."""
     least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
     return least * max(1, -(-size_bytes // (least * most)))
 
@@ -110,7 +109,6 @@ class Space:
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes that are part of the loop, without unused extents; 0 if the space does not loop."""
         return self.bytes_in_loop(self.learner)
 
     @property
@@ -128,7 +126,6 @@ class Space:
         return self.parts[bisect_right(self.parts, extent, key=attrgetter("base")) - 1]
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
-        """Mark the space as a loop that visits the extents in the order of `guess`, which a header suggests."""
         self.learner.set_predicted_order(guess)
 
     def make_single(self, extents: Iterable[int]) -> None:
@@ -146,7 +143,6 @@ class Space:
             self.wanted[extent] = 1
 
     def resize(self, count: int) -> None:
-        """Change the number of extents of a written file, which are all single."""
         self.count = count
         self.single, self.wanted = bytearray(b"\1") * count, bytearray(count)
         self.learner.resize(count)

@@ -72,7 +72,6 @@ class Spaces:
         self._add(Space(key, extent_bytes, (SpacePart(*part) for part in parts), kind))
 
     def add(self, space: Space) -> None:
-        """Add a space that the caller has made: the event `space`."""
         parts = [(part.size_bytes, part.base, part.count) for part in space.parts]
         self.journal(("space", space.key, space.extent_bytes, parts, space.kind))
         self._add(space)
@@ -140,7 +139,6 @@ class Spaces:
 
     @_event
     def plan(self) -> None:
-        """Make a due plan now, for a caller that needs it before the next reference."""
         self._plan_if_due()
 
     def _set_open(self, space: Space, is_open: bool) -> None:
@@ -230,7 +228,6 @@ class Steering(Spaces):
             self._hot_bytes += space.pages[extent] - before
 
     def is_single(self, key: str, extent: int) -> bool:
-        """Return True if `extent` is read page by page; extents past the end are those of a growing file."""
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
@@ -282,8 +279,8 @@ class Steering(Spaces):
     def _competing(self) -> list[tuple[Space, bool]]:
         """Return the loops that share the budget, each with whether it is active.
 
-        A loop is active if it was referenced within two periods: its own, or those of a slower loop that is active, because
-        loops alternate (a draft model and its target).
+        A loop is active within two periods of its last reference: its own, or those of a slower active loop, because loops
+        alternate (a draft model and its target).
         """
         competing = [
             space

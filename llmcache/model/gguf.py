@@ -65,7 +65,6 @@ class HeaderCursor:
         return self._buffer[start : start + size]
 
     def number(self, code: str) -> int:
-        """Return the next integer; `code` is its format character in `struct`."""
         kind = self.byte_order + code
         return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
 
@@ -76,7 +75,6 @@ class HeaderCursor:
         return self.number("Q")
 
     def text(self, longest: int) -> str:
-        """Return the next string (8-byte length, then UTF-8); DataError if it is longer than `longest` bytes."""
         length = self.u64()
         if length > longest:
             raise DataError(f"a name of {length} bytes at byte {self.position - 8} (at most {longest} are allowed)")

@@ -102,10 +102,7 @@ def _chances(experts: int, used: int) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class MoeBytes:
-    """Size of an MoE model: `dense_bytes` that each token reads, and `expert_bytes` of all experts.
-
-    A token uses `used` (1 or more) of the `experts` of each layer; all layers count as equal.
-    """
+    """Size of an MoE model: dense bytes, and the bytes of all experts, of which a token uses `used` per layer."""
 
     dense_bytes: int
     expert_bytes: int
@@ -139,7 +136,6 @@ class MoeBytes:
         return 1 - self.missed_expert_bytes(max(0, kept_bytes - self.dense_bytes)) / self.used_bytes
 
     def even_hit_ratio(self, kept_bytes: int) -> float:
-        """Return the hit ratio if all experts of a layer are used equally often."""
         if self.dense_bytes + self.used_bytes > kept_bytes:
             return 0.0
         return min(1.0, (kept_bytes - self.dense_bytes) / self.expert_bytes)
@@ -148,7 +144,6 @@ class MoeBytes:
         return max(0, self.dense_bytes - kept_bytes) + math.ceil(self.used_bytes * (1 - self.even_hit_ratio(kept_bytes)))
 
     def kept_bytes(self, missing_bytes: int) -> int:
-        """Return the least bytes in memory with which a token is expected to miss at most `missing_bytes`."""
         if missing_bytes >= self.used_bytes:
             return max(0, self.token_bytes - missing_bytes)
         share = expert_curve(self.experts, self.used).room(missing_bytes / self.used_bytes)
@@ -170,9 +165,9 @@ Weights = int | MoeBytes
 class ModelBytes:
     """Sizes of a model's files, in bytes, by how a decoder reads them.
 
-    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads a part), `hot_bytes` often
-    (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). `used` and `experts` of a layer
-    are None if unknown. llama.cpp copies `repacked_bytes` of the loop by default.
+    `loop_bytes` once per token (`sparse_bytes` of them belong to experts), `hot_bytes` often (headers, tokenizer and
+    configuration), `row_bytes` by single rows (the token embedding). llama.cpp copies `repacked_bytes` of the loop by
+    default.
     """
 
     path: str

@@ -4,8 +4,7 @@
     <store>/manifests/HOST/NAMESPACE/MODEL/TAG           names blobs/sha256-CHECKSUM in JSON    MODEL:TAG
 
 The first is a Hugging Face hub cache, the second is Ollama's store. All input is untrusted: links are resolved from their
-texts, no name leads out of the directory, and documents that are too large or malformed are ignored. A scan visits
-directories that have changed, and ends after SCAN_S.
+texts, no name leads out of the directory, and malformed documents are ignored. A scan ends after SCAN_S.
 
 Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`.
 """
@@ -72,14 +71,14 @@ def open_below(fd: int, steps: Iterable[str], flags: int = _STEP) -> int:
 
 
 class Layer(NamedTuple):
-    """A layer of an Ollama manifest: its kind ("model", "projector", "template", ...) and its file name in `blobs`."""
+    """A layer of an Ollama manifest: its kind ("model", "projector", ...) and its file name in `blobs`."""
 
     kind: str
     blob: str
 
 
 def manifest_layers(text: bytes) -> tuple[Layer, ...]:
-    """Return the layers of an Ollama manifest, its configuration last; DataError if `text` is not a manifest."""
+    """Return the layers of an Ollama manifest, its configuration last; DataError for other texts."""
     try:
         document = json.loads(text)
         layers = [(layer["mediaType"], layer["digest"]) for layer in document["layers"][:LAYERS_MAX]]
@@ -92,7 +91,7 @@ def manifest_layers(text: bytes) -> tuple[Layer, ...]:
 
 
 def manifest_place(path: str) -> tuple[str, str] | None:
-    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`; None if `path` is not a manifest's."""
+    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`, or None."""
     directory, _, tag = path.rpartition("/")
     found = _MANIFESTS.fullmatch(directory)
     if found is None:
@@ -126,9 +125,8 @@ class _Document(NamedTuple):
 class _View:
     """Results of one scan, by path.
 
-    `links`: the real path of each link that stays in the directory. `outside`: the other links. `paths`: the links to each
-    file, most recently changed directory first. `names`: the names of each file that are not paths. `indexes`: for each
-    directory, the files that each of its indexes lists.
+    `links`: the real path of each link that stays in the directory. `paths`: the links to each file, most recently changed
+    directory first. `names`: the names of each file that are not paths. `indexes`: the files that each index lists.
     """
 
     links: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +141,7 @@ class ModelNames:
     """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread."""
 
     def __init__(self, directory: str, fd: int, *, links_only: bool = False) -> None:
-        """Duplicate `fd`, a descriptor of `directory`; the path itself may lead elsewhere by now (a mount over it).
+        """Duplicate `fd`, a descriptor of `directory`, whose path may lead elsewhere by now (a mount over it).
 
         `links_only`: do not read manifests and indexes.
         """
@@ -183,12 +181,10 @@ class ModelNames:
         return self.followed != self._used
 
     def all_of(self, path: str) -> tuple[str, ...]:
-        """Return all names of a file: its path, the paths of links to it, and the names of models."""
         view = self._view
         return path, *view.paths.get(path, ()), *view.names.get(path, ())
 
     def shown(self, path: str) -> str:
-        """Return the name of a file to display: a short model name if it has one, else its path without the first slash."""
         return self._view.shown.get(path) or path.lstrip("/")
 
     def links_to(self, path: str) -> tuple[str, ...]:
@@ -312,7 +308,6 @@ class ModelNames:
         return changed
 
     def _wanted(self) -> Iterator[tuple[str, str, int, Callable[[bytes], tuple[Layer, ...] | tuple[str, ...]]]]:
-        """Yield (path, real path, largest size, parser) of each manifest and index that adds to the names of files."""
         for path, directory in self._directories.items():
             place = _MANIFESTS.fullmatch(path)
             if place is not None and self._resolved(f"{place['store']}/blobs") in self._directories:
@@ -476,10 +471,7 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
 
 
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
-    """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
-
-    Longer names tell apart two revisions, and two caches. `below` is `path` relative to the scanned directory.
-    """
+    """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file."""
     found = _SNAPSHOT.fullmatch(path)
     if found is None:
         return None

@@ -138,7 +138,6 @@ class _Text:
                 raise self.wrong("a string without an end")
 
     def entry(self) -> dict[str, Any]:
-        """Return the object whose brace was read; it must not contain another object."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _ENTRY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -225,10 +224,7 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
 
 
 def index_shards(text: bytes) -> tuple[str, ...]:
-    """Return the sorted file names of all shards in a `model.safetensors.index.json`.
-
-    DataError: `text` is not an index, or a name leads out of the directory of the index.
-    """
+    """Return the sorted file names of all shards in an index; DataError if one leads out of its directory."""
     try:
         weight_map = json.loads(text)["weight_map"]
         names = tuple(sorted({name for name in weight_map.values() if isinstance(name, str)}))

@@ -1,8 +1,7 @@
 """Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Supported are decoders of Hugging Face with one KV cache per layer: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral,
-glm4_moe, gpt_oss, llama4 and others with the same names for their sizes. Models without such a cache are rejected by name:
-MLA, state spaces, linear attention, encoders.
+Supported are decoders of Hugging Face with one KV cache per layer. Models without such a cache are rejected by name: MLA,
+state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class MoeMlp:
-    """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
-
-    `shared_ffn`: width of the shared experts that each token uses as well.
-    """
+    """The MLPs of MoE layers. `ffn` is the width of an expert, `shared_ffn` that of the experts that each token uses."""
 
     layers: int
     experts: int
@@ -49,7 +45,7 @@ class ModelShape:
     """A decoder: sizes of its parts. `gated`: its MLP has three matrices (SwiGLU), not two. `tied`: one embedding.
 
     `moe`: layers with experts instead of an MLP of width `ffn`. `positions`: rows of a learned position table (OPT, GPT-2).
-    `context_limit`: tokens that the model was trained for, 0 if unknown. `notes`: limitations of the shape.
+    `context_limit`: tokens that the model was trained for, 0 if unknown.
     """
 
     name: str
@@ -119,7 +115,6 @@ class ModelShape:
 
     @property
     def token_parameters(self) -> int:
-        """Weights that a token uses: of the layers, and the output projection."""
         return round(self.layers * self.layer_parameters) + self.vocabulary * self.hidden
 
     @property
@@ -127,12 +122,11 @@ class ModelShape:
         return round(self.parameters * self.weight_bits / 8)
 
     def layer_weight_bytes(self, batch: int) -> float:
-        """Return the mean bytes of weights per layer that a step of `batch` tokens reads."""
         experts = 0.0 if self.moe is None else self.expert_parameters * self.moe.read_share(batch)
         return (self.dense_parameters + experts) / self.layers * self.weight_bits / 8
 
     def crossing_bytes(self, host_bytes: float, batch: int) -> float:
-        """Return the bytes that a step of `batch` tokens reads of `host_bytes` of weights on the host, experts first."""
+        """Return the bytes that a step of `batch` tokens reads of `host_bytes` on the host, experts first."""
         if self.moe is None:
             return host_bytes
         experts = min(host_bytes, self.expert_parameters * self.weight_bits / 8)
@@ -234,7 +228,7 @@ def read_config(path: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape described by `config`; errors as for `read_config`, `source` names the file in them."""
+    """Return the shape described by `config`; errors as for `read_config`."""
     kind = str(config.get("model_type", ""))
     text = config.get("text_config")
     if isinstance(text, dict) and "num_hidden_layers" not in config:

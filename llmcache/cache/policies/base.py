@@ -108,7 +108,7 @@ class Policy(ABC):
         self._missed = 0
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
-        """Set facts about the trace, before the first `replay`; `models` are the headers of its files, if they still exist."""
+        """Set facts about the trace, before the first `replay`; `models` are headers of its files that still exist."""
         return
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:

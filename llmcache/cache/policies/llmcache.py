@@ -35,8 +35,8 @@ class LLMCache(Policy):
     """The policy of llmcachefs: loops by period, experts by popularity and recency, and never much worse than LRU.
 
     On the access log of an arena mount, with its budget as the capacity, it gives the mount's own hits, misses and
-    evictions. On other traces, `Reuse` caches blocks, and `HotSet` caches whole experts of MoE models whose files still
-    exist. Without `describe`, no files are known.
+    evictions. On other traces, `Reuse` caches blocks, and `HotSet` whole experts of MoE models whose files still exist.
+    Without `describe`, no files are known.
 
     Source: io_caching section 4.1 (classes, loops by period); `hotset` for experts.
     """
@@ -71,7 +71,7 @@ class LLMCache(Policy):
 
 
 class Recorded:
-    """The rows of an arena mount's access log, in order; each is one reference, whose verdict equals that of the mount.
+    """The rows of an arena mount's access log, each with the mount's verdict.
 
     If the capacity differs from the mount's budget, its budget changes are scaled in proportion.
     """
@@ -92,7 +92,6 @@ class Recorded:
 
     @staticmethod
     def fits(provenance: Provenance) -> bool:
-        """Return True for the log of a mount that contains all its references: mode arena, and no row lost."""
         extra = provenance.extra
         return extra.get("mount") in (SCHEME, SCHEME_1_0) and extra.get("mode") == "arena" and not provenance.lost_events
 
@@ -176,8 +175,8 @@ class _FileExperts:
 class Cut:
     """Replays any trace: `Reuse` caches blocks, and experts of MoE models whose file still exists are cached as in mounts.
 
-    An expert is loaded whole when its first block misses, and its other blocks miss too in the same use. Experts use at most
-    the capacity that the dense tensors of their models leave.
+    An expert is loaded whole when its first block misses, and its other blocks miss too in the same use. Dense tensors come
+    first.
     """
 
     def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
@@ -234,7 +233,6 @@ class Cut:
             pending.clear()
 
     def _used(self, model: _FileExperts, number: int, block: int, until: int) -> bool:
-        """Return True if the expert of a slice was cached when its use began; read the slice's blocks up to `until`."""
         expert = model.experts.expert_of[number]
         use = model.uses.get(expert)
         if use is None or block < use.ends.get(number, 0):
@@ -272,7 +270,6 @@ class Cut:
 
 
 def _slice_at(experts: Experts, block: int, end: int) -> tuple[int | None, int]:
-    """Return the number of the slice that contains `block`, None for none, and the end of that part, at most `end`."""
     offset = block * BLOCK_BYTES
     number = bisect_right(experts.starts, offset) - 1
     if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:

@@ -51,9 +51,8 @@ class ReuseState(NamedTuple):
     """The state of the cache, of the plan and of LRU.
 
     `plan`: the blocks of each group, latest reference first (head: blocks + group), and the blocks in the cache but not in
-    the plan (head: blocks + GROUPS). `recent`: the blocks in LRU, and those in the cache but not in LRU. By block: the step
-    of the `last` reference, the `latest` and the `usual` interval, the `group`, and `flags`. `active`: the nonempty groups,
-    and `place`, the index of each group in it.
+    the plan (head: blocks + GROUPS). `recent`: the blocks in LRU, and those in the cache but not in LRU. `last`: the step of
+    each block's last reference. `active`: the nonempty groups, and `place`, the index of each group in it.
     """
 
     plan: Links
@@ -142,7 +141,6 @@ def _reuse(
     run: int,
     offset: int,
 ) -> tuple[int, int]:
-    """Replay from block `offset` of `run` until the window ends, and return that position."""
     flags, numbers = state.flags, state.numbers
     while run < len(first):
         while offset < count[run]:
@@ -192,7 +190,6 @@ def _room(capacity: int) -> int:
 
 @subroutine
 def _evict(state: ReuseState, steering: bool) -> None:
-    """Evict the cached block that the deciding policy dropped first."""
     blocks, flags = len(state.flags), state.flags
     block = back(state.plan, blocks + GROUPS) if steering else back(state.recent, blocks + 1)
     if not flags[block] & PLANNED:
@@ -238,7 +235,6 @@ def _drop_oldest(state: ReuseState) -> None:
 
 @subroutine
 def _touch_plan(state: ReuseState, room: int, block: int) -> None:
-    """Add a referenced block to its group in the plan, unless all blocks in the plan are expected sooner."""
     flags, numbers = state.flags, state.numbers
     group = _classify(state, block)
     state.last[block] = numbers[STEP]

@@ -104,10 +104,7 @@ ABSENT = 0  # the queue of a block that is in none
 
 
 class Queues(NamedTuple):
-    """Queues 1, 2, …, newest block first: their `links`, the queue of each block (`where`), the length of each (`sizes`).
-
-    The list of queue q has the head blocks + q; 9 bytes per block.
-    """
+    """Queues 1, 2, …, newest block first; queue q has the head blocks + q; 9 bytes per block."""
 
     links: Links
     where: Bytes
@@ -395,7 +392,6 @@ def _hash(block: int) -> Any:
 
 @subroutine
 def _slot(key: Any, index: int, slots: int) -> int:
-    """Return the `index`-th of the slots of a key, given a power of two of slots (double hashing)."""
     step = (key >> np.uint64(32)) | np.uint64(1)
     return int((key + np.uint64(index) * step) & np.uint64(slots - 1))
 
