@@ -224,7 +224,10 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
 
 
 def index_shards(text: bytes) -> tuple[str, ...]:
-    """Return the sorted file names of all shards in an index; DataError if one leads out of its directory."""
+    """Return the sorted file names of all shards in an index.
+
+    DataError: `text` is not an index, or a name leads out of its directory.
+    """
     try:
         weight_map = json.loads(text)["weight_map"]
         names = tuple(sorted({name for name in weight_map.values() if isinstance(name, str)}))
