@@ -1,8 +1,8 @@
 """The plan: share one budget between loop spaces, and select the extents of each to pin.
 
-Loops are served in the order of their periods, shortest first (Source: io_caching section 4, cache allocation), because
-a byte pinned in a loop saves one read per period. A loop that is not pinned whole is streamed through a window. Pins
-are *spread* over the loop, so that storage is busy all the time; with a pinned prefix, storage would be idle during it.
+Loops with shorter periods are served first, because a byte pinned in a loop saves one read per period (Source: io_caching
+section 4, cache allocation). A loop that is not pinned whole is streamed through a window. Pins are *spread* over the loop,
+because storage would be idle during a pinned prefix.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ WINDOW_SHARE = 0.06  # of the streamed bytes; the window takes memory from the p
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that competes for the budget; `active` if readers use it, `period` None if not observed yet.
+    """A loop that competes for the budget; `period` is None if not observed yet.
 
-    The periods of all loops have the same unit: time, or references. `convoy`: how far several readers drift apart; 0
-    for one reader, each step multiplies the window by CONVOY_FACTOR. `user_pinned`: before all others.
-    `least_window`: bytes through which the loop streams well, if there is room.
+    All periods have the same unit: time, or references. Each step of `convoy` multiplies the window by CONVOY_FACTOR.
     """
 
     key: Hashable
@@ -50,7 +48,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Share:
-    """The budget of one loop: bytes to pin, and bytes of window to stream the rest through (0 if it is pinned whole)."""
+    """The bytes of a loop to pin, and the bytes of window to stream the rest through."""
 
     pinned_bytes: int
     window_bytes: int
@@ -58,10 +56,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that a plan may use.
+    """The memory that a plan may use: `room_bytes` in all, of it at most `pins_bytes` for pins.
 
-    `room_bytes` is for pins, windows and reserves; of it, at most `pins_bytes` may be pinned. `hot_bytes` of hot pages were
-    read, and `has_rows` is true if any extents are read by pages: both have a reserve.
+    `hot_bytes` of hot pages were read; `has_rows` is true if any extents are read by pages. Both have a reserve.
     """
 
     room_bytes: int
@@ -81,7 +78,7 @@ class Plan:
 
 
 def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int) -> int:
-    """Return the window (bytes, `least_bytes` or more) of a loop of `size_bytes` streamed through `budget_bytes`."""
+    """Return the window (bytes) of a loop of `size_bytes` streamed through `budget_bytes`."""
     streamed = max(0, size_bytes - budget_bytes)
     wanted = min(MAX_WINDOW_BYTES, max(least_bytes, int(WINDOW_SHARE * streamed)))
     if convoy:
@@ -95,10 +92,7 @@ def least_window(bytes_per_s: float) -> int:
 
 
 def share_budget(budget_bytes: int, loops: Iterable[Loop]) -> dict[Hashable, Share]:
-    """Divide `budget_bytes`: active loops before idle ones, shorter period first, unknown periods last.
-
-    Loops pinned by the user come before all others.
-    """
+    """Divide the budget: loops pinned by the user first, then active ones, shorter periods first."""
     endless = 1 << 62
     ranked = sorted(loops, key=lambda loop: (not loop.user_pinned, not loop.active, loop.period or endless, loop.size_bytes))
     shares: dict[Hashable, Share] = {}
@@ -129,13 +123,13 @@ def cap_pins(shares: dict[Hashable, Share], most_bytes: int) -> dict[Hashable, S
 
 
 def reserve_bytes(limit_bytes: int, hot_bytes: int, has_rows: bool) -> int:
-    """Return the bytes reserved from loops: for `hot_bytes` that were actually read, and for rows if there are any."""
+    """Return the bytes reserved from loops for hot pages and rows."""
     rows = ROWS_RESERVE_BYTES if has_rows else 0
     return min(hot_bytes, limit_bytes // HOT_SHARE) + min(rows, limit_bytes // 32)
 
 
 def spread(places: Sequence[int], count: int) -> list[int]:
-    """Return `count` of `places`, spaced as evenly as whole steps allow (Bresenham)."""
+    """Return `count` of `places`, spaced evenly (Bresenham)."""
     total = len(places)
     if count >= total:
         return list(places)
@@ -145,9 +139,8 @@ def spread(places: Sequence[int], count: int) -> list[int]:
 def plan(spaces: Iterable[Space], competing: Mapping[str, bool], limits: Limits) -> Plan:
     """Return the plan for looping `spaces`.
 
-    Those whose key is in `competing` share the budget; the value is true if readers use the space. Nothing of the others
-    stays pinned. Only the difference to the current plan changes, spread over the loop, so that remaining pins are not read
-    again. In arena, unused extents stay pinned while there is room for them.
+    Spaces in `competing` share the budget (true: readers use the space); others keep no pins. In arena, unused extents stay
+    pinned while there is room.
     """
     spaces = list(spaces)
     loops = [
@@ -177,7 +170,6 @@ def plan(spaces: Iterable[Space], competing: Mapping[str, bool], limits: Limits)
 
 
 def _plan_of(space: Space, share: Share, spare: int) -> tuple[SpacePlan, int]:
-    """Return the plan of one space, and the rest of the `spare` bytes for unused extents."""
     wanted, unused = space.wanted, space.learner.use.unused
     stale = _both(wanted, unused)
     unpin: list[int] = []

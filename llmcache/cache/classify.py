@@ -1,8 +1,5 @@
 """Classify a whole trace in one pass: blocks read once, in a loop, or repeatedly without order.
 
-    found = classify_file(path, lambda files: ModelHeaders((), files))
-    found.rows, found.totals, found.size_command
-
 Source: io_caching, section 3.3 and figure 1.
 """
 
@@ -38,11 +35,9 @@ READ_OP, WRITE_OP = "read", "write"
 class Classification:
     """One class of one file, of its reads (mapped ones included) or its writes.
 
-    `pieces`: (first block, last block), for a LOOP in the order of a pass. `size_bytes`: of the blocks accessed in them,
-    without holes and without the HOT blocks in them. `passes`: how often a LOOP or SEQ was walked over, or a HOT block was
-    accessed on average. `regularity`: share (0..1) of the intervals of a LOOP that were about as long as its period.
-    `active`: a LOOP had not missed two periods when the trace ended. `stride_blocks`: distance of the runs, 0 without holes.
-    `experts`: numbers by layer.
+    `pieces`: (first block, last block), for a LOOP in the order of a pass. `size_bytes` leaves out holes and HOT blocks in
+    them. `passes`: of a HOT block, its mean accesses. `regularity`: share (0..1) of a LOOP's intervals that were about as
+    long as its period. `stride_blocks`: 0 without holes. `experts`: numbers by layer.
     """
 
     file: int
@@ -67,12 +62,10 @@ class Classification:
 
     @property
     def first_block(self) -> int | None:
-        """The lowest block; None if only the number of blocks is known."""
         return min((first for first, _ in self.pieces), default=None)
 
     @property
     def last_block(self) -> int | None:
-        """The highest block; None if only the number of blocks is known."""
         return max((last for _, last in self.pieces), default=None)
 
     def row(self) -> dict[str, Any]:
@@ -88,10 +81,10 @@ class Classification:
 
 @dataclass(frozen=True)
 class ClassTotals:
-    """Bytes and shares (0..1) of all accesses by class, as in the summary of section 3.3 of io_caching.
+    """Bytes and shares (0..1) of all accesses by class. Source: io_caching section 3.3.
 
     `loop_at_once_bytes`: the largest total of read loops in use at the same time; with `locked_loop_bytes`, which a mount
-    locked in memory so that no fault showed them, this is N of formula (1). No cache saves writes.
+    locked in memory without faults, this is N of formula (1).
     """
 
     loop_bytes: int
@@ -116,11 +109,7 @@ class LockedLoop:
 
 @dataclass(frozen=True)
 class TraceClasses:
-    """The classes of one trace, largest share first. `duration_ns`: from first to last row.
-
-    `layers`: of the model files whose tensors are known; `locked`: of files with a read loop in the rows; `moe_models`:
-    of the MoE models with used experts.
-    """
+    """The classes of one trace, largest share first. `duration_ns`: from first to last row."""
 
     rows: tuple[Classification, ...]
     accesses: int
@@ -148,7 +137,6 @@ class TraceClasses:
 
     @property
     def size_command(self) -> str | None:
-        """The command that computes the cache size for these loops; None without read loops."""
         totals = self.totals
         if not totals.loop_at_once_bytes:
             return None
@@ -189,7 +177,6 @@ def _share(rows: Sequence[Classification], kind: Class) -> float:
 
 
 def _at_once(loops: Iterable[Classification]) -> int:
-    """Return the largest total size of loops in use at the same time."""
     events = [event for row in loops for event in ((row.since_ns, -row.size_bytes), (row.last_ns, row.size_bytes))]
     most = level = 0
     # a loop that begins sorts before one that ends then: a trace may have one time for all rows
@@ -240,13 +227,12 @@ def classify(batches: Iterable[Trace], models: Models = UNKNOWN) -> TraceClasses
 
 
 def classify_file(path: str, models: Callable[[Sequence[TraceFile]], Models]) -> TraceClasses:
-    """Return the classes of the trace at `path`, in any format; `models` maps its file table to models."""
+    """Return the classes of the trace at `path`; `models` maps its file table to models."""
     with open_trace(path) as reader:
         return classify(reader.batches(), models(reader.files))
 
 
 def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provenance: Provenance) -> Iterator[LockedLoop]:
-    """Yield the locked bytes of files read in loops, without those that read() or another process made visible."""
     for number, size_bytes in sorted(locked_bytes(provenance).items()):
         visible = sum(row.size_bytes for row in rows if (row.file, row.kind, row.op) == (number, LOOP, READ_OP))
         hidden = min(size_bytes, files[number].size_bytes - visible) if number in files else 0
@@ -257,7 +243,7 @@ def _locked(rows: Sequence[Classification], files: dict[int, TraceFile], provena
 def runs(batch: Trace) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
     """Yield (first time, last time, file, first block, blocks, accesses, is write) for each run of `batch`.
 
-    A row that continues or repeats the row before belongs to the same run: a scan in 1 KiB requests gives one run.
+    A row that continues or repeats the row before belongs to the same run.
     """
     if not len(batch):
         return
@@ -344,7 +330,6 @@ def _pieces(found: FileClass) -> tuple[tuple[int, int], ...]:
 
 
 def _inside(named: Sequence[N], pieces: Sequence[tuple[int, int]]) -> list[N]:
-    """Return the tensors or slices of which most lies in `pieces`, or that contain most of a piece; in file order."""
     spans = sorted((first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for first, last in pieces)
     found: list[N] = []
     at = 0
@@ -373,7 +358,7 @@ REGULAR = 0.75  # share of the intervals about as long as the period
 
 @dataclass(frozen=True)
 class FileClass:
-    """One class of one file: places in the order of a pass (LOOP) or of blocks, with their totals."""
+    """One class of one file: places in the order of a pass (LOOP) or of blocks."""
 
     kind: Class
     places: tuple[Place, ...]
@@ -390,7 +375,7 @@ class FileClass:
 
 
 def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
-    """Return the classes of a file's reads, or writes, until `now`."""
+    """Return the classes of a file's reads, or writes."""
     places = list(trail.places())
     walked = _joined([place for place in places if not place.scattered and not place.stride])
     scattered: list[Place] = []
@@ -416,7 +401,7 @@ def classes_of(trail: Trail, now: Moment) -> list[FileClass]:
 
 
 def _joined(regions: list[Place]) -> list[Place]:
-    """Return regions with those shorter than a window merged into an adjacent longer one, whose ragged edge they are."""
+    """Merge regions shorter than a window into an adjacent longer one, whose ragged edge they are."""
     result: list[Place] = []
     for place in regions:
         before = result[-1] if result else None
@@ -444,10 +429,7 @@ def _length(place: Place) -> int:
 
 
 def _settle(place: Place, regions: list[Place]) -> bool:
-    """Count a scattered place in the region that it is part of; return True if there is one.
-
-    Blocks accessed no more often than the loop around them were read out of turn; blocks accessed more often are hot.
-    """
+    """Count a scattered place in the region that it is part of, unless it is hot; return True if there is one."""
     for index, region in enumerate(regions):
         shared = common(place, region)
         edge = _is_edge(place, region)
@@ -465,7 +447,7 @@ def _settle(place: Place, regions: list[Place]) -> bool:
 
 
 def _belongs(strided: Place, regions: list[Place]) -> bool:
-    """Count strided runs, walked over once, in the unstrided walk around most of them; return False if there is none."""
+    """Count strided runs in the unstrided walk around most of them; return False if there is none."""
     if strided.kind != SEQ or not regions:
         return False
     ends = [region.end for region in regions]
@@ -480,12 +462,10 @@ def _belongs(strided: Place, regions: list[Place]) -> bool:
 
 
 def _is_edge(place: Place, region: Place) -> bool:
-    """Return True if a scattered place is a few blocks next to a region, read out of turn by threads."""
     return _length(place) < WINDOW and region.first - WINDOW <= place.first and place.end <= region.end + WINDOW
 
 
 def _loops(places: Iterable[Place]) -> list[list[Place]]:
-    """Return the places of each loop as a group: places of one period and about equally many passes."""
     groups: list[list[Place]] = []
     for place in sorted(places, key=lambda place: -place.blocks):
         group = next((group for group in groups if _is_one(group[0], place)), None)
@@ -532,7 +512,6 @@ def _period(main: Place, blocks: int) -> Period | None:
 
 
 def _order(in_turn: Sequence[Place]) -> str:
-    """Return the direction of the last passes; an incomplete pass begins somewhere in the middle."""
     firsts = [place.first for place in in_turn]
     if len(in_turn) == 1:
         return "descending" if in_turn[0].descending else "ascending"
@@ -542,12 +521,10 @@ def _order(in_turn: Sequence[Place]) -> str:
 
 
 def _turns(firsts: Sequence[int]) -> int:
-    """Return how often the ring of `firsts` changes direction: once, if it is monotonic."""
     return sum(later < earlier for earlier, later in pairwise([*firsts, firsts[0]]))
 
 
 def _merged(places: list[Place], gap: int) -> list[Place]:
-    """Return places in block order, merged if at most `gap` blocks lie between them."""
     result: list[Place] = []
     for place in sorted(places, key=lambda place: (place.first, place.end)):
         if result and place.first - result[-1].end <= gap and place.stride == result[-1].stride == 0:
@@ -574,7 +551,6 @@ def _plain(kind: Class, places: Sequence[Place]) -> FileClass:
 
 
 def _once(places: Sequence[Place], blocks: int, accesses: int, now: Moment) -> FileClass:
-    """Return the class of blocks read once; the positions of further `blocks` are no longer known."""
     if not places:
         return FileClass(SEQ, (), blocks, accesses, 1, now, now)
     found = _plain(SEQ, places)

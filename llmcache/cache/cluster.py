@@ -1,6 +1,6 @@
-"""The simulation grid on a Dask cluster: each task computes some sizes of one policy on one trace, like a local run.
+"""The simulation grid on a Dask cluster: each task computes some sizes of one policy on one trace.
 
-The bytes of a trace are sent with its tasks. Workers need this version of llmcache; `distributed` is an extra [cluster].
+The bytes of a trace are sent with its tasks. `distributed` is an extra [cluster].
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ CONNECT_S = 10
 def simulate_on(
     address: str, traces: Sequence[str], plan: Plan, *, progress: Progress | None = None, models: ModelsOf | None = None
 ) -> Simulation:
-    """Return the rows of `plan` for all `traces`, computed by the workers of the scheduler at `address`.
-
-    Models are looked up on the workers; see `simulate_all`.
-    """
+    """Return the rows of `plan` for all `traces`, computed by the workers of the Dask scheduler at `address`."""
     names = list(dict.fromkeys(traces))
     with _client(address) as client:
         parts = parts_of(plan, _checked_threads(client) // len(names))
@@ -47,7 +44,7 @@ def simulate_on(
 
 
 def parts_of(plan: Plan, threads: int) -> list[Plan]:
-    """Return `plan` cut into at least `threads` parts if possible, in the order of its rows: one policy, some sizes each."""
+    """Cut `plan` into at least `threads` parts if possible, each with some sizes of one policy."""
     groups = max(1, min(len(plan.sizes), -(-threads // max(1, len(plan.policies)))))
     step = -(-len(plan.sizes) // groups)
     sizes = [plan.sizes[start : start + step] for start in range(0, len(plan.sizes), step)]
@@ -84,7 +81,7 @@ def _client(address: str) -> Iterator[Any]:
 
 
 def _checked_threads(client: Any) -> int:
-    """Return the threads of all workers; MissingRequirement without workers, or if one has another version of llmcache."""
+    """Return the threads of all workers; MissingRequirement without workers, or with another llmcache."""
     try:
         client.wait_for_workers(1, timeout=CONNECT_S)
     except TimeoutError as error:

@@ -1,13 +1,11 @@
-"""LRU hits at every cache size from one pass over a trace, by Mattson's stack distances.
+"""LRU hits at every cache size from one pass over a trace, by Mattson's stack distances (Mattson et al., 1970).
 
-The distance of a block is the number of distinct blocks referenced since its last reference, itself included. LRU hits
-it in every cache of at least that many blocks (Mattson et al., 1970; io_caching has no such curve).
+The distance of a block is the number of distinct blocks referenced since its last reference, itself included. LRU hits it in
+every cache of at least that many blocks.
 
-One bit per block reference ("moment") is set while its block has not been referenced since, and a Fenwick tree counts
-the bits in buckets of `BUCKET` moments. A distance is the number of set bits from a block's last moment on. When the
-moments are used up, the set ones are renumbered, so memory is proportional to the footprint, not to the trace.
-Consecutive blocks of one run that were also referenced consecutively before share one distance, so a loop costs one
-lookup per run.
+Each block reference is a "moment", whose bit is set while its block has not been referenced since. A distance is the number
+of set bits from a block's last moment on, which a Fenwick tree counts. Used-up moments are renumbered, so memory is
+proportional to the footprint. Consecutive blocks whose last references were consecutive too share one lookup.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ Moments = NDArray[np.signedinteger[Any]]
 
 
 def inlined(function: F) -> F:
-    """Inline `function` into its callers: passing every array as seven words would cost more than the function itself."""
+    """Inline `function` into its callers, because passing seven words per array would cost more than the function."""
     compiled: F = numba.njit(inline="always")(function)
     return compiled
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Hits of one policy at many cache sizes; all arrays are int64 of one length, sizes ascending, in blocks."""
+    """Hits of one policy at many cache sizes (blocks, ascending); all arrays are int64."""
 
     policy: str
     sizes: Int64s
@@ -56,7 +54,7 @@ class Curve:
         return 1 - self.hits / self.accesses
 
     def thinned(self, points: int) -> Curve:
-        """Return at most `points` exact points of the curve, spread over its sizes, both ends included."""
+        """Return at most `points` exact points of the curve, both ends included."""
         if len(self.sizes) <= points:
             return self
         kept = np.unique(np.linspace(0, len(self.sizes) - 1, points).astype(np.int64))
@@ -86,7 +84,6 @@ class StackDistances:
         self._totals[0] += int(count[~reads].sum())
 
     def curve(self) -> Curve:
-        """Return the LRU curve for every size from 0 to the number of distinct blocks."""
         footprint = int(self._stack.state[LIVE])
         hits = np.cumsum(self._stack.histogram[:, : footprint + 1], axis=1)
         sizes = np.arange(footprint + 1, dtype=np.int64)
@@ -96,8 +93,7 @@ class StackDistances:
 class Stack(NamedTuple):
     """State of the kernel: the last moment of each block (-1 for none), a bit for each moment, and the tree over them.
 
-    `histogram`: hits by kind (writes, reads) and distance; `state`: NOW and LIVE; `ranks`: scratch space of
-    renumbering.
+    `histogram`: hits by kind (writes, reads) and distance; `state`: NOW and LIVE.
     """
 
     last: Moments
@@ -143,7 +139,6 @@ def _feed(stack: Stack, first: Int64s, count: Int64s, reads: Flags) -> None:
 
 @inlined
 def _ones(word: Any) -> Any:
-    """Return the number of set bits in `word`; LLVM compiles this to one instruction."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -152,7 +147,6 @@ def _ones(word: Any) -> Any:
 
 @inlined
 def _bits_of(begin: int, end: int) -> Any:
-    """Return a mask of the moments `begin` .. `end` - 1, at least one, all in the same word."""
     return (~np.uint64(0) >> np.uint64(WORD - (end - begin))) << np.uint64(begin & 63)
 
 
@@ -199,7 +193,6 @@ def _forget(begin: int, end: int, opened: int, bits: Uint64s, tree: Int64s) -> N
 
 @inlined
 def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
-    """Set the bits of moments `begin` .. `end` - 1, the newest; buckets enter the tree when they are full."""
     moment = begin
     while moment < end:
         stop = min(end, ((moment >> 6) + 1) << 6)
@@ -214,7 +207,6 @@ def _remember(begin: int, end: int, bits: Uint64s, tree: Int64s) -> None:
 
 @subroutine
 def _renumber(last: Moments, bits: Uint64s, tree: Int64s, ranks: Int64s) -> None:
-    """Renumber the moments in use as 0, 1, …, in their old order; overwrites `ranks`."""
     live = np.int64(0)
     for word in range(len(bits)):
         ranks[word] = live

@@ -1,21 +1,12 @@
-"""The detector: classify blocks online as read once, read in a loop, or accessed repeatedly without order.
+"""Classify blocks online as read once, read in a loop, or accessed repeatedly without order.
 
-    detector = Detector()
-    detector.record_run(t_ns, until_ns, file, first, count, accesses, write)    # each run of blocks, O(1)
-    for place in detector.trails[file, write].places(): ...                     # SEQ, LOOP or HOT, with passes and period
+Sequential walks of streams (`streams`) count as passes over regions, other walks as visits of scattered blocks. A region
+walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others were read once. Reads and
+writes are separate, and so are the phases of a stride. The state per file is bounded.
 
-`loops.LoopLearner` learns the order of a loop whose extents are known: the files of one model. The detector knows
-nothing in advance: it finds the ranges of blocks that loop, each with its own period, next to ranges that do not.
-Streams (`streams`) yield walks. Sequential walks count as passes over regions (sweeps), other walks as visits of
-scattered blocks. A region walked `LOOP_PASSES` times is a loop; scattered blocks that are revisited are hot; all others
-were read once. Reads and writes are separate, and so are the phases of a stride.
-
-The state per file is bounded: streams, regions and cells, each of at most a kilobyte.
-
-Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access;
-repeats of a block collapse; a loop needs two equal distances instead of one re-reference, so that a prompt that is
-submitted twice is no loop (section 3.2); a loop is a region with one period, no matter how many pieces its passes have;
-a loop expires.
+Source: io_caching sections 3 and 4.1 (Algorithm 1). Differs from the paper: streams instead of one previous access; repeats
+of a block collapse; a loop needs two equal distances, so that a prompt that is submitted twice is no loop (section 3.2); a
+loop is a region with one period, in any number of pieces; a loop expires.
 """
 
 from __future__ import annotations
@@ -44,8 +35,8 @@ MAX_STRIDES = 16  # phases of strides per file
 class Place:
     """Blocks first .. end - 1 of a file with one class; `blocks` of them were accessed, `accesses` times in all.
 
-    `passes`: how often they were walked over (visited, if HOT); first at `since`, last from `start` to `last`. `stride`:
-    distance of the runs; 0 without holes.
+    They were walked over (visited, if HOT) `passes` times, first at `since`, last from `start` to `last`. `stride`: 0
+    without holes.
     """
 
     kind: Class
@@ -88,8 +79,7 @@ IsRunning = Callable[[int, Moment], bool]  # returns True if the stream with thi
 class SweepRegion:
     """Blocks first .. end - 1, of which `touched` were accessed, walked over in sequence `passes` times since `since`.
 
-    The last pass, by stream `stream`, went from `at_first` to `at_end` (or from `at_end` to `at_first`, if it went
-    down). `accesses`: blocks accessed in all passes.
+    The last pass went from `at_first` to `at_end`, or back if it went down. `accesses`: blocks of all passes.
     """
 
     first: int
@@ -109,7 +99,6 @@ class SweepRegion:
         return max(self.at_first, self.at_end, key=lambda moment: moment.blocks)
 
     def at(self, block: float) -> Moment:
-        """Return the time of the last pass over `block`, interpolated between the two ends."""
         part = (block - self.first) / (self.end - self.first)
         return Moment(
             round(self.at_first.ns + part * (self.at_end.ns - self.at_first.ns)),
@@ -155,8 +144,7 @@ class SweepRegion:
 class Sweeps:
     """Where one file was walked over in sequence: disjoint regions in block order, at most `limit` of them.
 
-    A pass over a region moves the border between its walked and unwalked parts. It counts only if the previous walk has
-    ended: readers that follow each other through one loop make one pass together.
+    A pass counts only if the previous walk has ended, so readers that follow each other make one pass together.
     """
 
     def __init__(self, limit: int = MAX_REGIONS) -> None:
@@ -194,10 +182,7 @@ class Sweeps:
             self._compact()
 
     def _moves_border(self, index: int, walk: Walk, is_running: IsRunning) -> bool:
-        """Record `walk` if it only extends the region before `index`; return False if it does not.
-
-        Nearly all walks are of this kind; `add` gives the same result at several times the cost.
-        """
+        """Record `walk` if it only extends a region: most do, and `add` costs several times as much."""
         mine = self.regions[index - 1]
         if mine.end != walk.first or mine.stream != walk.stream or walk.descending:
             return False
@@ -224,7 +209,6 @@ class Sweeps:
         return True
 
     def _compact(self) -> None:
-        """Join pairs of neighbors, those that lose least first, until a quarter of the limit is free."""
         # What joining a pair hides: a difference in passes, and the number of blocks that get a different history.
         losses = [
             (left.passes != right.passes, min(left.touched, right.touched) + right.first - left.end, index)
@@ -303,10 +287,7 @@ _ALL = (1 << PLACES) - 1
 
 @dataclass(slots=True)
 class ScatteredCell:
-    """64 places: bit i is set in `seen` if place i was accessed, and in `again` if more than one visit accessed it.
-
-    `visits`: number of visits between `since` and `last`.
-    """
+    """64 places: bit i is set in `seen` if place i was accessed, and in `again` if several visits accessed it."""
 
     seen: int
     again: int
@@ -317,9 +298,9 @@ class ScatteredCell:
 
 
 class ScatteredBlocks:
-    """The blocks of one file that were accessed without order, and which of them were revisited.
+    """The blocks of one file that were accessed without order, in at most `MAX_CELLS` cells of 64 places.
 
-    At most `MAX_CELLS` cells of 64 places; a place is one block, or a power of two of blocks once hot blocks fill all cells.
+    A place is one block, and grows to a power of two of blocks once hot blocks fill all cells.
     """
 
     def __init__(self) -> None:
@@ -353,7 +334,6 @@ class ScatteredBlocks:
             self._make_room()
 
     def credit(self, block: int, accesses: int) -> None:
-        """Count accesses that only repeat an earlier visit of `block`."""
         cell = self._cells.get((block >> self.shift) // PLACES)
         if cell is None:
             self.forgotten_accesses += accesses
@@ -379,7 +359,6 @@ class ScatteredBlocks:
         return result
 
     def _make_room(self) -> None:
-        """Drop the least recently used cells without hot places; double the size of a place if there are too few of them."""
         cold = [index for index, cell in self._cells.items() if not cell.again]
         for index in cold[: max(1, len(cold) // 2)] if cold else ():
             cell = self._cells.pop(index)
@@ -408,7 +387,6 @@ class ScatteredBlocks:
             self._cells[index // 2] = cell
 
     def places(self) -> Iterator[Place]:
-        """Yield cells in block order; a cell with hot and other blocks is trimmed to the hot ones."""
         for index, cell in sorted(self._cells.items()):
             base = index * PLACES
             shown = cell.again or cell.seen
@@ -468,7 +446,6 @@ class Trail:
             self.scattered.credit(walk.first, walk.accesses)
 
     def _take_strided(self, walk: Walk) -> None:
-        """Record a strided walk in the sweeps of its stride and phase, in runs instead of blocks."""
         at = walk.first if walk.descending else walk.end - walk.width
         runs = -(-(walk.end - walk.first) // walk.stride)
         number, phase = divmod(at, walk.stride)
@@ -486,11 +463,11 @@ class Trail:
 
     @property
     def forgotten(self) -> tuple[int, int]:
-        """Number of blocks accessed once that are no longer tracked, and number of accesses to them."""
+        """Return the number of blocks accessed once that are no longer tracked, and of accesses to them."""
         return self.scattered.forgotten_blocks, self.scattered.forgotten_accesses
 
     def places(self) -> Iterator[Place]:
-        """Yield regions, then strided regions, then scattered ones, each in block order; they may overlap."""
+        """Yield regions, then strided regions, then scattered ones; they may overlap."""
         yield from (region.place() for region in self.sweeps.regions)
         for (stride, phase, width), sweeps in self.strides.items():
             for region in sweeps.regions:
@@ -501,7 +478,7 @@ class Trail:
 
 
 class Detector:
-    """Streams, loops and hot blocks of all files; `now` is the time and the number of blocks accessed, repeats collapsed.
+    """Streams, loops and hot blocks of all files; `now` is the time and the number of blocks accessed.
 
     `trails`: (file, is write) -> trail; without the walks that streams have not completed yet.
     """
@@ -511,9 +488,8 @@ class Detector:
         self.trails: dict[tuple[int, bool], Trail] = {}
 
     def record_run(self, t_ns: int, until_ns: int, file: int, first: int, count: int, accesses: int, write: bool) -> None:
-        """Record requests for blocks first .. first + count - 1 of the file with this number, `accesses` blocks in all.
-
-        The first request came at `t_ns`, the last at `until_ns`. Times must ascend.
+        """Record requests for `count` blocks from `first` on, `accesses` in all, between `t_ns` and `until_ns`, which
+        ascend.
         """
         trail = self.trails.get((file, write))
         if trail is None:
@@ -524,6 +500,5 @@ class Detector:
         self.now = Moment(until_ns, blocks) if repeated else stop
 
     def finish(self) -> None:
-        """End all streams, because the trace has ended. Later accesses begin new ones."""
         for trail in self.trails.values():
             trail.finish()

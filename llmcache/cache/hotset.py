@@ -1,21 +1,18 @@
 """Cache replacement for keys with different popularities: the experts of an MoE model.
 
-Each use counts 1 and decays with its age; the key with the lowest sum is evicted first. An infinite half-life gives the
-least frequently used key, a short one the least recently used. Source: LRFU (Lee et al., IEEE Transactions on Computers
-50(12), 2001), its `C(x)` with `F(x) = (1/2)^(lambda x)`. The clock counts uses, and lambda follows the capacity, so
-that one setting fits caches for a tenth and for half of the keys.
+Each use counts 1 and decays with its age; the key with the lowest sum is evicted first. Source: LRFU (Lee et al., IEEE
+Transactions on Computers 50(12), 2001), its `C(x)` with `F(x) = (1/2)^(lambda x)`. The clock counts uses, and lambda follows
+the capacity, so that one setting fits caches of all sizes.
 
-Recently used keys are evicted last, for a *window* of uses: many experts of a token are used by the next token too
-(Jiang et al. 2024, "Mixtral of Experts", section 5), which a long half-life ignores. Source: the window of W-TinyLFU
-(Einziger et al., ACM Transactions on Storage 13(4), 2017), in multiples of the uses of a token.
+Keys used in the last *window* of uses are evicted last, because many experts of a token are used by the next one too (Jiang
+et al. 2024, "Mixtral of Experts", section 5). Source: the window of W-TinyLFU (Einziger et al., ACM Transactions on Storage
+13(4), 2017), in multiples of the uses of a token.
 
-The best rule depends on how fast popularities change, so a duel selects it. Each of RULES runs on a sample of the keys,
-and the one with clearly the fewest recent misses takes over. The first rule is as good as LRU, so that the result is
-hardly ever worse. Source: set dueling (Qureshi et al., ISCA 2007), with a sample of keys instead of sets.
+Each of RULES runs on a sample of the keys, and the one with clearly the fewest recent misses takes over. The first rule is
+as good as LRU. Source: set dueling (Qureshi et al., ISCA 2007), with a sample of keys instead of sets.
 
-The popularities of one text mislead with the next one. When a token misses many more keys than usual, past uses lose most of
-their value, so that a few uses make a key popular. Without this, the first tokens after a change of topic miss up to 30 %
-more than with LRU.
+When a token misses many more keys than usual, past uses lose most of their value. Without this, the first tokens after a
+change of topic miss up to 30 % more than with LRU.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ _ROUND = 8  # uses per sampled key in the cache; earlier rounds count half as mu
 class Lrfu:
     """A set of cached keys, ranked by popularity and recency of all uses, also of keys that are not cached.
 
-    Values are logarithms relative to the clock, so that they change only with a use: two unused keys keep their order.
-    They only grow, so that the queue may contain outdated values, which are corrected when they are popped.
+    Values are logarithms relative to the clock, so that two unused keys keep their order. They only grow.
     """
 
     def __init__(self, half_lives: float, window: int = 0) -> None:
@@ -66,7 +62,6 @@ class Lrfu:
 
     @property
     def window(self) -> int:
-        """Number of last uses whose keys are evicted after all others."""
         return self._window
 
     @window.setter
@@ -75,7 +70,6 @@ class Lrfu:
         self._trim()
 
     def use(self, key: int) -> None:
-        """Count one use of a key, cached or not."""
         self.skip(1)
         age = min(_FORGOTTEN, self._clock - self.value(key))  # in half-lives; negative for a key that was used often
         self._value[key] = self._clock - age + math.log2(1 + 2**age)  # log2(2**value + 2**clock)
@@ -89,7 +83,6 @@ class Lrfu:
         self.age(uses / max(_LEAST_HALF_LIFE, self.half_lives * len(self._kept)))
 
     def age(self, half_lives: float) -> None:
-        """Let all past uses lose value."""
         self._clock += half_lives
 
     def _trim(self) -> None:
@@ -101,7 +94,6 @@ class Lrfu:
                 self._counts[key] -= 1
 
     def value(self, key: int) -> float:
-        """Return the decayed uses of `key`, as a logarithm; minus infinity without any."""
         return self._value.get(key, -math.inf)
 
     def keep(self, key: int) -> None:
@@ -111,7 +103,6 @@ class Lrfu:
             self._push(key)
 
     def drop(self, key: int) -> None:
-        """Remove `key` from the cache."""
         self._kept.discard(key)
 
     def least(self, spared: Callable[[int], bool] = lambda _: False) -> int | None:
@@ -131,7 +122,6 @@ class Lrfu:
         return found
 
     def coldest(self, count: int) -> list[int]:
-        """Return the `count` keys to evict first, in that order."""
         return heapq.nsmallest(count, self._kept, key=lambda key: (key in self._counts, self.value(key), key))
 
     def _take(self) -> Iterator[int]:
@@ -146,7 +136,6 @@ class Lrfu:
                 yield key
 
     def forget(self, keys: range) -> None:
-        """Remove keys and their history, because they no longer have a meaning."""
         self._recent = deque(key for key in self._recent if key not in keys)
         self._queue = [entry for entry in self._queue if entry[1] not in keys]
         heapq.heapify(self._queue)
@@ -193,7 +182,6 @@ class HotSet(Lrfu):
         self.window = int(tokens * self._token_uses)
 
     def use(self, key: int) -> None:
-        """Count one use of a key, cached or not."""
         self._watch(1, key not in self)
         super().use(key)
         if key * 0x9E3779B1 % 2**32 // 2**16 % _SAMPLE:
@@ -221,7 +209,6 @@ class HotSet(Lrfu):
             rival.skip(uses / _SAMPLE)
 
     def _watch(self, uses: float, missed: bool) -> None:
-        """Count uses, and at the end of a token age all keys if it has missed too many."""
         self._seen += uses
         self._missed += missed
         if not self._token_uses or self._seen < self._token_uses:
@@ -237,7 +224,6 @@ class HotSet(Lrfu):
         self._usual = usual + (ratio - usual) / _USUAL_TOKENS
 
     def forget(self, keys: range) -> None:
-        """Remove keys and their history, because they no longer have a meaning."""
         super().forget(keys)
         for rival in self._rivals:
             rival.forget(keys)

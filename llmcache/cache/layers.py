@@ -31,9 +31,8 @@ def json_of(row: object, *left_out: str, **names: str) -> dict[str, Any]:
 class Layer:
     """Reads (mapped ones included) of one layer, or of a tensor outside of the layers; in blocks, repeats included.
 
-    `known`: accesses for which the trace records hit or miss; `missed` of them came from storage. `place`: from 0, the
-    position in the order of a pass, which is shown from the lowest numbered layer; None for layers that most passes leave
-    out, and without a complete pass. A block that two layers share counts for the layer that contains its middle.
+    `known`: accesses for which the trace records hit or miss. `place`: position in a pass, from 0; None for layers that most
+    passes leave out. A block that two layers share counts for the layer that contains its middle.
     """
 
     file: int
@@ -48,7 +47,6 @@ class Layer:
 
     @property
     def miss_ratio(self) -> float | None:
-        """Share (0..1) of the accesses that came from storage; None if it is unknown for all."""
         return self.missed / self.known if self.known else None
 
     def row(self) -> dict[str, Any]:
@@ -61,7 +59,7 @@ class Layer:
 
 
 class Turns:
-    """The layers accessed last: distinguishes a new visit of a layer from threads that interleave accesses to two layers."""
+    """Tells a new visit of a layer from threads that interleave accesses to two layers."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -117,14 +115,14 @@ class Layers:
                 tally.count(first, end, batch.miss[of_file], batch.t_ns[of_file])
 
     def found(self) -> tuple[Layer, ...]:
-        """Return the layers of all model files, most accessed file first, in the order of a pass, or else of the file."""
+        """Return the layers, most accessed file first, in the order of a pass, or else of the file."""
         tallies = [tally for tally in self._tallies.values() if tally is not None]
         tallies.sort(key=lambda tally: (-tally.accesses, tally.file.path))
         return tuple(layer for tally in tallies for layer in tally.layers())
 
 
 class _LayerCounts:
-    """Counts of one file. A stretch is a run of tensors of one layer; `edges` are the first blocks of the stretches."""
+    """Counts of one file, by stretch: a run of tensors of one layer. `edges`: the first blocks of stretches."""
 
     def __init__(self, file: TraceFile, named: Sequence[Tensor]) -> None:
         self.file = file
@@ -164,9 +162,9 @@ class _LayerCounts:
         return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)
 
     def _order(self) -> list[int]:
-        """Return the fullest pass without layers that most others leave out, starting at the lowest numbered layer.
+        """Return the fullest pass, starting at the lowest numbered layer.
 
-        Threads that run far ahead of others, or cached data, cut passes short: short ones do not count.
+        Threads that run far ahead, or cached data, cut passes short: short ones do not count.
         """
         fullest = max(reversed(self._passes), key=len, default=())
         whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]
@@ -192,6 +190,6 @@ class _LayerCounts:
 
 
 def layer_number(name: str) -> float:
-    """Return the number at the end of a layer's name; infinity if it has none."""
+    """Return the number at the end of a layer's name, or infinity."""
     match = _NUMBER.fullmatch(name)
     return int(match[1]) if match else float("inf")

@@ -1,13 +1,9 @@
 """Loop detection by extent: the order, period and use of a loop space's extents, and the positions of its readers.
 
-A file is cut into extents; an order maps a *rank* (the position in the loop) to an extent, and starts as file order.
-`PassRecorder` records extents in the order in which they are touched. When an extent is touched again, the pass is
-over, and `LoopOrder.adopt` makes it the new order. Extents without a touch (pinned ones cause no request) stay behind
-the extent that preceded them before.
-
-The mount (clock in nanoseconds, every touch of a reader) and the deterministic core in `steering` (clock in references)
-both use this module. The trace classifier (`detector`) works on runs of blocks instead; both get periods from
-`Intervals`.
+An order maps a *rank* (the position in the loop) to an extent, and starts as file order. A completed pass becomes the new
+order; extents without a touch (pinned ones cause no request) stay behind the extent that preceded them. Mounts (clock in
+nanoseconds) and the deterministic core in `steering` (clock in references) use this module; the trace classifier
+(`detector`) works on runs of blocks.
 """
 
 from __future__ import annotations
@@ -48,9 +44,8 @@ class Period:
 class Intervals:
     """Intervals between the passes over one region, and the period that they show; at most `OCTAVES` entries.
 
-    Intervals are counted by octave of the blocks accessed in between, a measure that is independent of pauses and of
-    the speed of storage. The most frequent octave gives the period, so that a pause between two prompts, or a short
-    first pass, does not change it. Its time is the median of the latest times in that octave.
+    Intervals are counted by octave of the blocks accessed in between, because pauses and slow storage do not change these.
+    The time of the most frequent octave is the median of its latest times.
     """
 
     def __init__(self) -> None:
@@ -73,7 +68,6 @@ class Intervals:
         return twin
 
     def period(self) -> Period | None:
-        """Return the most frequent interval, the longer one of two equally frequent ones; None without any."""
         if not self._octaves:
             return None
         chosen = self._commonest()
@@ -81,23 +75,19 @@ class Intervals:
         return Period(round(median(times)), sum(octave.blocks for octave in chosen) // _count(chosen))
 
     def regularity(self) -> float:
-        """Return the share (0..1) of the intervals that were about as long as the period; 0 without any."""
         return _count(self._commonest()) / len(self) if self._octaves else 0.0
 
     def _commonest(self) -> list[_Octave]:
         return max((self._alike(key) for key in sorted(self._octaves, reverse=True)), key=_count)
 
     def _alike(self, key: int) -> list[_Octave]:
-        """Return the octave `key`, and a neighbor with about the same mean: a period at the border falls into both."""
+        """Return the octave `key`, and a neighbor with about the same mean."""
         mine = self._octaves[key]
         near = (self._octaves[other] for other in (key - 1, key + 1) if other in self._octaves)
         return [mine, *(octave for octave in near if is_about(octave.mean, mine.mean))]
 
     def rhythms(self) -> tuple[Period, ...]:
-        """Return all recurring intervals, shortest first; empty without any. A layer read twice a pass has two.
-
-        A loop has ended only after its longest interval has been missed.
-        """
+        """Return all recurring intervals, shortest first. A layer read twice a pass has two."""
         least = max(1, len(self) // RARE)
         shown = [octave for _, octave in sorted(self._octaves.items()) if octave.count >= least]
         return tuple(Period(round(median(octave.times_ns)), octave.blocks // octave.count) for octave in shown)
@@ -121,25 +111,19 @@ PROOF = 8  # a second pass has to repeat 1/PROOF of a scan before the scan count
 
 @dataclass(frozen=True)
 class Pass:
-    """One completed pass: extents in the order of their first touch.
-
-    `duration`: from the first touch to the touch that began the next pass, by the clock of its recorder.
-    """
+    """One completed pass: extents in the order of their first touch; `duration` ends when the next pass begins."""
 
     extents: Sequence[int]
     duration: int
 
 
 class PassRecorder:
-    """Cuts a sequence of touched extents into passes.
+    """Cuts a sequence of touched extents into passes, with any clock that never decreases.
 
-    A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches.
-    Threads that work on neighboring stripes touch an extent twice within a short distance; this does not end a pass. A
-    loop over less than half of the extents of the previous pass (part of a file that was loaded whole) never reaches
-    that distance. It ends the previous pass once 1/PROOF of that pass's extents have repeated, each at least `least`
-    extents after its first touch, with no new extent between the repeats.
-
-    The clock is the caller's: any unit that never decreases (nanoseconds, references).
+    A repeat ends the pass if at least half of the pass, and at least `least` extents, lie between the two touches: threads
+    on neighboring stripes touch an extent twice within a short distance. A loop over less than half of the previous pass
+    ends that pass once 1/PROOF of its extents have repeated, each at least `least` extents after its first touch, with no
+    new extent in between.
     """
 
     def __init__(self, least: int = 2) -> None:
@@ -229,15 +213,11 @@ class LoopOrder:
         return old_ranks
 
     def disorder(self, seen: Sequence[int]) -> float:
-        """Return the share (0..1) of backward steps of `seen` in this order, not counting one step, the wrap."""
         return _backward_share([self.rank_of[extent] for extent in seen])
 
 
 def disagreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`.
-
-    Extents that only one pass contains are ignored.
-    """
+    """Return the share (0..1) of steps of the pass `second` that go backward in the order of the pass `first`."""
     place = {extent: index for index, extent in enumerate(first)}
     return _backward_share([place[extent] for extent in second if extent in place])
 
@@ -258,13 +238,10 @@ _GAP_MAX = 100  # passes; fits into a byte
 class RecentUse:
     """Which extents of a loop space were touched in the last few passes; the others are `unused`.
 
-    A header lists the contents of a model, but an engine may copy tensors once and never read them again. So an extent
-    counts as part of the loop only while readers touch it. It becomes unused after UNUSED_PASSES whole passes without a
-    touch, or after UNUSED_GAPS times its usual number of passes between two touches, whichever is longer (a fast reader
-    ends several passes while a slow one makes a single pass). It is used again once a reader touches it in a run of
-    neighbors, or twice within UNUSED_PASSES passes. Random reads of table rows do neither.
-
-    Every extent starts as used, so that a loop is streamed and pinned from its first pass on.
+    An extent becomes unused after UNUSED_PASSES whole passes without a touch, or after UNUSED_GAPS times its usual number of
+    passes between two touches, whichever is longer (a fast reader ends several passes while a slow one makes one). It is
+    used again once a reader touches it in a run of neighbors, or twice within UNUSED_PASSES passes, which random reads of
+    table rows do not. Every extent starts as used.
     """
 
     def __init__(self, count: int) -> None:
@@ -278,7 +255,6 @@ class RecentUse:
         self._usual = bytearray(b"\1" * count)  # by extent: the smaller one of its last two gaps
 
     def resize(self, count: int) -> None:
-        """Add extents at the end, up to `count` in all; with fewer than before, start over."""
         more = count - len(self.unused)
         if more < 0:
             self.unused, self._last, self._gap, self._usual, more = bytearray(), array("I"), bytearray(), bytearray(), count
@@ -312,7 +288,7 @@ class RecentUse:
         return max(0, self.passes - self._last[extent] - 1)
 
     def excuse(self, extents: Iterable[int]) -> None:
-        """Count used extents as touched in the last pass, because their touches could not be observed until now."""
+        """Count used extents as touched in the last pass, because their touches could not be observed."""
         for extent in extents:
             if not self.unused[extent]:
                 self._last[extent] = max(self._last[extent], self.passes - 1)
@@ -362,7 +338,6 @@ class LoopLearner:
         self._scan: Pass | None = None
 
     def resize(self, count: int) -> None:
-        """Change the number of extents of a written file; with fewer than before, start again in file order."""
         if count > len(self.order):
             self.order.extend(count)
         else:
@@ -370,12 +345,12 @@ class LoopLearner:
         self.use.resize(count)
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
-        """Mark the space as looping because of a header, and append `guess` to the order to adopt after the first pass."""
+        """Mark the space as looping; `guess` is appended to the order of the first pass."""
         self.guess.extend(guess)
         self.looping = self.guessed = True
 
     def record_access(self, extent: int, now: int) -> Pass | None:
-        """Record a touch of `extent`; return the pass that it ends, or that it proves to have been one, if any."""
+        """Record a touch; return the pass that it ends, or that it proves to have been one, if any."""
         done = self._recorder.record_access(extent, now)
         if done is not None:
             self.use.end_pass()
@@ -394,10 +369,7 @@ class LoopLearner:
         self._recorder.least = _least_apart(visible)
 
     def cut(self, last: int) -> Pass | None:
-        """End a pass whose `last` touch came more than OVERDUE periods after its first.
-
-        When most of a loop is resident, too few touches are observed to end the pass.
-        """
+        """End a pass that exceeds OVERDUE periods: of a mostly resident loop, too few touches are observed."""
         done = None if self.period is None else self._recorder.cut(last, OVERDUE * self.period)
         if done is not None:
             self.use.end_pass()
@@ -446,10 +418,7 @@ PROOF_MOVES = 4  # steps that turn a suspect into a reader
 
 @dataclass
 class Cursor:
-    """One sequential position: furthest rank touched, number of forward moves, time of the last touch (ns).
-
-    `steps`: the latest moves in a row that were no longer than those of a sequential reader.
-    """
+    """One sequential position; `steps` counts the latest moves in a row that were as short as a sequential reader's."""
 
     head: int
     moves: int
@@ -460,14 +429,9 @@ class Cursor:
 class CursorTable:
     """The positions of readers in a visiting order of `count` ranks: the live cursors of one file, newest touch last.
 
-    Readers that stay within `reach` ranks of each other (the threads of one model run, readers in convoy) share a
-    cursor. A touch up to `reach` ranks ahead moves the cursor, a touch up to `reach` ranks behind leaves it in place,
-    and any other touch starts a new cursor.
-
-    A reader that falls too far behind its cursor causes misses. One late touch does not prove a reader, since threads
-    finish in any order, so a miss behind a cursor only creates a *suspect*. A suspect that advances step by step
-    becomes a cursor of its own. Cursors that are at most `near` ranks behind another one (the cached range behind a
-    reader) merge with it into one convoy.
+    A touch up to `reach` ranks ahead moves the cursor, a touch up to `reach` ranks behind leaves it in place, and any other
+    touch starts a new cursor. Threads finish in any order, so a miss behind a cursor only creates a *suspect*, which becomes
+    a cursor if it advances step by step. Cursors at most `near` ranks behind another one merge with it into one convoy.
     """
 
     def __init__(self, count: int, reach: int, loops: bool) -> None:
@@ -515,7 +479,6 @@ class CursorTable:
         return best
 
     def _suspect(self, rank: int, now_ns: int) -> Cursor | None:
-        """Record a miss behind a cursor; return a new cursor once the suspect has proved to be a reader."""
         for suspect in self.suspects:
             if 0 < self.distance(suspect.head, rank) <= self.step:
                 suspect.head, suspect.last_ns = rank, now_ns
@@ -536,7 +499,6 @@ class CursorTable:
         self.laggards = 0
 
     def _merge(self, moved: Cursor) -> None:
-        """Remove cursors close behind `moved`, and merge `moved` with a cursor close ahead of it."""
         for other in [cursor for cursor in self.live if cursor is not moved]:
             if self.distance(other.head, moved.head) <= self.near:
                 self.live.remove(other)
@@ -545,10 +507,7 @@ class CursorTable:
                 self.live.remove(other)
 
     def trailing_first(self) -> list[Cursor]:
-        """Return the cursors from the last of the convoy to its leader, the one with the most free ranks ahead.
-
-        Serving readers in this order brings them together, so that a convoy reads the loop once for all.
-        """
+        """Return the cursors, the leader last: serving them in this order brings a convoy together."""
         ring = sorted(self.live, key=lambda cursor: cursor.head)
         if len(ring) < 2 or not self.loops:
             return ring
@@ -557,7 +516,6 @@ class CursorTable:
         return ring[leader + 1 :] + ring[: leader + 1]
 
     def moving(self, since_ns: int) -> int:
-        """Return the number of cursors touched since `since_ns`, without short-lived ones."""
         return sum(cursor.moves > PROOF_MOVES and cursor.last_ns >= since_ns for cursor in self.live)
 
     def expire(self, before_ns: int) -> None:

@@ -19,10 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FootprintShare:
-    """A cache of `percent` of the distinct blocks in a trace, rounded down to blocks.
-
-    `at_least_one` rounds 0 blocks up to one, as `auto` needs on the smallest traces.
-    """
+    """A cache of `percent` of the distinct blocks in a trace, rounded down, or up to one with `at_least_one`."""
 
     percent: Decimal
     at_least_one: bool = False
@@ -77,8 +74,7 @@ def plan_of(
     """Return the plan for these options, as typed; UsageError names the invalid option. `drawn`: include the curve of LRU.
 
     Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block, because
-    blocks that are missed in sequence are read together and ahead. The 2 us of each 1 KiB request to the GPU are omitted as
-    well; they would reduce 20 GB/s to 500 MB/s.
+    blocks missed in sequence are read together. The 2 us of each 1 KiB request to the GPU are omitted as well.
     """
     policies = _parsed("--policy", policy, str)
     if unknown := [name for name in policies if name not in POLICIES]:
@@ -136,10 +132,7 @@ GAPS = {
 
 
 def why_not_exact(provenance: Provenance) -> str | None:
-    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact.
-
-    Any missing access may be the very use that Belady would have kept a block for.
-    """
+    """Return why Belady on a trace of this origin would be no upper bound, or None if it is exact."""
     if provenance.lost_events:
         return f"lost_events is {provenance.lost_events}: accesses are missing from the trace"
     if UNSEEN in provenance.extra:

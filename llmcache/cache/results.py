@@ -1,4 +1,4 @@
-"""The result of a simulation: a row for each trace, policy and size, in base units, with the field names of the JSON."""
+"""The result of a simulation, in base units, with the field names of the JSON."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """One trace with one policy at one size. Blocks are 4 KiB; a map is a read; every block of a run counts.
-
-    Latencies and stalls are modelled; all other values are counted exactly.
-    """
+    """One trace with one policy at one size, in blocks of 4 KiB; latencies and stalls are modelled."""
 
     trace: str
     policy: str

@@ -1,8 +1,7 @@
 """Use of the experts of MoE models in a trace: popularity, reuse, and the hit ratios of a cache of whole experts.
 
-A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A
-*use* is one expert in one visit, with any number of accesses to its tensors. So a prompt that is computed in one batch
-is one visit; so is each token after it. Only recorded accesses count: see `MoeUses.incomplete`.
+A *visit* is a layer's turn in a pass: all accesses to its experts until half of the layers have been accessed since. A *use*
+is one expert in one visit, with any number of accesses to its tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class ExpertLayer:
         return sum(uses > 0 for uses in self.popularity)
 
     def top(self, parts: int) -> float | None:
-        """Return the share (0..1) of the uses that belong to the most used 1 / `parts` of the experts (rounded up)."""
+        """Return the share (0..1) of the uses that belong to the most used 1 / `parts` of the experts."""
         most = sorted(self.popularity, reverse=True)[: -(-self.experts // parts)]
         return sum(most) / self.uses if self.uses else None
 
@@ -72,8 +71,7 @@ class ExpertLayer:
 class ExpertCache:
     """Hit ratios (0..1) of a cache of `experts` whole experts that starts empty, with LRU and with Belady's policy.
 
-    `share`: capacity as a share of the bytes of all experts. If experts differ in size, `size_bytes` and `experts`
-    assume the mean size: approximate.
+    `share`: capacity as a share of the bytes of all experts. `experts` assumes that experts have the mean size.
     """
 
     share: float
@@ -85,7 +83,7 @@ class ExpertCache:
 
 @dataclass(frozen=True)
 class MoeUses:
-    """Use of the experts of one model in a trace; `size_bytes` and `experts` cover all files of the model in the trace.
+    """Use of the experts of one model in a trace; `size_bytes` and `experts` cover all its files in the trace.
 
     `incomplete`: reasons why the trace may lack uses, so that `belady` is no upper bound; None if it is complete.
     """
@@ -140,12 +138,10 @@ class ExpertCounter:
         return self._files[file.id]
 
     def slices(self, file: int) -> list[Slice] | None:
-        """Return the slices of the file with this number, in file order; None if it has none."""
         model = self._files.get(file)
         return None if model is None else list(model.slices(file))
 
     def found(self, provenance: Provenance) -> tuple[MoeUses, ...]:
-        """Return the MoE models whose experts were used, most uses first; `provenance`: of the trace."""
         found = [uses for model in self._models.values() if (uses := model.uses(provenance)) is not None]
         return tuple(sorted(found, key=lambda moe: (-moe.uses, moe.model)))
 
@@ -277,7 +273,6 @@ def _layer(name: str, layer: int, codes: Int64s, visits: Int64s, used: Int64s) -
 
 
 def _caches(used: Int64s, experts: int, size_bytes: int) -> Iterator[ExpertCache]:
-    """Yield the hit ratios of the uses `used` (0 .. experts - 1) at each size; both policies are those of `simulate`."""
     from llmcache.cache.curves import StackDistances
     from llmcache.cache.policies.belady import Belady
 

@@ -1,9 +1,4 @@
-"""A guard that compares steering with plain LRU, shared by mounts and the simulator.
-
-`Shadow` simulates an LRU cache of the same size, without data, on every observed touch. `Guard` compares the bytes that
-both read, window by window (a pass over a loop, or a fixed number of touches), and decides whether to steer. Both are
-pure: no I/O, no threads, no clock.
-"""
+"""A guard that compares steering with plain LRU, shared by mounts and the simulator: no I/O, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -17,11 +12,9 @@ MOST_BACK_OFF = 6  # doublings of the evidence required to steer again
 
 
 class Shadow:
-    """A ghost list: the keys that an exact LRU cache of `capacity_bytes` would contain, and the bytes that it would
-    have read.
+    """An LRU cache of `capacity_bytes` without data: the keys that it would contain, and the bytes that it would read.
 
-    A key is a unit of eviction: an extent of a file, an expert, a page. All operations are O(1), evictions amortized.
-    Memory: about 100 bytes for each key that fits.
+    A key is a unit of eviction: an extent, an expert, a page. Operations are O(1); each key takes about 100 bytes.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -51,12 +44,10 @@ class Shadow:
         return old_size > 0
 
     def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity; keys that no longer fit are evicted, least recently touched first."""
         self.capacity_bytes = capacity_bytes
         self._trim()
 
     def forget(self, keys: Iterable[Hashable]) -> None:
-        """Remove `keys`: their file was changed, closed or evicted, so that LRU would not contain them either."""
         for key in keys:
             self.resident_bytes -= self._sizes.pop(key, 0)
 
@@ -69,15 +60,11 @@ class Shadow:
 class Guard:
     """Decides whether to steer, from the bytes that steering and LRU read in each window.
 
-    The excess of the mode in force over the other is summed up and never falls below zero (a CUSUM test: E. S. Page,
-    Continuous inspection schemes, Biometrika 41, 1954). When the sum reaches `bound_bytes`, the other mode takes over.
-    So steering never reads more than about `bound_bytes` beyond LRU before it is disabled, however small the excess of
-    a window, and noise around zero changes nothing. Each time that steering is disabled again, its return needs twice
-    as much evidence. The back-off is reduced step by step as steering saves as many bytes.
-
-    A small excess over STEADY successive windows is enough as well, if it exceeds TOLERANCE and `noise_bytes`.
-
-    `bound_bytes`: the cost of a change, about the bytes that have to be read again; half of the capacity works well.
+    The other mode takes over when the summed excess of the mode in force, never below zero, reaches `bound_bytes` (a CUSUM
+    test: E. S. Page, Continuous inspection schemes, Biometrika 41, 1954). So steering never reads more than about
+    `bound_bytes` beyond LRU; half of the capacity works well. Each time that steering is disabled again, its return needs
+    twice as much evidence, until steering has saved as many bytes. A small excess over STEADY successive windows is enough
+    as well, if it exceeds TOLERANCE and `noise_bytes`.
     """
 
     def __init__(self, bound_bytes: int, noise_bytes: int = 1 << 62, *, steering: bool = True) -> None:
@@ -115,18 +102,16 @@ class Guard:
 
     @property
     def has_judged(self) -> bool:
-        """True once `steered_bytes` and `lru_bytes` are known."""
         return self._windows > 0
 
     def leave(self) -> None:
-        """Stop steering at once: the caller has detected that the learned state no longer applies."""
+        """Stop steering at once, because the learned state no longer applies."""
         if self.steering:
             self.steering = False
             self.changes += 1
             self._excess = self._saved = self._steady = 0
 
     def _repay(self, saved_bytes: int) -> None:
-        """Undo a step of the back-off once steering has saved the bytes that its return required."""
         if not self._back_off:
             return
         self._saved = max(0, self._saved + saved_bytes)

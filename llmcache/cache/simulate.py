@@ -1,12 +1,8 @@
 """Replay traces through policies at many cache sizes: hits, bytes from storage, modelled latency and stalls.
 
-A trace is read twice: for its block ids, and for all cells of the grid together. If their states do not fit in memory
-together, they run in groups, with one more pass each. Offline policies (Belady) receive the whole trace in one call, 25
-bytes per row, and are refused if the trace is known to lack accesses.
-
-Concurrency: one thread reads batches, one maps them to block ids, and a pool processes (cell, batch) pairs. A batch is
-submitted only when all cells have finished the one before, so a cell's state has one user at a time. Kernels run without
-the GIL.
+A trace is read once for its block ids, and once for each group of cells whose states fit in memory together. Offline
+policies (Belady) receive the whole trace in one call, 25 bytes per row. A batch is submitted to the pool only when all cells
+have finished the one before, so a cell's state has one user at a time. Kernels run without the GIL.
 """
 
 from __future__ import annotations
@@ -283,7 +279,6 @@ class TraceRun:
             yield batch
 
     def _next_cells(self, todo: list[tuple[str, int]], space: BlockSpace, used_bytes: int) -> list[tuple[int, PolicyCell]]:
-        """Remove from `todo` as many cells as fit in memory, at least one, and return them as (size in bytes, cell)."""
         cells: list[tuple[int, PolicyCell]] = []
         while todo and (not cells or used_bytes < self.memory_bytes):
             policy, size = todo.pop(0)
@@ -321,10 +316,7 @@ SIGNALS_S = 0.5  # a signal that arrives just before the main thread waits is ha
 
 
 def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
-    """Return a row for each policy and size (bytes, or shares of the footprint) on one trace.
-
-    `source` is a path in any format, or a `Trace`.
-    """
+    """Return a row for each policy and size (bytes, or shares of the footprint) on one trace, a path or a `Trace`."""
     return list(simulate_all([source], Plan(tuple(policies), tuple(cache_sizes_bytes))).results)
 
 
@@ -338,8 +330,7 @@ def simulate_all(
 ) -> Simulation:
     """Return the plan's rows for all traces, which share `jobs` threads (default: one per core).
 
-    `models` maps a file table to models; without it, no models are known. Rows are identified by the names of their
-    traces, so that only one source may be a `Trace`.
+    `models` maps a file table to models. Only one source may be a `Trace`, because rows are identified by names.
     """
     sources = list(dict.fromkeys(sources))
     threads = jobs or len(os.sched_getaffinity(0))
@@ -376,7 +367,7 @@ def simulate_all(
 def _ctrl_c_sets(stop: CancelFlag) -> Iterator[None]:
     """Set `stop` on Ctrl-C, and raise KeyboardInterrupt at the end; a second Ctrl-C raises it at once.
 
-    An exception in the signal handler could leave the lock of a future locked.
+    An exception in the signal handler could leave a lock locked.
     """
     was_interrupted = False
 

@@ -1,12 +1,12 @@
 """`llmcache size` and the fetch model: how long storage takes for the bytes that a cache misses. *Modelled*.
 
-Formula (1): of a loop of N bytes, of which S are cached, storage of bandwidth BW delivers the rest in (N - S) / BW while
-the computation of a pass takes T. There is no stall if that is at most T. For an MoE model (`model/moe.py`), S is the
-cache with which a token is expected to miss BW*T bytes. Units: bytes, nanoseconds, bytes per second; MB is 10**6 bytes.
+Formula (1): of a loop of N bytes with S cached, storage of bandwidth BW delivers the rest in (N - S) / BW. There is no stall
+if that is at most the time T of a pass. For an MoE model (`model/moe.py`), S is the cache with which a token is expected to
+miss BW*T bytes.
 
 Source: io_caching sections 4.1 and 4.2. Differs from the paper: formula (1) is printed as S >= max{0, floor(N BW x T)},
-without the minus sign that the text and the example require. Its floor would leave a part of a block missing (N = 10 and
-BW*T = 2.5 blocks: with S = 7 three blocks are missed). Here S = max(0, ceil(N - BW*T)).
+without the minus sign that the text and the example require, and its floor would leave a part of a block missing. Here S =
+max(0, ceil(N - BW*T)).
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ SECOND_NS = 10**9
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A kind of device: the part of its memory that may cache a model (bytes), and the speed of its storage (bytes/s).
+    """A kind of device: the memory that may cache a model (bytes), and the speed of its storage (bytes/s).
 
-    `cache_bytes` is for loop and hot set together, and is a range from `least_cache_bytes` if the paper gives one.
-    Source: io_caching section 4.2.
+    `cache_bytes` is for loop and hot set together. Source: io_caching section 4.2.
     """
 
     name: str
@@ -64,9 +63,8 @@ PAPER = PaperConstants()
 class FetchModel:
     """Time to fetch blocks from storage and memory to the GPU. Defaults and source: io_caching section 4.1.
 
-    Each missed block is one I/O, even if misses are adjacent: with a setup of 50 us, a block costs 91, 70, 58 and 54 us
-    at 100, 200, 500 and 1000 MB/s, and gains are "negligible" beyond 500 MB/s, as in figure 5. Only reads fetch: a written
-    block is replaced whole. Writeback is not counted.
+    Each missed block is one I/O, even if misses are adjacent: with a setup of 50 us, a block costs 91, 70, 58 and 54 us at
+    100, 200, 500 and 1000 MB/s, as in figure 5. Only reads fetch. Writeback is not counted.
     """
 
     storage_bandwidths: tuple[int, ...] = (100 * _MB, 200 * _MB, 500 * _MB, 1000 * _MB)  # one latency for each
@@ -77,16 +75,13 @@ class FetchModel:
     block_bytes: int = BLOCK_BYTES
 
     def gpu_s(self, blocks: int) -> float:
-        """Return the seconds to copy `blocks` from host memory to the GPU, request by request."""
         requests = blocks * -(-self.block_bytes // self.request_bytes)
         return requests * self.gpu_setup_ns / SECOND_NS + blocks * self.block_bytes / self.gpu_bandwidth
 
     def storage_s(self, blocks: int, bandwidth: int) -> float:
-        """Return the seconds to read `blocks` from storage of `bandwidth` (bytes/s)."""
         return blocks * (self.setup_ns / SECOND_NS + self.block_bytes / bandwidth)
 
     def latency_s(self, read_blocks: int, missed_blocks: int, bandwidth: int) -> float:
-        """Return the seconds to fetch `read_blocks`, `missed_blocks` of which come from storage of `bandwidth`."""
         return self.gpu_s(read_blocks) + self.storage_s(missed_blocks, bandwidth)
 
 
@@ -107,21 +102,17 @@ class SizingParameters:
         return self.bandwidth * self.period_ns // SECOND_NS
 
     def scaled(self, change: float) -> SizingParameters:
-        """Return the parameters with T changed by the share `change` (-0.3: 30 % shorter)."""
         return replace(self, period_ns=max(1, round(self.period_ns * (1 + change))))
 
 
 def blocks_needed(loop_blocks: int, staged_blocks: float | Fraction) -> int:
-    """Return S of formula (1) in blocks: max(0, ceil(N - BW*T)) for a loop of N blocks, BW*T of which arrive in time."""
+    """Return S of formula (1) in blocks."""
     return max(0, math.ceil(loop_blocks - staged_blocks))
 
 
 @dataclass(frozen=True)
 class Need:
-    """The smallest cache without stalls: `loop_cache_bytes` for the loop, `cache_bytes` with the hot set.
-
-    `loop_cache_blocks` counts blocks of 4 KiB; a loop's last block may be partly filled.
-    """
+    """The smallest cache without stalls: `loop_cache_bytes` for the loop, `cache_bytes` with the hot set."""
 
     loop_cache_bytes: int
     loop_cache_blocks: int
@@ -145,7 +136,7 @@ def need(loop: Weights, setting: SizingParameters) -> Need:
 
 
 def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
-    """Return the largest loop (bytes) without stalls: N = S + BW*T, where S is `cache_bytes` without the hot set."""
+    """Return the largest loop (bytes) that runs without stalls with `cache_bytes`, hot set included."""
     return cache_bytes - setting.hot_bytes + setting.staged_bytes
 
 
@@ -153,8 +144,7 @@ def largest_loop(cache_bytes: int, setting: SizingParameters) -> int:
 class Passes:
     """Passes over a loop: the bytes that each misses, and the times (ns) to fetch them, of the pass, and of its stall.
 
-    For an MoE model a pass is a token, `missing_bytes` are expected, and `expert_hit_ratio` is the share of the bytes
-    of used experts. `even`: the same if all experts of a layer are used equally often, which is the worst case.
+    For an MoE model a pass is a token, and `missing_bytes` are expected. `even`: if all experts are used equally often.
     """
 
     loop_cache_bytes: int
@@ -175,12 +165,11 @@ class Passes:
 
     @property
     def tokens_per_s_lost(self) -> float:
-        """Passes per second lost to stalls: 1/T minus the remaining rate."""
         return 0.0 if self.stall_free else SECOND_NS / (self.pass_ns - self.stall_ns) - self.tokens_per_s
 
 
 def passes(loop: Weights, cache_bytes: int, setting: SizingParameters) -> Passes:
-    """Return the cost of passes over `loop` with `cache_bytes` in all, hot set included: each takes max(T, (N - S) / BW).
+    """Return the cost of passes over `loop` with `cache_bytes`, hot set included: each takes max(T, (N - S) / BW).
 
     Source: io_caching section 4.1, "delays proportional to the deficit in cache coverage".
     """
@@ -216,12 +205,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Ram:
-    """Memory of `ram_bytes` (`source`: given, or this machine's) for a loop, and the requirements without stalls.
+    """Memory of `ram_bytes` for a loop, and what the loop needs to run without stalls.
 
-    `mount_cache_bytes` is the part that llmcachefs uses. With the page cache alone, a larger loop is read whole in
-    every pass, and so is an MoE model if one token's bytes do not fit. `needed_ram_bytes`, or `needed_bandwidth`
-    (bytes/s, with this memory), avoids stalls. `fits_repacked`: the memory also has room for the bytes that llama.cpp
-    copies from the model; None if it copies none.
+    `mount_cache_bytes` is the part that llmcachefs uses. `needed_ram_bytes`, or `needed_bandwidth` (bytes/s), avoids stalls.
+    `fits_repacked`: the memory has room for llama.cpp's copies too; None without copies.
     """
 
     ram_bytes: int
@@ -236,7 +223,7 @@ class Ram:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The answer with T changed by `change`: `need` if a loop is given, `capacity` of the largest cache given."""
+    """The answer with T changed by `change`: `need` for a loop, `capacity` of the largest cache."""
 
     change: float
     period_ns: int
@@ -280,10 +267,7 @@ class Answer:
 
 
 def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, caches: tuple[int, ...]) -> Answer:
-    """Return the results of the formula for a loop, for caches (bytes), or for both.
-
-    The sensitivity to T is computed for the largest cache.
-    """
+    """Return the results of the formula for a loop, for caches (bytes), or for both."""
 
     def needed(setting: SizingParameters) -> Need | None:
         return None if loop is None else need(loop, setting)
@@ -312,11 +296,7 @@ def answer(setting: SizingParameters, storage: Storage, loop: Weights | None, ca
 
 @dataclass(frozen=True)
 class Question:
-    """The input of `llmcache size`. Exactly one of `storage` and `measure` is set, at most one of loop and model.
-
-    `period_source`: T is "given", or "assumed". `ram_bytes` is None to use this machine's memory, if any. `hot_bytes`
-    is None to use the model's, or else the paper's default.
-    """
+    """The input of `llmcache size`: exactly one of `storage` and `measure`, at most one of loop and model."""
 
     storage: Storage | None
     measure: str | None

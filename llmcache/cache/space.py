@@ -1,8 +1,7 @@
-"""A loop space: the facts and the plan of one file, or of all shards of one model.
+"""A loop space: the facts and the plan of one file, or of all shards of one model, whose extents are numbered in a row.
 
-Extents are numbered across all its files. Mounts and the simulator use this class: in modes steer and inplace, the clock
-of `learner` is the time in nanoseconds, and every touch of a reader is recorded. In arena and in the simulator, the clock
-counts references, and each fetch of an extent is recorded. No I/O, no threads; the caller holds the lock.
+The clock of `learner` is the time (ns) in modes steer and inplace; it counts references in arena and in the simulator, where
+only fetches are recorded. No I/O, no threads; the caller holds the lock.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ HUGE_BYTES = 2 << 20  # size of a huge page, and of the extents of a large file 
 
 
 def extent_bytes_for(size_bytes: int, most: int = EXTENTS_MAX, large: int = LARGE_EXTENT) -> int:
-    """Return the extent size (bytes) for a loop space of `size_bytes`, so that it has at most `most` extents.
-
-    Large spaces have extents of `large` bytes, or a multiple.
-    """
+    """Return the extent size (bytes) with which a space has at most `most` extents."""
     least = large if size_bytes >= LARGE_FILE_BYTES else SMALL_EXTENT
     return least * max(1, -(-size_bytes // (least * most)))
 
@@ -55,8 +51,8 @@ class SpacePart:
 class SpacePlan:
     """The part of a plan that concerns one space.
 
-    `pin` and `unpin` are the extents to add to the wanted ones, and to remove from them. `extents` take part in the
-    loop, and `pinned` of them are wanted; the others are streamed through a window of `window_bytes`.
+    `pin` and `unpin` are the changes to the wanted extents. `extents` take part in the loop, and `pinned` of them are
+    wanted; the others are streamed through a window of `window_bytes`.
     """
 
     pinned_bytes: int = 0
@@ -80,8 +76,8 @@ class SpacePlan:
 class Space:
     """Facts of one loop space, and its current plan.
 
-    `single` extents are read by pages and never pinned; `hot` extents are single too, and have a reserved share of the
-    budget. `wanted` extents are to be pinned. `held` are those that mode arena and the simulator have pinned.
+    `single` extents are read by pages and never pinned; `hot` ones are single too, and have a reserved share of the budget.
+    `wanted` extents are to be pinned. `held` are those that mode arena and the simulator have pinned.
     """
 
     def __init__(self, key: str, extent_bytes: int, parts: Iterable[Part], kind: str = "loop") -> None:
@@ -107,14 +103,12 @@ class Space:
         self.plan = SpacePlan()
 
     def bytes_in_loop(self, learner: LoopLearner) -> int:
-        """Return the bytes that are part of the loop that `learner` has found, without unused extents; 0 for no loop."""
         if not learner.looping:
             return 0
         return max(0, self.size_bytes - (self.single.count(1) + learner.use.unused.count(1)) * self.extent_bytes)
 
     @property
     def loop_bytes(self) -> int:
-        """Bytes that are part of the loop, without unused extents; 0 if the space does not loop."""
         return self.bytes_in_loop(self.learner)
 
     @property
@@ -122,7 +116,6 @@ class Space:
         return self.single.count(0) - self.learner.use.unused.count(1)
 
     def blocks(self, extent: int) -> int:
-        """Return the number of 4 KiB blocks of `extent` (the last one of a file may be short)."""
         part = self.part_of(extent)
         size = min(self.extent_bytes, part.size_bytes - (extent - part.base) * self.extent_bytes)
         return max(0, -(-size // BLOCK_BYTES))
@@ -133,7 +126,6 @@ class Space:
         return self.parts[bisect_right(self.parts, extent, key=attrgetter("base")) - 1]
 
     def set_predicted_order(self, guess: Iterable[int]) -> None:
-        """Mark the space as a loop that visits the extents in the order of `guess`, which a header suggests."""
         self.learner.set_predicted_order(guess)
 
     def make_single(self, extents: Iterable[int]) -> None:
@@ -151,7 +143,6 @@ class Space:
             self.wanted[extent] = 1
 
     def resize(self, count: int) -> None:
-        """Change the number of extents of a written file, which are all single."""
         self.count = count
         self.single, self.wanted = bytearray(b"\1") * count, bytearray(count)
         self.learner.resize(count)

@@ -1,7 +1,4 @@
-"""Stalls of a replay: slices of time in which more blocks miss than storage delivers. *Modelled* by formula (1).
-
-The formula is that of `sizing`, for the misses of each slice of the trace's own time instead of those of a pass.
-"""
+"""Stalls of a replay: slices of the trace's time in which more blocks miss than storage delivers. *Modelled*."""
 
 from __future__ import annotations
 
@@ -26,11 +23,10 @@ class Stalls:
 
 
 class StallMeter:
-    """Adds up the missed reads of each slice of T; rows are added in order of time, in any number of calls.
+    """Adds up the missed reads of each slice of T; rows are added in order of time.
 
-    Source: io_caching section 4.1, formula (1): misses beyond BW x T delay inference. A stalled slice delays the next ones
-    as a whole, so no backlog is carried over. Only the bandwidth counts, not the setup latency. A slice contains the rows
-    that begin in it.
+    Source: io_caching section 4.1, formula (1). A stalled slice delays the next ones as a whole, so no backlog is carried
+    over. The setup latency is left out. A slice contains the rows that begin in it.
     """
 
     def __init__(self, period_ns: int, bandwidths: tuple[int, ...]) -> None:

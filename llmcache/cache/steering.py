@@ -1,13 +1,12 @@
 """The loop spaces of a mount or of a simulated one, and the events that change them.
 
-`Spaces` holds the facts in all modes. `Steering` adds what mode arena and the simulator need: a deterministic state machine
-whose input is a sequence of references to extents (one for each time that a mount fetches an extent, for a reader or as a
-prefetch) and events. Its clock is the number of references. The same sequence always gives the same verdicts, so that
-replaying an access log repeats the decisions of the mount. No I/O, no threads, no time; the caller holds the lock.
+`Spaces` holds the facts in all modes. `Steering`, for arena and the simulator, is a deterministic state machine whose input
+is a sequence of events and of references to extents (one for each fetch of an extent, for a reader or as a prefetch). Its
+clock is the number of references, so replaying an access log repeats the verdicts of the mount. No I/O, no threads, no time;
+the caller holds the lock.
 
-Rules: a loop space loops after two passes, or at once if its header says so. `arbitration.plan` serves active loops first,
-shorter periods (in references) before longer ones. The pinned extents of a loop are spread over it. A wanted extent is
-pinned from its next reference on, and evicted when a plan assigns its memory to others.
+A space loops after two passes, or at once if its header says so. A wanted extent is pinned from its next reference on, and
+evicted when a plan assigns its memory to others.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class Spaces:
         self._add(Space(key, extent_bytes, (SpacePart(*part) for part in parts), kind))
 
     def add(self, space: Space) -> None:
-        """Add a space that the caller has made: the event `space`."""
         parts = [(part.size_bytes, part.base, part.count) for part in space.parts]
         self.journal(("space", space.key, space.extent_bytes, parts, space.kind))
         self._add(space)
@@ -89,10 +87,7 @@ class Spaces:
 
     @_event
     def guess(self, key: str, single: Ranges, hot: Ranges, order: Ranges) -> None:
-        """Apply a guess from a header, or from the use of extents.
-
-        Arguments are ranges (first, end) of extents: single ones, hot ones, and the order of the rest.
-        """
+        """Apply a guess: ranges (first, end) of the single extents, the hot ones, and the order of the rest."""
         space = self.spaces[key]
         extents = _extents(order, space.count)
         if extents or not space.learner.looping:
@@ -144,7 +139,6 @@ class Spaces:
 
     @_event
     def plan(self) -> None:
-        """Make a due plan now, for a caller that needs it before the next reference."""
         self._plan_if_due()
 
     def _set_open(self, space: Space, is_open: bool) -> None:
@@ -169,8 +163,8 @@ class Spaces:
 class Steering(Spaces):
     """The state machine. `limit_bytes` is the budget for pinned extents; counts are in blocks of 4 KiB.
 
-    `on_evict(key, extent)` is called for each evicted extent, `on_plan()` after each new plan. Without `judges_use`,
-    unused extents stay part of their loop, as in mounts up to version 1.0.
+    `on_evict(key, extent)` is called for each evicted extent, `on_plan()` after each new plan. Without `judges_use`, unused
+    extents stay part of their loop, as in mounts up to version 1.0.
     """
 
     def __init__(
@@ -234,7 +228,6 @@ class Steering(Spaces):
             self._hot_bytes += space.pages[extent] - before
 
     def is_single(self, key: str, extent: int) -> bool:
-        """Return True if `extent` is read page by page; extents past the end are those of a growing file."""
         single = self.spaces[key].single
         return bool(single[extent] if extent < len(single) else single[0])
 
@@ -242,7 +235,7 @@ class Steering(Spaces):
 
     @_event
     def lost(self, key: str, extent: int) -> None:
-        """Unmark an extent that was to be pinned but could not be read. It was never resident, so this is no eviction."""
+        """Unmark an extent that was to be pinned but could not be read; this is no eviction."""
         space = self.spaces[key]
         if extent in space.held:
             space.held.remove(extent)
@@ -250,7 +243,7 @@ class Steering(Spaces):
 
     @_event
     def hold(self, key: str, extent: int) -> None:
-        """Record that an extent was read before a client requested it (a warm-up); it is pinned if the plan wants it."""
+        """Record that an extent was read before a client requested it; it is pinned if the plan wants it."""
         space = self.spaces[key]
         if space.wanted[extent] and extent not in space.held:
             space.held.add(extent)
@@ -286,8 +279,8 @@ class Steering(Spaces):
     def _competing(self) -> list[tuple[Space, bool]]:
         """Return the loops that share the budget, each with whether it is active.
 
-        A loop is active if it was referenced within two periods: its own, or those of a slower loop that is active. Loops
-        alternate (a draft model and its target), so one is idle while the other makes a pass.
+        A loop is active within two periods of its last reference: its own, or those of a slower active loop, because loops
+        alternate (a draft model and its target).
         """
         competing = [
             space
@@ -331,14 +324,12 @@ def _period(space: Space) -> int:
 
 
 def _ranking(competing: list[tuple[Space, bool]]) -> list[object]:
-    """Return the data that the order of service depends on: a new plan is due when it changes."""
     periods = [(space, is_active, space.learner.period) for space, is_active in competing]
     periods.sort(key=lambda each: (not each[0].user_pinned, each[2] is None, each[2] or 0, each[0].loop_bytes))
     return [(space.key, is_active, period is None) for space, is_active, period in periods]
 
 
 def _extents(ranges: Ranges, count: int) -> array[int]:
-    """Return the extents in `ranges`; IndexError if they exceed the `count` extents of the space."""
     extents = array("I")
     for first, end in ranges:
         if not 0 <= first <= end <= count or len(extents) + end - first > count:

@@ -1,8 +1,8 @@
 """Streams: sort the accesses to one file into sequential walks, even if several clients read the file at the same time.
 
-A run that begins within `WINDOW` blocks of the expected position of a stream belongs to it, because readahead and threads
-access the blocks of a window in any order. Streams go up or down, and may have a stride. A stream becomes *sequential*
-once it has covered `WINDOW` blocks in order. Each further window is tested again, and returned as a `Walk`.
+A run within `WINDOW` blocks of the expected position of a stream belongs to it, because readahead and threads access these
+blocks in any order. A stream becomes *sequential* once it has covered `WINDOW` blocks in order, up or down, perhaps with a
+stride.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Walk:
     """Blocks first .. end - 1 of a file, accessed from `start` to `stop` by a stream that began at `born`.
 
     `mask`: bit i stands for block first + i; 0 for all. `stride`: distance of the runs of `width` blocks; 0 without holes.
-    Not `sequential`: accesses close to each other, in no order.
     """
 
     stream: int
@@ -86,22 +85,18 @@ class Stream:
         self.mask = self.path = self.accesses = self.idle = 0
 
     def repeats(self, first: int, end: int) -> bool:
-        """Return True if this run equals the last one: a request for another part of the same blocks."""
         return (first, end) == self.last
 
     @property
     def head(self) -> int:
-        """The block after its highest block, or its lowest block if it goes down."""
         return self.low if self.down else self.high
 
     @property
     def strided(self) -> bool:
-        """True if enough runs have followed at one distance, with holes."""
         return self.even and self.runs > LEAST_STEPS and abs(self.step) > self.width
 
     @property
     def far(self) -> bool:
-        """True if its runs are more than a window apart: only a run exactly one step further can continue it."""
         return self.even and self.runs >= LEAST_STEPS and abs(self.step) > max(self.width, WINDOW)
 
     def distance(self, first: int, end: int) -> int:
@@ -120,14 +115,13 @@ class Stream:
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
     def comes_back(self, run: BlockRun) -> bool:
-        """Return True if `run` revisits blocks of the stream long after their last access: another visit, not a repeat."""
+        """Return True if `run` revisits blocks long after their last access: another visit, not a repeat."""
         stays = run.first >= self.head if self.down else run.end <= self.head
         if not self.sequential:
             stays = self.low <= run.first and run.end <= self.high
         return stays and run.start.blocks - self.stop.blocks > LONG
 
     def resume(self, number: int, run: BlockRun) -> Walk | None:
-        """Turn it into a new stream that begins with `run`; return the walk of the pass before, if any."""
         walk = None
         if self.sequential and self.high > self.low:
             walk = self._walk(sequential=True)
@@ -174,7 +168,6 @@ class Stream:
         return self.high - self.low >= WINDOW or self.idle > DWELL
 
     def test(self) -> Walk | None:
-        """Return the window as a walk, sequential or not, and begin the next one; None if the window is incomplete."""
         length = self.high - self.low
         if length < WINDOW:
             return self.end()
@@ -233,7 +226,7 @@ _BUCKET = 2 * WINDOW  # blocks: two blocks within a window are in the same bucke
 
 
 class StreamTable:
-    """Assigns every run to a stream; `record_run` returns the walks that this completes."""
+    """Assigns every run to a stream."""
 
     def __init__(self) -> None:
         self._young: OrderedDict[int, Stream] = OrderedDict()  # least recently used first
@@ -309,7 +302,6 @@ class StreamTable:
         return best
 
     def _far(self, first: int, end: int) -> Stream | None:
-        """Return the stream that this run forms with two earlier runs, at equal distances of more than a window."""
         pair = self._strides.pop(first, None)
         if pair is None:
             return None

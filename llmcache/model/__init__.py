@@ -1,10 +1,6 @@
 """Layout of model files (GGUF and safetensors, whole or in shards), read from their headers.
 
-    layout = read_layout(read, size_bytes, "model.gguf")     # None: not a model file; DataError: damaged header
-    for region in layout.regions():                          # in the order a decoder computes
-        ...
-
-Only the header is read. The package imports only the standard library, which keeps the daemon small.
+The package imports only the standard library, which keeps the daemon small.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ def is_gguf(read: ReadAt, size: int) -> bool:
 def read_layout(read: ReadAt, size: int, name: str) -> ModelLayout | None:
     """Return the layout of the file `name`, or None if it is not a model file; DataError if its header is damaged.
 
-    `read(offset, size)` returns bytes of the file; its errors pass through. Both formats are recognized by their content. A
-    file that begins like safetensors but cannot be parsed as such is damaged only if its name ends in `.safetensors`.
+    Errors of `read(offset, size)` pass through. The content decides the format; the name `.safetensors` only decides whether
+    an unparsable file is damaged or not a model.
     """
     if is_gguf(read, size):
         return read_gguf(read, size)

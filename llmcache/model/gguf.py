@@ -1,9 +1,8 @@
 """Parser of GGUF headers, versions 2 and 3. It makes few reads and reads little beyond the end of the header.
 
-Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data.
-The parser skips the values of all keys except those in `_WANTED`.
-Source: docs/gguf.md of ggml; tensor types from ggml.h (enum ggml_type) and ggml-common.h (the block structs) of llama.cpp.
-The type numbers are part of the format.
+Layout: magic, version, tensor count, key count; keys with typed values; tensor infos; padding; tensor data. Only the keys in
+`_WANTED` are parsed. Source: docs/gguf.md of ggml; tensor types, whose numbers are part of the format, from ggml.h (enum
+ggml_type) and ggml-common.h (the block structs) of llama.cpp.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class HeaderCursor:
         return self._buffer[start : start + size]
 
     def number(self, code: str) -> int:
-        """Return the next integer; `code` is its format character in `struct`."""
         kind = self.byte_order + code
         return int(struct.unpack(kind, self.take(struct.calcsize(kind)))[0])
 
@@ -77,7 +75,6 @@ class HeaderCursor:
         return self.number("Q")
 
     def text(self, longest: int) -> str:
-        """Return the next string (8-byte length, then UTF-8); DataError if it is longer than `longest` bytes."""
         length = self.u64()
         if length > longest:
             raise DataError(f"a name of {length} bytes at byte {self.position - 8} (at most {longest} are allowed)")
@@ -166,7 +163,6 @@ def read_gguf(read: ReadAt, file_bytes: int) -> ModelLayout:
 
 
 def _read_version(cursor: HeaderCursor) -> None:
-    """Check the magic and the version, and set the byte order that the version implies."""
     if cursor.take(4) != MAGIC:
         raise DataError("not a GGUF file: it does not begin with 'GGUF'")
     raw = cursor.take(4)
@@ -227,7 +223,6 @@ def _skip_array(cursor: HeaderCursor, left: _Left, depth: int) -> None:
 
 
 def _read_tensor(cursor: HeaderCursor, alignment: int) -> Tensor:
-    """Return the next tensor; its offset is relative to the start of the tensor data."""
     name, dimension_count = cursor.text(LONGEST_NAME), cursor.u32()
     if dimension_count > _MOST_DIMENSIONS:
         raise DataError(f"tensor {quoted(name)} has {dimension_count} dimensions")

@@ -42,10 +42,9 @@ _COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
 def model_bytes(path: str) -> ModelBytes:
     """Return the bytes that a token reads of the model at `path`; `loop_bytes` includes all experts.
 
-    `path`: a GGUF or safetensors file, any of its shards or its index; a directory with one model, such as a snapshot of a
-    Hugging Face hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or a manifest in Ollama's store. The
-    number of experts that a token uses comes from the header of a GGUF, or from the config.json next to the safetensors.
-    Raises UsageError (no such file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
+    `path`: a GGUF or safetensors file, any shard or index; a directory with one model, such as a snapshot of a Hugging Face
+    hub cache; a file in the `blobs` of a hub cache or of Ollama's store; or a manifest in Ollama's store. Raises UsageError
+    (no such file), DataError (damaged, not a model, missing shard) or MissingRequirement (cannot be read).
     """
     files = _files(path)
     layouts = [_layout(file) for file in files]
@@ -81,7 +80,6 @@ def _experts(path: str, layouts: Sequence[ModelLayout]) -> tuple[int | None, int
 
 
 def _configured_experts(path: str) -> int | None:
-    """Return the number of experts that a token uses, from the config.json in the directory of the file; None if unknown."""
     file = Path(path).parent / "config.json"
     if not os.path.exists(file):
         return None
@@ -114,7 +112,6 @@ def _files(path: str) -> list[str]:
 
 
 def _named_file(path: str) -> str:
-    """Return the file that a path names: the model in a directory or an Ollama manifest, the link to a hub cache's blob."""
     if os.path.isdir(path):
         return _in_directory(path)
     absolute = os.path.abspath(path)
@@ -129,7 +126,6 @@ def _named_file(path: str) -> str:
 
 
 def _in_directory(path: str) -> str:
-    """Return the first file of the only model in a directory, or in the newest snapshot of a hub cache's repository."""
     with _errors(path):
         if os.path.isdir(snapshots := os.path.join(path, "snapshots")):
             revisions = [os.path.join(snapshots, name) for name in os.listdir(snapshots)]
@@ -186,7 +182,6 @@ def _layout(path: str) -> ModelLayout:
 
 
 def _known(path: str, hint: str = _NAMED) -> tuple[ModelLayout, int]:
-    """Return the layout and the size of a file that the user named; `hint` goes into the errors."""
     with _errors(path, hint):
         layout, size = _read(path)
     if layout is None:
@@ -203,7 +198,6 @@ def _read(path: str) -> tuple[ModelLayout | None, int]:
 
 @contextmanager
 def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
-    """Context manager: turn the errors of reading a file into errors that name it; `hint` is for a missing file."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -215,10 +209,10 @@ def _errors(path: str, hint: str = _NAMED) -> Iterator[None]:
 
 
 class Models:
-    """The model files of a trace. This class finds none; `ModelHeaders` reads the headers of the files."""
+    """The model files of a trace. This class finds none."""
 
     def __call__(self, file: TraceFile) -> tuple[Tensor, ...]:
-        """Return the header (as a tensor) and the tensors of `file`; empty if it is not a model, or missing or changed."""
+        """Return the header (as a tensor) and the tensors of `file`; empty for no model, or a changed one."""
         return ()
 
     def header(self, file: TraceFile) -> ModelLayout | None:
@@ -226,7 +220,7 @@ class Models:
         return None
 
     def experts(self, file: TraceFile) -> tuple[str, Experts] | None:
-        """Return the path of `file`, with its shard number replaced by `*`, and its experts; None if it has none."""
+        """Return the path of `file`, with `*` for its shard number, and its experts; None if it has none."""
         return None
 
 
@@ -234,13 +228,13 @@ UNKNOWN = Models()  # finds no models
 
 
 class ModelHeaders(Models):
-    """Layouts of the model files of a trace, read if the path still has the recorded size (and inode, if the trace has it).
+    """Layouts of the model files of a trace, read if the path still has the recorded size and inode.
 
     Each path in `models` stands for the files of the trace that have its name, or else its size.
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
-        """Read the headers of `models`. UsageError: one matches none of `files`; DataError: one is not a model."""
+        """UsageError: one of `models` matches none of `files`; DataError: one is not a model."""
         self._given: dict[int, ModelLayout] = {}
         for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")

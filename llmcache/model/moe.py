@@ -3,15 +3,14 @@
 A token reads all dense bytes and a few experts of each layer, so dense bytes are cached first. The rest of the memory
 contains the most recently used experts, each whole (LRU; the mount's policy is within a few percent of it).
 
-Popularity: w_i = i^-zipf in each layer (Zipf's law). An expert is used again by the next token with probability `stay`,
-and the others are drawn by their w without replacement, each with probability q_i = 1 - exp(-w_i t), with t such that a
-token uses the given number of experts (Rosén 1972, successive sampling). So an expert is used with probability p_i =
-q_i / (1 - stay + stay q_i), and was unused by all of the last A tokens with probability (1 - p_i)(1 - q_i)^(A - 1). All
-others are in memory; A, the *characteristic time* of LRU in tokens, is the same for all (Che, Tung and Wang 2002,
-"Hierarchical Web Caching Systems: Modeling, Design and Experimental Results", IEEE JSAC 20(7)).
+Popularity: w_i = i^-zipf in each layer (Zipf's law). An expert is used again by the next token with probability `stay`, and
+the others are drawn by their w without replacement, each with probability q_i = 1 - exp(-w_i t), with t such that a token
+uses the given number of experts (Rosén 1972, successive sampling). So an expert is used with probability p_i = q_i / (1 -
+stay + stay q_i), and was unused by all of the last A tokens with probability (1 - p_i)(1 - q_i)^(A - 1). All others are in
+memory; A, the *characteristic time* of LRU in tokens, is the same for all (Che, Tung and Wang 2002, "Hierarchical Web
+Caching Systems: Modeling, Design and Experimental Results", IEEE JSAC 20(7)).
 
-The page cache is LRU too, over dense bytes and experts alike. Each token uses all dense bytes, so they stay cached if
-one token's reads fit; otherwise each byte is evicted before its next use.
+The page cache is LRU over dense bytes and experts alike, so it keeps nothing useful unless one token's reads fit.
 """
 
 from __future__ import annotations
@@ -46,13 +45,11 @@ class ExpertCurve:
     misses: tuple[float, ...]
 
     def missed(self, room: float) -> float:
-        """Return the share of used experts that is missed with `room`."""
         if room < self.rooms[0]:
             return 1.0
         return _between(self.rooms, self.misses, room, bisect_right(self.rooms, room))
 
     def room(self, missed: float) -> float:
-        """Return the least room with which at most `missed` is missed."""
         if missed >= 1:
             return 0.0
         if missed >= self.misses[0]:
@@ -105,10 +102,7 @@ def _chances(experts: int, used: int) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class MoeBytes:
-    """Size of an MoE model: `dense_bytes` that each token reads, and `expert_bytes` of all experts.
-
-    A token uses `used` (1 or more) of the `experts` of each layer; all layers count as equal.
-    """
+    """Size of an MoE model: dense bytes, and the bytes of all experts, of which a token uses `used` per layer."""
 
     dense_bytes: int
     expert_bytes: int
@@ -128,7 +122,6 @@ class MoeBytes:
         return self.dense_bytes + self.used_bytes
 
     def missed_expert_bytes(self, room_bytes: int) -> int:
-        """Return the expected bytes of used experts that a token misses, with `room_bytes` of memory for experts."""
         if room_bytes >= self.expert_bytes:
             return 0
         return math.ceil(self.used_bytes * expert_curve(self.experts, self.used).missed(room_bytes / self.expert_bytes))
@@ -139,21 +132,18 @@ class MoeBytes:
         return max(0, -room_bytes) + self.missed_expert_bytes(max(0, room_bytes))
 
     def expert_hit_ratio(self, kept_bytes: int) -> float:
-        """Return the expected share of the bytes of used experts in memory, for `kept_bytes` as in `missing_bytes`."""
+        """Return the expected share of the bytes of used experts in memory."""
         return 1 - self.missed_expert_bytes(max(0, kept_bytes - self.dense_bytes)) / self.used_bytes
 
     def even_hit_ratio(self, kept_bytes: int) -> float:
-        """Return the hit ratio if all experts of a layer are used equally often: the share of experts in memory."""
         if self.dense_bytes + self.used_bytes > kept_bytes:
             return 0.0
         return min(1.0, (kept_bytes - self.dense_bytes) / self.expert_bytes)
 
     def even_missing_bytes(self, kept_bytes: int) -> int:
-        """Return the expected bytes that a token misses if all experts of a layer are used equally often."""
         return max(0, self.dense_bytes - kept_bytes) + math.ceil(self.used_bytes * (1 - self.even_hit_ratio(kept_bytes)))
 
     def kept_bytes(self, missing_bytes: int) -> int:
-        """Return the least bytes in memory with which a token is expected to miss at most `missing_bytes`."""
         if missing_bytes >= self.used_bytes:
             return max(0, self.token_bytes - missing_bytes)
         share = expert_curve(self.experts, self.used).room(missing_bytes / self.used_bytes)
@@ -175,9 +165,9 @@ Weights = int | MoeBytes
 class ModelBytes:
     """Sizes of a model's files, in bytes, by how a decoder reads them.
 
-    `loop_bytes` once per token (`sparse_bytes` of them belong to experts, of which a token reads a part), `hot_bytes` often
-    (headers, tokenizer and configuration), `row_bytes` by single rows (the token embedding). A token uses `used` of the
-    `experts` of a layer; None if unknown. llama.cpp copies `repacked_bytes` of the loop by default.
+    `loop_bytes` once per token (`sparse_bytes` of them belong to experts), `hot_bytes` often (headers, tokenizer and
+    configuration), `row_bytes` by single rows (the token embedding). llama.cpp copies `repacked_bytes` of the loop by
+    default.
     """
 
     path: str
@@ -193,7 +183,7 @@ class ModelBytes:
 
     @property
     def loop(self) -> Weights:
-        """Bytes that tokens read; all of them, an upper bound, if the number of used experts of an MoE model is unknown."""
+        """All bytes that tokens read, an upper bound, if the number of used experts of an MoE model is unknown."""
         if self.experts is None or self.used is None:
             return self.loop_bytes
         return MoeBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)

@@ -3,11 +3,8 @@
     <cache>/models--ORG--NAME/snapshots/REVISION/FILE    a link to ../../blobs/CHECKSUM         ORG/NAME/FILE
     <store>/manifests/HOST/NAMESPACE/MODEL/TAG           names blobs/sha256-CHECKSUM in JSON    MODEL:TAG
 
-The first is a Hugging Face hub cache, the second is Ollama's store. `ModelNames` scans a directory for symbolic links,
-manifests and safetensors indexes, and maps the real files below the directory to names and to the shards of their models.
-
-All input is untrusted: links are resolved from their texts, no name leads out of the directory, and documents that are
-too large or malformed are ignored. A scan visits directories that have changed, and ends after SCAN_S.
+The first is a Hugging Face hub cache, the second is Ollama's store. All input is untrusted: links are resolved from their
+texts, no name leads out of the directory, and malformed documents are ignored. A scan ends after SCAN_S.
 
 Locks: `_turn` is held during a scan; `_lock` protects the start of a scan thread. Readers use the immutable `_view`.
 """
@@ -74,14 +71,14 @@ def open_below(fd: int, steps: Iterable[str], flags: int = _STEP) -> int:
 
 
 class Layer(NamedTuple):
-    """A layer of an Ollama manifest: its kind ("model", "projector", "template", ...) and its file name in `blobs`."""
+    """A layer of an Ollama manifest: its kind ("model", "projector", ...) and its file name in `blobs`."""
 
     kind: str
     blob: str
 
 
 def manifest_layers(text: bytes) -> tuple[Layer, ...]:
-    """Return the layers of an Ollama manifest, its configuration last; DataError if `text` is not a manifest."""
+    """Return the layers of an Ollama manifest, its configuration last; DataError for other texts."""
     try:
         document = json.loads(text)
         layers = [(layer["mediaType"], layer["digest"]) for layer in document["layers"][:LAYERS_MAX]]
@@ -94,7 +91,7 @@ def manifest_layers(text: bytes) -> tuple[Layer, ...]:
 
 
 def manifest_place(path: str) -> tuple[str, str] | None:
-    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`; None if `path` is not a manifest's."""
+    """Return (store, model name such as `llama3.2:3b`) of the manifest at `path`, or None."""
     directory, _, tag = path.rpartition("/")
     found = _MANIFESTS.fullmatch(directory)
     if found is None:
@@ -107,10 +104,7 @@ def manifest_place(path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """Result of the scan of a directory. If `settled`, any later change of the directory changes `stamp`.
-
-    `links`: (name, text) of each. `files`: the manifests, safetensors files and indexes.
-    """
+    """Result of the scan of a directory. If `settled`, any later change of the directory changes `stamp`."""
 
     stamp: tuple[int, int, int]
     settled: bool
@@ -131,9 +125,8 @@ class _Document(NamedTuple):
 class _View:
     """Results of one scan, by path.
 
-    `links`: the real path of each link that stays in the directory. `outside`: the other links. `paths`: the links to each
-    file, most recently changed directory first. `names`: the names of each file that are not paths. `shown`: the name to
-    display. `indexes`: for each directory, the files that each of its indexes lists.
+    `links`: the real path of each link that stays in the directory. `paths`: the links to each file, most recently changed
+    directory first. `names`: the names of each file that are not paths. `indexes`: the files that each index lists.
     """
 
     links: Mapping[str, str] = field(default_factory=dict)
@@ -148,7 +141,7 @@ class ModelNames:
     """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread."""
 
     def __init__(self, directory: str, fd: int, *, links_only: bool = False) -> None:
-        """Duplicate `fd`, a descriptor of `directory`; the path itself may lead elsewhere by now (a mount over it).
+        """Duplicate `fd`, a descriptor of `directory`, whose path may lead elsewhere by now (a mount over it).
 
         `links_only`: do not read manifests and indexes.
         """
@@ -188,12 +181,10 @@ class ModelNames:
         return self.followed != self._used
 
     def all_of(self, path: str) -> tuple[str, ...]:
-        """Return all names of a file: its path, the paths of links to it, and the names of models."""
         view = self._view
         return path, *view.paths.get(path, ()), *view.names.get(path, ())
 
     def shown(self, path: str) -> str:
-        """Return the name of a file to display: a short model name if it has one, else its path without the first slash."""
         return self._view.shown.get(path) or path.lstrip("/")
 
     def links_to(self, path: str) -> tuple[str, ...]:
@@ -243,7 +234,6 @@ class ModelNames:
             self._due_s = now + max(LEAST_REST_S, SCAN_REST * (now - began))
 
     def _visit(self, end_s: float) -> bool:
-        """Visit directories breadth-first until `end_s`; return True if anything has changed."""
         found: dict[str, _Directory] = {}
         pending, links = deque([""]), 0
         while pending and time.monotonic() < end_s and len(found) < DIRECTORIES_MAX and links < NAMES_MAX:
@@ -299,7 +289,6 @@ class ModelNames:
         return os.stat(path.lstrip("/") or ".", dir_fd=self._fd, follow_symlinks=False)
 
     def _read_documents(self) -> bool:
-        """Read the documents that have changed; return True if any changed, appeared or disappeared."""
         found: dict[str, _Document] = {}
         layers = 0
         for path, real, limit, parse in self._wanted():
@@ -319,7 +308,6 @@ class ModelNames:
         return changed
 
     def _wanted(self) -> Iterator[tuple[str, str, int, Callable[[bytes], tuple[Layer, ...] | tuple[str, ...]]]]:
-        """Yield (path, real path, largest size, parser) of each manifest and index that adds to the names of files."""
         for path, directory in self._directories.items():
             place = _MANIFESTS.fullmatch(path)
             if place is not None and self._resolved(f"{place['store']}/blobs") in self._directories:
@@ -359,7 +347,6 @@ class ModelNames:
     # The view
 
     def _resolved(self, path: str) -> str | None:
-        """Return the real path of `path`, resolved from the texts of links; None if it leads out of the directory."""
         rest, count = _steps(path)[::-1], 0
         done: list[str] = []
         while rest:
@@ -445,10 +432,7 @@ def scanned(directory: str) -> ModelNames:
 
 
 class _Candidates:
-    """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact).
-
-    The lowest rank is displayed.
-    """
+    """Possible names of each file: (rank, whether the tag is "latest", variants from the shortest to the most exact)."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[int, bool, tuple[str, ...]]]] = {}
@@ -487,11 +471,7 @@ def _layer_names(path: str, layers: Iterable[Layer]) -> Iterator[tuple[str, tupl
 
 
 def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
-    """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file.
-
-    `path` begins with the name of the scanned directory; `below` is relative to it. Longer names tell apart two revisions,
-    and two caches.
-    """
+    """Return the names of a file in a snapshot of a hub cache, shortest first; None for any other file."""
     found = _SNAPSHOT.fullmatch(path)
     if found is None:
         return None
@@ -502,7 +482,6 @@ def _snapshot_names(path: str, below: str) -> tuple[str, ...] | None:
 
 
 def _says_less(path: str, link: str) -> bool:
-    """Return True if a file's name is a checksum, or lacks the extension that the link has."""
     name = os.path.basename(path)
     return _CHECKSUM.fullmatch(name) is not None or ("." not in name and "." in os.path.basename(link))
 

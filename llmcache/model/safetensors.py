@@ -1,7 +1,7 @@
 """Parser of safetensors headers and indexes.
 
-A header is its length in 8 bytes, then a JSON object with the dtype, shape and offsets of each tensor.
-Source: the format section of the safetensors README.
+A header is its length in 8 bytes, then a JSON object with the dtype, shape and offsets of each tensor. Source: the format
+section of the safetensors README.
 """
 
 from __future__ import annotations
@@ -78,17 +78,13 @@ def read_safetensors(read: ReadAt, file_bytes: int, name: str) -> ModelLayout:
 
 
 class _Text:
-    """Streaming reader of the JSON header: it decodes one name or one tensor description at a time.
-
-    `json.loads` of a whole header would create objects of twenty times its size before any check.
-    """
+    """Streaming reader of the JSON header, because `json.loads` would create objects of twenty times its size."""
 
     def __init__(self, read: ReadAt, start: int, end: int) -> None:
         self._read, self._next, self._end = read, start, end
         self._piece, self._place = b"", 0
 
     def token(self) -> bytes:
-        """Return the next byte that is not white space; empty at the end."""
         while True:
             found = _SPACE.match(self._piece, self._place)
             assert found is not None  # the pattern matches the empty string, too
@@ -104,10 +100,7 @@ class _Text:
             raise self.wrong(f"{found!r} instead of {wanted!r}")
 
     def members(self) -> Iterator[None]:
-        """Iterate over the members of the object whose brace was read.
-
-        Each step stops after the opening quote of a member's name; the caller must then read the name and the value.
-        """
+        """Stop after the opening quote of each member's name; the caller must then read the name and the value."""
         token = self.token()
         while token != b"}":
             if token != b'"':
@@ -145,7 +138,6 @@ class _Text:
                 raise self.wrong("a string without an end")
 
     def entry(self) -> dict[str, Any]:
-        """Return the object whose brace was read; it must not contain another object."""
         while len(self._piece) - self._place < _LONGEST_ENTRY and self._more():
             pass
         found = _ENTRY.match(self._piece, self._place, self._place + _LONGEST_ENTRY)
@@ -228,14 +220,13 @@ def _tensor(name: str, entry: dict[str, Any], header_bytes: int) -> Tensor:
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
-    """Return True if `values` is a list of valid sizes; bool, a subclass of int, is rejected."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def index_shards(text: bytes) -> tuple[str, ...]:
-    """Return the sorted file names of all shards in a `model.safetensors.index.json`.
+    """Return the sorted file names of all shards in an index.
 
-    DataError: `text` is not an index, or a name leads out of the directory of the index.
+    DataError: `text` is not an index, or a name leads out of its directory.
     """
     try:
         weight_map = json.loads(text)["weight_map"]

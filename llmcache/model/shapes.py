@@ -1,8 +1,7 @@
 """Shapes of models: sizes of weights and of the KV cache per token; the paper's by name, others from config.json.
 
-Supported are config.json files of Hugging Face for decoders with one KV cache per layer, with plain MLPs or as MoE
-models: llama, mistral, qwen, opt, gpt2, gpt_neox, phi, mixtral, glm4_moe, gpt_oss, llama4 and others with the same names
-for their sizes. Models without such a cache are rejected by name: MLA, state spaces, linear attention, encoders.
+Supported are decoders of Hugging Face with one KV cache per layer. Models without such a cache are rejected by name: MLA,
+state spaces, linear attention, encoders.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class MoeMlp:
-    """The MLPs of `layers` MoE layers: `experts` of width `ffn`, of which a router selects `used` for a token.
-
-    `shared_ffn`: width of the shared experts that each token uses as well, 0 without any.
-    """
+    """The MLPs of MoE layers. `ffn` is the width of an expert, `shared_ffn` that of the experts that each token uses."""
 
     layers: int
     experts: int
@@ -40,10 +36,7 @@ class MoeMlp:
             raise ValueError(f"used: must be from 1 to the number of experts ({self.experts}), not {self.used}")
 
     def read_share(self, tokens: int) -> float:
-        """Return the mean share (0..1) of the experts that `tokens` tokens use together, if all are equally popular.
-
-        Unequal popularity reduces it.
-        """
+        """Return the mean share (0..1) of the experts that `tokens` tokens use together, if all are equally popular."""
         return -math.expm1(tokens * math.log1p(-self.used / self.experts)) if self.used < self.experts else 1.0
 
 
@@ -51,9 +44,8 @@ class MoeMlp:
 class ModelShape:
     """A decoder: sizes of its parts. `gated`: its MLP has three matrices (SwiGLU), not two. `tied`: one embedding.
 
-    `moe`: layers with experts instead of an MLP of width `ffn`. `weight_bits` per parameter (16: half precision).
-    `positions`: rows of a learned position table (OPT, GPT-2), else 0. `context_limit`: tokens that the model was
-    trained for, 0 if unknown. `notes`: limitations of the shape.
+    `moe`: layers with experts instead of an MLP of width `ffn`. `positions`: rows of a learned position table (OPT, GPT-2).
+    `context_limit`: tokens that the model was trained for, 0 if unknown.
     """
 
     name: str
@@ -89,10 +81,7 @@ class ModelShape:
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of all layers that each token uses: projections of attention, MLPs, shared experts, routers.
-
-        Norms and biases are left out.
-        """
+        """Weights of all layers that each token uses, without norms and biases."""
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         plain = self.layers * (attention + self._matrices * self.hidden * self.ffn)
         moe = self.moe
@@ -115,7 +104,6 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Mean number of weights per layer that a token uses."""
         moe = self.moe
         used = 0 if moe is None else self.expert_parameters // moe.experts * moe.used
         return (self.dense_parameters + used) / self.layers
@@ -127,7 +115,6 @@ class ModelShape:
 
     @property
     def token_parameters(self) -> int:
-        """Weights that a token uses: of the layers, and the output projection."""
         return round(self.layers * self.layer_parameters) + self.vocabulary * self.hidden
 
     @property
@@ -135,12 +122,11 @@ class ModelShape:
         return round(self.parameters * self.weight_bits / 8)
 
     def layer_weight_bytes(self, batch: int) -> float:
-        """Return the mean bytes of weights per layer that a step of `batch` tokens reads."""
         experts = 0.0 if self.moe is None else self.expert_parameters * self.moe.read_share(batch)
         return (self.dense_parameters + experts) / self.layers * self.weight_bits / 8
 
     def crossing_bytes(self, host_bytes: float, batch: int) -> float:
-        """Return the bytes that a step of `batch` tokens reads of `host_bytes` of weights on the host, experts first."""
+        """Return the bytes that a step of `batch` tokens reads of `host_bytes` on the host, experts first."""
         if self.moe is None:
             return host_bytes
         experts = min(host_bytes, self.expert_parameters * self.weight_bits / 8)
@@ -242,7 +228,7 @@ def read_config(path: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape described by `config`; errors as for `read_config`, `source` names the file in them."""
+    """Return the shape described by `config`; errors as for `read_config`."""
     kind = str(config.get("model_type", ""))
     text = config.get("text_config")
     if isinstance(text, dict) and "num_hidden_layers" not in config:
@@ -331,7 +317,6 @@ def _title(config: Mapping[str, Any], source: str) -> str:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the type of the KV cache: that of the model if the cache supports it, else half precision."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "float16").removeprefix("torch.")
     return dtype if dtype in KV_BYTES else "float16"
 

@@ -1,11 +1,8 @@
 """Content of a model file: its tensors, the order in which a decoder uses them, their layers and their experts.
 
-The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice*
-is the part of one tensor that belongs to one expert. GGUF stacks the experts of a layer in one tensor (`*_exps`);
-safetensors do so too (fused), or have one tensor per expert. A token uses all slices of an expert.
-
-`LayerMap` maps bytes to layers. It exists for every open file, so its size is bounded: layers beyond LAYERS_MAX, and runs
-of tensors beyond RUNS_MAX, share the name OTHERS.
+The order is derived from tensor names (GGUF and Hugging Face conventions), until the observed one replaces it. A *slice* is
+the part of one tensor that belongs to one expert: GGUF (`*_exps`) and fused safetensors stack the experts of a layer in one
+tensor. A token uses all slices of an expert.
 """
 
 from __future__ import annotations
@@ -106,10 +103,7 @@ _LONGEST_SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file: `size_bytes` bytes at `offset` (from the start of the file).
-
-    `experts`: the number of experts whose slices, of equal size, the tensor consists of; 1 for all other tensors.
-    """
+    """One tensor of a file; `experts` is the number of expert slices in it, of equal size, or 1."""
 
     name: str
     offset: int
@@ -128,7 +122,6 @@ class Tensor:
         return self.name if layer is None else self.name[: layer.end() - 1]
 
     def order(self, tied: bool) -> tuple[OrderKey, int]:
-        """Return the sort key for the order in which a decoder computes; ties are resolved by offset."""
         return compute_key(self.name, tied), self.offset
 
 
@@ -137,7 +130,7 @@ class Region:
     """A range of a file and how a decoder reads it.
 
     Roles: hot (often and early: the header), loop (once per token, in this order), rows (a few rows per token: embedding).
-    `sparse` marks tensors of which a token needs only a part (the experts of an MoE model).
+    `sparse` marks the experts of an MoE model.
     """
 
     first_byte: int
@@ -162,7 +155,7 @@ class Guess(NamedTuple):
 def first_guess(regions: Iterable[Region], header_bytes: int, extent_bytes: int, count: int, moe: bool) -> Guess:
     """Return the guess for a model file of `count` extents with these `regions`, in the order of computation.
 
-    An extent is single if it is entirely hot, rows or, in an MoE model (whose experts are loaded separately), sparse.
+    An extent is single if it is entirely hot, rows or, in an MoE model, sparse.
     """
     single = bytearray(count)
     order: dict[int, None] = {}
@@ -188,7 +181,7 @@ class ShardName:
 
 
 def shard_name(name: str) -> ShardName | None:
-    """Return the shard number and count in the path `name`; None if it is not the name of a shard."""
+    """Return the shard number and count in the path `name`, or None."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -199,7 +192,7 @@ def shard_name(name: str) -> ShardName | None:
 
 
 def shard_names(name: str) -> tuple[str, ...]:
-    """Return the names of all shards of the model of which `name` is a shard, in order; only `name` if it is not one."""
+    """Return the names of all shards of the model of `name`, in order; only `name` if it is not a shard."""
     shard = shard_name(name)
     if shard is None:
         return (name,)
@@ -216,8 +209,7 @@ REPACKED_TYPES = frozenset(("Q4_0", "Q4_K", "IQ4_NL"))
 class ModelLayout:
     """The header of a model file: its length, and the tensors in file order.
 
-    `shard` is (number from 0, count) if the file is one shard of several. Padding between tensors belongs to no tensor.
-    `experts_used`: the experts of each layer that a token uses, if the header states it.
+    `shard` is (number from 0, count). Padding between tensors belongs to no tensor. `experts_used`: per layer and token.
     """
 
     kind: Literal["gguf", "safetensors"]
@@ -234,7 +226,6 @@ class ModelLayout:
 
     @property
     def has_output(self) -> bool:
-        """Whether this file contains an output projection."""
         return any(is_output(tensor.name) for tensor in self.tensors)
 
     def regions(self, tied: bool | None = None) -> tuple[Region, ...]:
@@ -263,7 +254,7 @@ def is_text(text: str) -> bool:
 
 
 def bounded(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield `tensors`; DataError if their number or the size of their names exceeds the limits, which bound memory."""
+    """Yield `tensors`; DataError if their number or the size of their names exceeds the limits."""
     names = 0
     for number, tensor in enumerate(tensors):
         names += sys.getsizeof(tensor.name)
@@ -312,8 +303,7 @@ class Experts:
     """The experts of a file, numbered layer by layer, and their slices, numbered in file order.
 
     `layers`: (name, first expert, number of experts), in the order of computation. `used`: the experts of a layer that a
-    token uses; None if the header does not state it. `slices`: the slice numbers of each expert. `too_many`: the file has
-    more than MOST_SLICES slices, and no experts are listed.
+    token uses. `slices`: the slice numbers of each expert. `too_many`: more than MOST_SLICES slices, no experts listed.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -347,7 +337,6 @@ class Experts:
 
     @property
     def token_uses(self) -> int:
-        """Number of experts that a token uses in all layers together; 0 if the header does not state it."""
         return len(self.layers) * (self.used or 0)
 
     def ranges(self, expert: int) -> list[tuple[int, int]]:
@@ -398,7 +387,7 @@ class Part:
 
 
 class LayerMap:
-    """The layers of one file, in the order in which a decoder computes them."""
+    """The layers of one file, in computation order; those beyond LAYERS_MAX or RUNS_MAX become OTHERS."""
 
     def __init__(self, layout: ModelLayout) -> None:
         in_order = sorted(layout.tensors, key=lambda tensor: tensor.order(tied=False))
@@ -418,7 +407,6 @@ class LayerMap:
                 self._runs.extend((number, tensor.offset, tensor.end))
 
     def parts(self) -> Iterator[Part]:
-        """Yield the layers. A range includes the padding between its tensors."""
         stretches: list[list[tuple[int, int]]] = [[] for _ in self._names]
         for at in range(0, len(self._runs), 3):
             number, first, end = self._runs[at : at + 3]

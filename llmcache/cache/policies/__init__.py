@@ -1,4 +1,4 @@
-"""All policies, one file per family; the command line, the simulator and the contract tests use the table."""
+"""All policies by name, one file per family."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _VERSION = _version_of(_SHARED)
 
 
 def kernel(function: F, **options: bool) -> F:
-    """Compile `function` without the GIL, so that a grid of replays runs in threads; numba caches the result on disk.
+    """Compile `function` without the GIL, so that replays run in threads; numba caches the result on disk.
 
     The cache is next to the source, or in ~/.cache/numba if that is not writable; MissingRequirement if neither is.
     """
@@ -54,10 +54,9 @@ def kernel(function: F, **options: bool) -> F:
 
 
 def subroutine(function: F) -> F:
-    """Mark `function` for inlining into kernels that call it; outside of them it is plain Python.
+    """Mark `function` for inlining into kernels, because separate kernels would double the time of compilation.
 
-    If the parts of a policy were kernels of their own, compilation would take twice as long. A subroutine is compiled once
-    per combination of argument types, so callers should use the same types.
+    It is compiled once per combination of argument types, so callers should use the same types.
     """
     registered: F = numba.extending.register_jitable(nogil=True, no_cfunc_wrapper=True, _nrt=False)(function)
     return registered
@@ -66,8 +65,7 @@ def subroutine(function: F) -> F:
 def lean_kernel(function: F) -> F:
     """Compile a `kernel` that allocates nothing, without reference counts of its arrays: 2 to 8 times as fast.
 
-    Numba counts references to arrays atomically at every call and branch. Without its runtime, an allocation fails to
-    compile.
+    Without numba's runtime, an allocation fails to compile.
     """
     return kernel(function, _nrt=False)
 
@@ -110,10 +108,7 @@ class Policy(ABC):
         self._missed = 0
 
     def describe(self, space: BlockSpace, files: Sequence[TraceFile], provenance: Provenance, models: Models) -> None:
-        """Set facts about the trace, before the first `replay`. Most policies need none.
-
-        `models`: the headers of its files, if they still exist.
-        """
+        """Set facts about the trace, before the first `replay`; `models` are headers of its files that still exist."""
         return
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:

@@ -1,7 +1,6 @@
 """Belady's MIN: evict the block whose next use is furthest away. It needs the whole trace, without gaps.
 
 The state is the set of the times at which cached blocks are used next; a reference is a hit if its own time is in it.
-Next uses are stored as segments of consecutive blocks that are used again in the same order.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Belady(Policy):
 
 @kernel
 def _segments(first: Int64s, count: Int64s, blocks: int, times: int) -> tuple[Int64s, Int64s]:
-    """Return next use and length of all segments, the last segment of the trace first.
-
-    A segment is a stretch of a run whose blocks are next used at consecutive times, or never.
-    """
+    """Return next use and length of all segments, the last segment of the trace first."""
     next_use = np.full(blocks, NEVER, np.int64)
     uses = np.empty(1024, np.int64)
     lengths = np.empty(1024, np.int64)
@@ -82,7 +78,6 @@ def _enlarged(array: Int64s, size: int, room: int) -> Int64s:
 
 @subroutine
 def _split(next_use: Int64s, uses: Int64s, lengths: Int64s, size: int, first: int, count: int, time: int) -> int:
-    """Append the segments of a run that starts at `time`, last one first; return the new number of segments."""
     expected = NEVER
     for offset in range(count - 1, -1, -1):
         use = next_use[first + offset]

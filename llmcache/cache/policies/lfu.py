@@ -221,7 +221,6 @@ def _wtinylfu(
 
 @subroutine
 def _admit(queues: Queues, sketch: Sketch, is_full: bool) -> None:
-    """Move the back of the window to probation; if the cache was full, evict it or the back of probation."""
     candidate = pop(queues, WINDOW)
     if is_full:
         victim = oldest(queues, PROBATION)

@@ -1,9 +1,4 @@
-"""The policy of a mount: replayed by `steering` on its access log, by `reuse` and `hotset` (experts) on any other trace.
-
-`Recorded` replays the access log of an arena mount: every row is one reference, facts and budget changes come from the
-provenance, and the verdicts equal those of the mount; each reference runs plain Python. `Cut` replays all other traces,
-block by block. Both map runs of dense block ids to files through a `BlockSpace`.
-"""
+"""The policy of a mount: replayed by `steering` on its access log, by `reuse` and `hotset` (experts) on any other trace."""
 
 from __future__ import annotations
 
@@ -39,8 +34,8 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 class LLMCache(Policy):
     """The policy of llmcachefs: loops by period, experts by popularity and recency, and never much worse than LRU.
 
-    On the access log of an arena mount, with its budget as the capacity: the mount's own hits, misses and evictions. On
-    any other trace `Reuse` caches blocks, and `HotSet` caches whole experts of MoE models whose files still exist.
+    On the access log of an arena mount, with its budget as the capacity, it gives the mount's own hits, misses and
+    evictions. On other traces, `Reuse` caches blocks, and `HotSet` whole experts of MoE models whose files still exist.
     Without `describe`, no files are known.
 
     Source: io_caching section 4.1 (classes, loops by period); `hotset` for experts.
@@ -76,7 +71,7 @@ class LLMCache(Policy):
 
 
 class Recorded:
-    """The rows of an arena mount's access log, in order from the first.
+    """The rows of an arena mount's access log, each with the mount's verdict.
 
     If the capacity differs from the mount's budget, its budget changes are scaled in proportion.
     """
@@ -97,7 +92,6 @@ class Recorded:
 
     @staticmethod
     def fits(provenance: Provenance) -> bool:
-        """Return True for the log of a mount that contains all its references: mode arena, and no row lost."""
         extra = provenance.extra
         return extra.get("mount") in (SCHEME, SCHEME_1_0) and extra.get("mode") == "arena" and not provenance.lost_events
 
@@ -150,11 +144,9 @@ class Recorded:
 
     @property
     def evictions(self) -> int:
-        """Number of blocks evicted."""
         return self.core.evicted_blocks
 
     def resident(self) -> Int64s:
-        """Return the ids of the blocks in the cache, ascending."""
         files = {(key, base): file for file, (key, base, _) in self._files.items()}
         return _sorted(_resident_ids(self.core, self._places, files))
 
@@ -183,8 +175,8 @@ class _FileExperts:
 class Cut:
     """Replays any trace: `Reuse` caches blocks, and experts of MoE models whose file still exists are cached as in mounts.
 
-    An expert is loaded whole when its first block misses, and its other blocks miss too in the same use. Experts use at
-    most the capacity that the dense tensors of their models leave.
+    An expert is loaded whole when its first block misses, and its other blocks miss too in the same use. Dense tensors come
+    first.
     """
 
     def __init__(self, places: BlockSpace, files: Sequence[TraceFile], capacity: int, models: Models) -> None:
@@ -208,7 +200,6 @@ class Cut:
         self._expert_room = max(0, self._expert_room - -(-dense // BLOCK_BYTES))
 
     def replay(self, first: Int64s, count: Int64s) -> Int64s:
-        """Return the hit blocks of each run."""
         if not self._models:
             return self._reuse.replay(first, count)
         files, blocks = self._places.locate(first)
@@ -236,17 +227,12 @@ class Cut:
         return hits
 
     def _flush(self, pending: list[tuple[int, int, int]], hits: Int64s) -> None:
-        """Replay the `pending` runs, before their capacity changes."""
         if pending:
             rows, first, count = np.array(pending, np.int64).T.copy()
             np.add.at(hits, rows, self._reuse.replay(first, count))
             pending.clear()
 
     def _used(self, model: _FileExperts, number: int, block: int, until: int) -> bool:
-        """Return True if the expert of a slice was cached when its use began; read the slice's blocks up to `until`.
-
-        The expert is cached from then on.
-        """
         expert = model.experts.expert_of[number]
         use = model.uses.get(expert)
         if use is None or block < use.ends.get(number, 0):
@@ -260,7 +246,6 @@ class Cut:
         return use.hit
 
     def _fit(self) -> None:
-        """Evict experts that no longer fit; the other blocks get the remaining capacity."""
         while self._expert_blocks > self._expert_room and (key := self._hot.least()) is not None:
             model = next(one for one in self._models.values() if one.first <= key < one.first + one.experts.count)
             self._hot.drop(key)
@@ -271,11 +256,9 @@ class Cut:
 
     @property
     def evictions(self) -> int:
-        """Number of blocks evicted."""
         return self._reuse.evictions + self._evictions
 
     def resident(self) -> Int64s:
-        """Return the ids of the blocks in the cache, ascending."""
         held = [self._reuse.resident()]
         for model in self._models.values():
             for expert in range(model.experts.count):
@@ -287,7 +270,6 @@ class Cut:
 
 
 def _slice_at(experts: Experts, block: int, end: int) -> tuple[int | None, int]:
-    """Return the number of the slice that contains `block`, None for none, and the end of that part, at most `end`."""
     offset = block * BLOCK_BYTES
     number = bisect_right(experts.starts, offset) - 1
     if number < 0 or offset >= experts.starts[number] + experts.sizes[number]:
@@ -308,7 +290,6 @@ def _resident_ids(core: Steering, places: BlockSpace, files: dict[tuple[str, int
 
 
 def _sorted(parts: list[Int64s]) -> Int64s:
-    """Return the ids in all `parts`, ascending, without duplicates: a block may belong to two experts."""
     return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
 

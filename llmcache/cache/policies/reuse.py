@@ -50,10 +50,9 @@ STEP, PREVIOUS, IN_CACHE, IN_PLAN, IN_LRU, ACTIVE, BEGUN, PLAN_MISSES, LRU_MISSE
 class ReuseState(NamedTuple):
     """The state of the cache, of the plan and of LRU.
 
-    `plan`: the blocks of each group, latest reference first (head: blocks + group), and the blocks in the cache but not
-    in the plan (head: blocks + GROUPS). `recent`: the blocks in LRU, and those in the cache but not in LRU. By block:
-    the step of the `last` reference, the `latest` and the `usual` interval, the `group`, and `flags`. `active`: the
-    nonempty groups, in no order, and `place`, the index of each group in it.
+    `plan`: the blocks of each group, latest reference first (head: blocks + group), and the blocks in the cache but not in
+    the plan (head: blocks + GROUPS). `recent`: the blocks in LRU, and those in the cache but not in LRU. `last`: the step of
+    each block's last reference. `active`: the nonempty groups, and `place`, the index of each group in it.
     """
 
     plan: Links
@@ -142,7 +141,6 @@ def _reuse(
     run: int,
     offset: int,
 ) -> tuple[int, int]:
-    """Replay from block `offset` of `run` until the window ends, and return that position."""
     flags, numbers = state.flags, state.numbers
     while run < len(first):
         while offset < count[run]:
@@ -187,13 +185,11 @@ def _fit(state: ReuseState, capacity: int, steering: bool) -> None:
 
 @subroutine
 def _room(capacity: int) -> int:
-    """Return the capacity of the plan: at least one place is for streamed blocks."""
     return capacity - max(1, capacity >> STREAM_SHIFT)
 
 
 @subroutine
 def _evict(state: ReuseState, steering: bool) -> None:
-    """Evict the cached block that the deciding policy dropped first. There is one if the cache is full."""
     blocks, flags = len(state.flags), state.flags
     block = back(state.plan, blocks + GROUPS) if steering else back(state.recent, blocks + 1)
     if not flags[block] & PLANNED:
@@ -239,7 +235,6 @@ def _drop_oldest(state: ReuseState) -> None:
 
 @subroutine
 def _touch_plan(state: ReuseState, room: int, block: int) -> None:
-    """Add a referenced block to its group in the plan, unless all blocks in the plan are expected sooner."""
     flags, numbers = state.flags, state.numbers
     group = _classify(state, block)
     state.last[block] = numbers[STEP]
@@ -261,7 +256,6 @@ def _touch_plan(state: ReuseState, room: int, block: int) -> None:
 
 @subroutine
 def _classify(state: ReuseState, block: int) -> int:
-    """Return the group of a block that is referenced now, and record the interval since its last reference."""
     last, latest, numbers = state.last, state.latest, state.numbers
     step = numbers[STEP]
     follows = block > 0 and last[block - 1] != NEVER and step - last[block - 1] <= STREAM_STEPS
@@ -334,7 +328,6 @@ def _victim(state: ReuseState, newcomer: int, group: int) -> int:
 
 @subroutine
 def _is_overdue(state: ReuseState, group: int, block: int, age: int) -> bool:
-    """Return True if `block`, the least recently referenced one of its group, should have been read by now."""
     last, usual = state.last, state.usual[block]
     if age > GIVEN_UP * usual + AGREE_STEPS:
         return True

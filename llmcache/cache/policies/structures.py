@@ -1,7 +1,6 @@
 """Data structures of policies over dense ids: linked lists, queues, a heap, a set of times, a frequency sketch.
 
-For speed, nothing is allocated during a replay, and nothing is checked. Compiled loops inline these functions,
-including the named tuples of arrays.
+Nothing is allocated during a replay, and nothing is checked. Compiled loops inline these functions.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ def new_links(blocks: int, lists: int) -> Links:
 
 @subroutine
 def is_linked(links: Links, block: int) -> bool:
-    """Return True if `block` is in any list of `links`."""
+    """Return True if `block` is in any list."""
     return bool(links[block, NEXT] != NONE)
 
 
 @subroutine
 def is_empty(links: Links, head: int) -> bool:
-    """Return True if the list of `head` is empty."""
+    """Return True if the list is empty."""
     return bool(links[head, NEXT] == head)
 
 
@@ -94,7 +93,7 @@ def remove(links: Links, block: int) -> None:
 
 @subroutine
 def move_to_front(links: Links, head: int, block: int) -> None:
-    """Move `block` from its list to the front of the list of `head`."""
+    """Move `block` to the front of the list of `head`."""
     unhook(links, block)
     push_front(links, head, block)
 
@@ -105,10 +104,7 @@ ABSENT = 0  # the queue of a block that is in none
 
 
 class Queues(NamedTuple):
-    """Queues 1, 2, …, newest block first: their `links`, the queue of each block (`where`), the length of each (`sizes`).
-
-    The list of queue q has the head blocks + q; 9 bytes per block.
-    """
+    """Queues 1, 2, …, newest block first; queue q has the head blocks + q; 9 bytes per block."""
 
     links: Links
     where: Bytes
@@ -116,7 +112,7 @@ class Queues(NamedTuple):
 
 
 def new_queues(blocks: int, queues: int) -> Queues:
-    """Return the empty queues 1 .. `queues` of the blocks 0 .. `blocks` - 1."""
+    """Return empty queues 1 .. `queues`."""
     return Queues(new_links(blocks, queues + 1), np.zeros(blocks, np.uint8), np.zeros(queues + 1, np.int64))
 
 
@@ -128,7 +124,7 @@ def oldest(queues: Queues, queue: int) -> int:
 
 @subroutine
 def enter(queues: Queues, queue: int, block: int) -> None:
-    """Insert `block`, which is in no queue, at the front of a queue."""
+    """Insert `block`, which is in no queue, at the front."""
     push_front(queues.links, len(queues.where) + queue, block)
     queues.where[block] = queue
     queues.sizes[queue] += 1
@@ -144,7 +140,7 @@ def leave(queues: Queues, block: int) -> None:
 
 @subroutine
 def shift(queues: Queues, queue: int, block: int) -> None:
-    """Move `block` from its queue to the front of this one, which may be the same."""
+    """Move `block` to the front of this queue, which may be its own."""
     queues.sizes[queues.where[block]] -= 1
     move_to_front(queues.links, len(queues.where) + queue, block)
     queues.where[block] = queue
@@ -343,7 +339,7 @@ class Sketch(NamedTuple):
 
 
 def new_sketch(capacity: int) -> Sketch:
-    """Return an empty sketch for a cache of `capacity` blocks: 26 to 52 bytes for each."""
+    """Return an empty sketch: 26 to 52 bytes per block of `capacity`."""
     columns = _power_of_two(capacity * _COUNTERS_PER_PLACE // _ROWS)
     words = _power_of_two(-(-capacity * SAMPLE * _DOOR_BITS // 64))
     counters = np.zeros((_ROWS, columns), np.uint8)
@@ -396,7 +392,6 @@ def _hash(block: int) -> Any:
 
 @subroutine
 def _slot(key: Any, index: int, slots: int) -> int:
-    """Return the `index`-th of the slots of a key, given a power of two of slots (double hashing)."""
     step = (key >> np.uint64(32)) | np.uint64(1)
     return int((key + np.uint64(index) * step) & np.uint64(slots - 1))
 
