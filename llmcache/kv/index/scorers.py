@@ -1,8 +1,7 @@
 """Scorers find the tokens of one layer and sequence whose keys are most important for queries.
 
-`SCORERS` lists those for policies, the benchmark and tests; `PageIndexes` manages the scorers of a store, or the mean values
-(`ValueSums`). One thread at a time uses a scorer; scorers share no state. With lookahead, that thread is the engine's
-worker: it indexes the keys of layer l while the caller computes layer l + 1, because the loops release the GIL.
+`SCORERS` lists them; `PageIndexes` manages those of a store. One thread at a time uses a scorer, and scorers share no state.
+With lookahead, the engine's worker indexes layer l while the caller computes layer l + 1, because the loops release the GIL.
 """
 
 from __future__ import annotations
@@ -57,13 +56,11 @@ SUM_TOKENS = 1024
 class ScorerSettings:
     """Settings of scorers.
 
-    `combine`: "max" or "sum" over the query heads of a key head (for the tree, see `DciScorer`). `threads`: None for one per
-    CPU. `whole_pages`: the tree returns the pages of the best keys (algorithm 3) instead of the best keys. `recall`: share
-    of the best keys that `auto` requires of the tree; `least`: number of tokens from which `auto` tries it. `dci`: settings
-    of the tree. `chunk_pages`: of `ChunkScorer`.
+    `combine`: "max" or "sum" over the query heads of a key head. `threads`: None for one per CPU. `whole_pages`: the tree
+    returns the pages of the best keys (algorithm 3). `recall`: share of the best keys that `auto` requires of the tree;
+    `least`: number of tokens from which `auto` tries it. `chunk_pages`: of `ChunkScorer`.
 
-    Differs from the paper: the default is the best keys. In the paper, pages of the tree are loaded; here, rows of each head
-    are loaded from a file in the order of tokens, so that pages would only add less important keys.
+    Differs from the paper: the default is the best keys, because rows are loaded from a file in the order of tokens.
     """
 
     combine: str = "max"
@@ -76,7 +73,7 @@ class ScorerSettings:
 
 
 class PageIndex(ABC):
-    """An index of the keys, or values, of consecutive tokens of all heads, from number `first` on, in whole pages."""
+    """An index of the keys, or values, of consecutive whole pages of all heads, from token `first` on."""
 
     side: ClassVar[int] = KEYS
 
@@ -89,19 +86,19 @@ class PageIndex(ABC):
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Memory in bytes."""
+        pass
 
     @property
     @abstractmethod
     def page_bytes(self) -> float:
-        """Memory of a page in bytes, on average, without unused room."""
+        """Average memory of a page, without unused room."""
 
     @property
     def step(self) -> int:
         return self.shape.page_tokens
 
     def add(self, rows: NDArray[Any]) -> None:
-        """Add rows [kv_heads, tokens, dim] of the next tokens, in the shape's numpy type; whole pages."""
+        """Add whole pages of rows [kv_heads, tokens, dim], in the shape's numpy type."""
         size, (form, dtype) = self.shape.page_tokens, self.shape.forms(self.shape.kv_heads)[self.side]
         if rows.ndim != 3 or rows.shape[::2] != form or rows.shape[1] % size or rows.dtype != dtype:
             wanted = f"{dtype} [{form[0]}, a multiple of {size}, {form[1]}]"
@@ -111,7 +108,7 @@ class PageIndex(ABC):
             self.end += rows.shape[1]
 
     def crop(self, tokens: int) -> None:
-        """Remove the tokens from number `tokens` on, down to a multiple of `step`."""
+        """Remove the tokens from number `tokens` on, rounded down to a multiple of `step`."""
         if tokens < self.end:
             end = max(self.first, tokens - (tokens - self.first) % self.step)
             self._crop(end)
@@ -149,7 +146,6 @@ class ValueSums(PageIndex):
 
     @property
     def mean(self) -> Floats:
-        """The mean [kv_heads, value_dim] of all values; 0 without values."""
         if self._mean is None:
             self._mean = (self._all / max(1, len(self))).astype(np.float32)
         return self._mean
@@ -188,10 +184,7 @@ class Scorer(PageIndex):
         return f"{self.name}: as requested"
 
     def top(self, queries: Floats, k: int) -> Int64s:
-        """Return the tokens [kv_heads, k], ascending, that matter most for `queries` [heads, dim] float32.
-
-        `k` is limited to the number of tokens.
-        """
+        """Return the at most `k` best tokens [kv_heads, k], ascending, for `queries` [heads, dim] float32."""
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         if queries.ndim != 2 or queries.shape[1] != dim or queries.shape[0] % heads or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [a multiple of {heads}, {dim}], not {queries.dtype} {queries.shape}")
@@ -236,12 +229,11 @@ class Grown:
         self._used = end
 
     def cut(self, rows: int) -> None:
-        """Keep the first `rows`."""
         self._used = rows
 
 
 class ExactScorer(Scorer):
-    """Keeps and scores all keys, so its result is exact; takes as much memory as the keys."""
+    """Keeps and scores all keys, so its result is exact."""
 
     name = "exact"
 
@@ -262,7 +254,6 @@ class ExactScorer(Scorer):
 
     @property
     def _pages(self) -> list[NDArray[Any]]:
-        """The keys, and their scales if any, as arguments of the kernels."""
         return [stored.rows for stored in self._kept]
 
     def _add(self, keys: NDArray[Any]) -> None:
@@ -281,7 +272,6 @@ class ExactScorer(Scorer):
         return found + self.first
 
     def _combined(self, queries: Floats) -> Floats:
-        """Return the scores [kv_heads, tokens] of all keys, combined over the query heads of a key head."""
         return score_pages(queries, *self._pages, combine=self.settings.combine, threads=self.settings.threads)
 
     def products(self, queries: Floats) -> Floats:
@@ -289,15 +279,13 @@ class ExactScorer(Scorer):
         return products(queries, *self._pages, threads=self.settings.threads)
 
     def keys(self) -> NDArray[Any]:
-        """Return all stored keys [kv_heads, tokens, dim]."""
         return _joined(self._kept[0].rows)
 
 
 class RoundedScorer(ExactScorer):
     """Keeps keys rounded to int8, with a scale for each key.
 
-    The error of a number is at most half a step, so only keys with similar scores change places. Measured recall of the 64
-    or 256 best of 32 Ki normally distributed keys of 128 fp16 numbers: 0.99.
+    Measured recall of the 64 or 256 best of 32 Ki normally distributed keys of 128 fp16 numbers: 0.99.
     """
 
     name = "rounded"
@@ -312,11 +300,9 @@ class RoundedScorer(ExactScorer):
 class PackedScorer(ExactScorer):
     """Keeps two bits for each number of a key, after centering and rotation, and a scale for each key.
 
-    A random rotation makes the numbers of every key approximately normally distributed, so that four levels suit all.
-    Measured with SmolLM2: the chosen 112 of 4,096 tokens of a text have 0.975 of the attention of the best 112 on average.
-    Source: Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels are equidistant, the mean is subtracted
-    first (of at least `MEAN_TOKENS` tokens added together, else the previous mean), and the scale of a key minimizes its
-    error.
+    Measured with SmolLM2: the chosen 112 of 4,096 tokens have 0.975 of the attention of the best 112 on average. Source:
+    Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels are equidistant, the mean is subtracted first (of
+    at least `MEAN_TOKENS` tokens added together, else the previous mean), and a key's scale minimizes its error.
     """
 
     name = "packed"
@@ -332,7 +318,6 @@ class PackedScorer(ExactScorer):
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the keys and means; all scorers share one rotation."""
         return super().size_bytes + sum(mean.nbytes for _, mean in self._means)
 
     @property
@@ -357,7 +342,6 @@ class PackedScorer(ExactScorer):
         return combined
 
     def products(self, queries: Floats) -> Floats:
-        """Return the products [kv_heads, heads of each, tokens] of `queries` [heads, dim] float32 and all keys."""
         grouped = queries.reshape(self.shape.kv_heads, -1, self.shape.head_dim)
         turned = np.ascontiguousarray(grouped @ self._turn)
         found = packed_products(turned, *self._pages, threads=self.settings.threads)
@@ -370,8 +354,7 @@ class PackedScorer(ExactScorer):
 class QuestScorer(Scorer):
     """Keeps the largest and smallest numbers of a page (2 of its 16 rows); returns the pages with the largest bounds.
 
-    It returns only as many tokens of the last page as fit `k`. The bound for query q is the product of [max(q, 0), min(q,
-    0)] and [largest, smallest], which the score kernels compute as one row of twice the length.
+    The score kernels compute the bound for query q as one product: [max(q, 0), min(q, 0)] with [largest, smallest].
 
     Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, section 2.2.
     """
@@ -397,10 +380,7 @@ class QuestScorer(Scorer):
         self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
     def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
-        """Return the bounds [kv_heads, n] of the scores in each of `boxes` (None: all pages), combined like scores.
-
-        `boxes` [n, kv_heads, 2 * dim]: largest and smallest numbers.
-        """
+        """Return the combined bounds [kv_heads, n] of `boxes` [n, kv_heads, 2 * dim]; None for all pages."""
         split = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=1)
         rows = (self._boxes.rows if boxes is None else boxes)[:, :, None]  # pages of one token for the kernels
         return score_pages(split, rows, combine=self.settings.combine, threads=self.settings.threads)
@@ -450,7 +430,6 @@ class ChunkScorer(QuestScorer):
         self._join(len(self._boxes.rows))
 
     def _join(self, page: int) -> None:
-        """Recompute the boxes of the chunk of `page` and of all chunks after it."""
         size, dim = self.settings.chunk_pages, self.shape.head_dim
         self._chunks.cut(page // size)
         rows = self._boxes.rows[page // size * size :]
@@ -460,10 +439,9 @@ class ChunkScorer(QuestScorer):
             self._chunks.append(np.concatenate([largest, smallest], axis=-1))
 
     def best_pages(self, queries: Floats, pages: range, count: int) -> Int64s:
-        """Return for each head the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
+        """Return the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
 
-        Scores the pages of the chunks with the largest bounds first, then of all chunks that could have a better page than
-        the `count`-th best of these. The result is the same as without chunks.
+        The result is the same as without chunks.
         """
         coarse = self.bounds(queries, self._chunks.rows)
         inside = np.arange(pages.start, pages.stop)
@@ -480,10 +458,7 @@ class ChunkScorer(QuestScorer):
 
 
 class DciScorer(Scorer):
-    """Keeps the keys as fp16 in a DCI-tree for each head (see `DciIndex` for its memory); its results are approximate.
-
-    Each head is a job on the threads of the kernels, because the trees, `indexes`, share no state.
-    """
+    """Keeps the keys as fp16 in a DCI-tree for each head (see `DciIndex`); its results are approximate."""
 
     name = "dci"
 
@@ -519,15 +494,15 @@ class DciScorer(Scorer):
         return (self.pages if self.settings.whole_pages else self.best)(queries, k)
 
     def best(self, queries: Floats, k: int) -> Int64s:
-        """Return the tokens [kv_heads, k], ascending, whose scores are closest to the best of a query; as `top`."""
+        """Like `top`: return the tokens whose scores are closest to the best of a query."""
         return self._chosen(queries, k, lambda index, found: _ranked(found)[1][:k])
 
     def pages(self, queries: Floats, k: int) -> Int64s:
         """Return the tokens [kv_heads, k], ascending, of the tree's pages with the best keys; algorithm 3.
 
-        Differs from the paper: from the union over the queries of a key head (section 4.3), only as many pages are taken as
-        needed for `k` tokens, and of the last page only the tokens that fit, so that all heads have equally many. Pages are
-        ranked by the difference between the score of their best key and the best score for the same query.
+        Differs from the paper: from the union over the queries of a key head (section 4.3), only the pages needed for `k`
+        tokens are taken, so that all heads have equally many. Pages are ranked by the difference between the score of their
+        best key and the best score for the same query.
         """
         return self._chosen(queries, k, lambda index, found: _best_pages(index, found, k))
 
@@ -560,9 +535,8 @@ class Trial:
 class AutoScorer(Scorer):
     """Scores exactly while that is fast, and by a tree once a trial has shown that it is faster with enough recall.
 
-    A trial builds the tree and runs the last queries with both. The first takes place at `least` tokens, and another
-    whenever their number has doubled, so that the builds cost at most twice as much as the last one. The result depends on
-    measured times, so two runs may select differently. Except in a trial, either the keys or the trees are kept.
+    A trial builds the tree and runs the last queries with both. It takes place at `least` tokens and whenever their number
+    has doubled. The result depends on measured times, so two runs may select differently.
     """
 
     name = "auto"
@@ -604,7 +578,6 @@ class AutoScorer(Scorer):
         return self.used.top(queries, k)
 
     def _try(self, exact: ExactScorer) -> None:
-        """Build trees, and keep them if they are better. Then they stay, because the time of a scan grows faster."""
         tree = DciScorer(self.shape, self.first, self.settings)
         tree.add(exact.keys())
         knobs = self.settings.dci
@@ -660,7 +633,6 @@ class PageIndexes(Generic[Index]):
         return sum(found.values())
 
     def bytes_at(self, tokens: int) -> int:
-        """Return the memory of the index of one layer and sequence for `tokens` tokens."""
         pages = self.store.shape.pages_of(tokens)
         return int(GROWTH * pages * self._page_bytes)
 
@@ -688,7 +660,6 @@ class PageIndexes(Generic[Index]):
             own.add(_joined(self.store.read_side(layer, sequence, pages, own.side)))
 
     def _feed_new(self, layer: int, stop: int) -> None:
-        """Add the rows of a step in progress, so that a prefill is indexed before its last layer."""
         waiting = [own for own in self.found[layer] if own is not None and own.end < stop]
         if not waiting:
             return
@@ -701,7 +672,6 @@ class PageIndexes(Generic[Index]):
         with_tail.release()
 
     def _own(self, layer: int, sequence: int, start: int) -> Index:
-        """Return the index of a sequence, after a copy if other sequences share it."""
         row = self.found[layer]
         found = row[sequence]
         if found is None:
@@ -724,7 +694,6 @@ class PageIndexes(Generic[Index]):
                 own.crop(stop)
 
     def reorder(self, index: Int64s) -> None:
-        """Replace the indexes of sequence i by those of sequence `index[i]`."""
         self.found = [[row[old] for old in index] for row in self.found]
 
 
@@ -764,7 +733,7 @@ def rotation(dim: int) -> Floats:
 def packed(rows: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
     """Return levels [..., dim // 4] and scales [...] of rows [..., dim], as `packed_products` takes them.
 
-    For normally distributed numbers, the best distance of four levels is 0.9957 standard deviations (Max, 1960).
+    The best distance of four levels is 0.9957 standard deviations for normally distributed numbers (Max, 1960).
     """
     spread = np.sqrt(np.square(rows).mean(axis=-1, keepdims=True)) + np.finfo(np.float32).tiny
     levels = np.clip(np.floor(rows / (np.float32(0.9957) * spread) + 2), 0, 3)
@@ -782,7 +751,6 @@ def recall_of(found: Int64s, wanted: Int64s) -> float:
 
 
 def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
-    """Return the distinct slots and tokens of all queries, ordered by the difference from the best score of their query."""
     short = np.concatenate([nearest.scores - nearest.scores[0] for nearest in found])
     order = np.argsort(-short, kind="stable")
     slots = np.concatenate([nearest.slots for nearest in found])[order]
@@ -794,7 +762,6 @@ def _ranked(found: list[Nearest]) -> tuple[NDArray[np.int32], Int64s]:
 
 
 def _best_pages(index: DciIndex, found: list[Nearest], k: int) -> Int64s:
-    """FIND-PAGE-INDEX: return the tokens of whole pages, then those of the last page, in the order of the results."""
     size = index.settings.page_slots
     slots, tokens = _ranked(found)
     of_slot = slots // size

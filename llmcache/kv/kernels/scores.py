@@ -1,4 +1,4 @@
-"""Scores of tokens: products of queries and keys for each head, on as many threads as there are CPUs.
+"""Scores of tokens: products of queries and keys for each head.
 
 Source: hillinfer.txt, section 3.2, "Hierarchical Importance Evaluation" and Algorithm 1, lines 5 and 10. The paper does not
 say how to combine the query heads of a key head (GQA): `combine` selects the largest product or the sum.
@@ -55,7 +55,7 @@ _MATH = {"reassoc", "contract", "nsz"}
 
 
 def widens_halves() -> bool:
-    """Return True if the CPU has an instruction that converts fp16; else integer shifts are used."""
+    """Return True if the CPU has an instruction that converts fp16."""
     return platform.machine() == "aarch64" or bool(llvm.get_host_cpu_features().get("f16c", False))
 
 
@@ -124,11 +124,10 @@ def _compiled(loop: Any) -> Loop:
 
 @functools.cache
 def loop_for(dim: int, count: int) -> Loop:
-    """Return the loop that scores keys of `dim` numbers for 1, 2 or 4 queries.
+    """Return the loop that scores keys of `dim` numbers for 1, 2 or 4 queries, both constants in the compiled loop.
 
-    Both are constants in the compiled loop, so that it is unrolled and has no code for further queries. Its arguments: a
-    `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to `out`, out [heads, pages, tokens]
-    float32.
+    Its arguments: a `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to `out`, and out
+    [heads, pages, tokens] float32.
     """
 
     def loop(  # type: ignore[no-untyped-def]
@@ -160,7 +159,7 @@ def loop_for(dim: int, count: int) -> Loop:
 
 @functools.cache
 def products_for(dim: int, count: int, scaled: bool) -> Loop:
-    """Return the loop that computes separate products of keys of `dim` numbers and 1 to 4 queries; see `loop_for`.
+    """Return the loop that computes separate products of keys of `dim` numbers and 1 to 4 queries.
 
     Its arguments: a `Place`, scales [pages, heads, tokens] float32 (used if `scaled`), queries [heads, count, dim] float32,
     out [heads, count, all] float32, and the first index in `out`.
@@ -199,8 +198,8 @@ def products_for(dim: int, count: int, scaled: bool) -> Loop:
 def packed_for(dim: int, count: int) -> Loop:
     """Return the loop of `packed_products` for keys of `dim` numbers and 1 to 4 queries.
 
-    Its arguments are those of `products_for`, but keys are bytes and scales the bits of fp16; `middles` [heads, count] is
-    subtracted from the products.
+    Its arguments are those of `products_for`, but keys are bytes, scales are the bits of fp16, and `middles` [heads, count]
+    is subtracted from the products.
     """
     quarter = dim // 4
 
@@ -239,9 +238,9 @@ def score(
 ) -> Floats:
     """Return the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
 
-    `queries` [batch, heads, dim] float32; heads is a multiple of kv_heads (GQA), and the heads of a key head are adjacent.
-    `keys`: float32, float16, uint16 (the bits of bfloat16), or int8 with positive `scales` [batch, kv_heads, tokens].
-    `combine`: "max" or "sum" over the queries of a key head. ValueError names an invalid argument.
+    `queries` [batch, heads, dim] float32; the heads of a key head are adjacent (GQA). `keys`: float32, float16, uint16 (the
+    bits of bfloat16), or int8 with positive `scales` [batch, kv_heads, tokens]. `combine`: "max" or "sum" over the queries
+    of a key head. ValueError: an argument is invalid.
     """
     if keys.ndim != 4 or len(queries) != len(keys):
         raise ValueError(f"keys: must be [{len(queries)}, kv_heads, tokens, dim], not {keys.shape}")
@@ -257,10 +256,9 @@ def score(
 def score_pages(
     queries: Floats, pages: NDArray[Any], scales: Floats | None = None, *, combine: str = "max", threads: int | None = None
 ) -> Floats:
-    """Return the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim].
+    """Return the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim], read in place.
 
-    Pages of a spill file are scored in place. `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens]; the rest as
-    `score`. Padding of a partial page scores 0.
+    `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens]; the rest as `score`. Padding scores 0.
     """
     grouped = _grouped(queries, pages, scales)
     count, heads, tokens, _ = pages.shape
@@ -294,10 +292,6 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
 def _products(
     loop_of: Callable[[int], Loop], pages: NDArray[Any], scales: NDArray[Any], threads: int | None, *per_query: Floats
 ) -> Floats:
-    """Run the loops of `loop_of` for up to 4 queries at a time; return products [kv_heads, queries of each, tokens].
-
-    `per_query` [kv_heads, queries of each, ...] are the arguments of the loops that depend on the query.
-    """
     tokens, (heads, group) = pages.shape[2], per_query[0].shape[:2]
     out = np.empty((heads, group, len(pages) * tokens), np.float32)
     jobs: list[Job] = []
@@ -313,8 +307,7 @@ def weights(inside: Floats, around: Floats, scale: float, threads: int | None = 
     """Return the softmax weights [kv_heads, n] of `inside`, summed over queries, and each query's log-sum-exp.
 
     The softmax is over the products `inside` [kv_heads, queries of each, n] and `around` [..., m] together, times `scale`.
-    `inside` is overwritten by the weights of each query. Exponentials are those of `single_power`, with a relative error of
-    2e-7.
+    The weights of each query overwrite `inside`. The relative error is 2e-7.
     """
     out, sums = np.empty((inside.shape[0], inside.shape[2]), np.float32), np.empty(inside.shape[:2], np.float32)
     factor = np.float32(scale / math.log(2))
@@ -326,7 +319,7 @@ def weights(inside: Floats, around: Floats, scale: float, threads: int | None = 
 def left_out(inside: Floats, chosen: Int64s, threads: int | None = None) -> Floats:
     """Return the share [kv_heads, queries of each] of weights that is not on the chosen tokens.
 
-    `inside` [kv_heads, queries of each, n] are weights; `chosen` [kv_heads, k], ascending, where repeated ones count once.
+    `inside` [kv_heads, queries of each, n] are weights; `chosen` [kv_heads, k] is ascending, repeated ones count once.
     """
     out = np.empty(inside.shape[:2], np.float32)
     jobs = [partial(_leave_out, *head) for head in zip(inside, chosen, out, strict=True)]
@@ -348,7 +341,7 @@ def _leave_out(inside, chosen, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def single_power(x):  # type: ignore[no-untyped-def]
-    """Return 2 to the power of `x`, a float32 of at most 0, by the integer part and a series for the rest."""
+    """Return 2 to the power of `x`, a float32 of at most 0."""
     x = max(x, np.float32(-126))
     whole = np.int32(math.floor(x + np.float32(0.5)))
     rest = x - np.float32(whole)
@@ -380,7 +373,6 @@ def _add_weights(inside, around, into, sums, scale):  # type: ignore[no-untyped-
 
 
 def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales: Floats | None) -> None:
-    """Score some pages: 4 queries of each head at a time, then 2, then 1."""
     done, group = 0, queries.shape[1]
     while done < group:
         count = max(size for size in QUERIES if size <= group - done)
@@ -392,7 +384,6 @@ def _score_rows(place: Place, queries: Floats, combine: int, out: Floats, scales
 
 
 def _grouped(queries: Floats, pages: NDArray[Any], scales: Floats | None) -> Floats:
-    """Return `queries` [heads, dim] as [kv_heads, queries of each, dim]; ValueError for invalid arguments."""
     if pages.ndim != 4:
         raise ValueError(f"pages: must be [pages, kv_heads, page_tokens, dim], not {pages.shape}")
     if pages.dtype not in _CARRIERS:
@@ -425,7 +416,6 @@ def _places(pages: NDArray[Any], threads: int | None) -> Iterator[tuple[slice, P
 
 
 def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return `rows`, copied unless the tokens of a head are adjacent and all strides are positive."""
     size = rows.itemsize
     side_by_side = rows.strides[3] == size and (rows.shape[2] == 1 or rows.strides[2] == rows.shape[3] * size)
     forward = all(stride >= 0 and stride % size == 0 for stride in rows.strides)
@@ -433,7 +423,6 @@ def _walkable(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _flat(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the memory from the first to the last of `rows` as a flat array."""
     if rows.flags.c_contiguous:
         flat = rows.reshape(-1)
     else:

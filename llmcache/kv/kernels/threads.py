@@ -1,4 +1,4 @@
-"""A pool of threads for compiled loops, which release the GIL: as fast as processes, and with shared arrays."""
+"""A pool of threads for compiled loops, which release the GIL."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The k largest of many scores, without a sort: a bound from a sample, one pass that filters by it, then a radix selection.
 
-Slice assignment, np.sort and np.searchsorted take seconds to compile, which would delay the first token; compiled loops use
-`copy`, `sort` and `first_from` instead. The loops of this file call only `bits_of` outside it.
+Slice assignment, np.sort and np.searchsorted take seconds to compile, so compiled loops use `copy`, `sort` and `first_from`.
+The loops of this file call only `bits_of` outside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three p
 def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     """Return the positions of the `k` largest of each row of `scores` [..., tokens], as [..., k], ascending.
 
-    Of equal scores, the earlier position wins; NaN is smallest. All positions are returned if `k` exceeds their number.
+    Of equal scores, the earlier position wins; NaN is smallest. `k` is limited to the number of tokens.
     """
     if scores.dtype != np.float32 or not scores.ndim:
         raise ValueError(f"scores: must be float32 with at least one axis, not {scores.dtype} with {scores.ndim}")
@@ -45,8 +45,7 @@ def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
 def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
     """Return the positions [heads, n], ascending, of the k * heads largest of all `scores` [heads, tokens].
 
-    Each head gets from 1 to `MOST_SHARED` * k positions. A head with fewer than others has its last one repeated: see
-    `Selection`.
+    Each head gets from 1 to `MOST_SHARED` * k positions; the last one is repeated where others have more.
     """
     positions = top(scores, min(scores.shape[1], MOST_SHARED * k), threads)
     _scratch.fit(positions.size)
@@ -55,10 +54,10 @@ def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
 
 
 class RunningTop:
-    """The `k` largest of scores that arrive in blocks, in any order.
+    """The `k` largest of scores that arrive in blocks, in any order; keeps at most about 3 * k scores.
 
-    Keeps at most about 3 * k scores. Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from the paper: instead of
-    a sorted order, only a lower bound of the k largest is maintained, because a final sort would cost more than all merges.
+    Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from the paper: only a lower bound of the k largest is
+    maintained, not a sorted order.
     """
 
     def __init__(self, k: int) -> None:
@@ -100,7 +99,7 @@ class RunningTop:
 
 
 class _Scratch(threading.local):
-    """Buffers for one row, kept by each thread: a new allocation takes as long as the selection."""
+    """Buffers for one row, kept by each thread, because a new allocation takes as long as the selection."""
 
     places = np.empty(0, np.int32)
 
@@ -121,7 +120,7 @@ def _top_of(row: Floats, out: Int64s) -> None:
 
 @njit(inline="always")
 def _key(score):  # type: ignore[no-untyped-def]
-    """Return bits with the order of the numbers: NaN smallest, -0 as 0. Without a branch, which would be mispredicted."""
+    """Return bits with the order of the numbers: NaN smallest, -0 as 0. A branch would be mispredicted."""
     bits = bits_of(score + np.float32(0))
     flip = (np.uint32(0) - (bits >> np.uint32(31))) | np.uint32(0x80000000)
     return np.uint32(bits ^ flip) * np.uint32(score == score)
@@ -151,10 +150,6 @@ def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _share(scores, positions, count, keys, rest):  # type: ignore[no-untyped-def]
-    """Move to the front of `positions` [heads, n] those with the `count` largest `scores` and the best of each head.
-
-    The rest of a head is filled with its last one. Returns the largest number for a head.
-    """
     heads, each = positions.shape
     for head in range(heads):
         best = head * each
@@ -180,7 +175,6 @@ def _share(scores, positions, count, keys, rest):  # type: ignore[no-untyped-def
 
 @njit(nogil=True, cache=True)
 def _gather(scores, bound, keys, places):  # type: ignore[no-untyped-def]
-    """Collect the keys not below `bound` and their positions; return their number. Without a branch, as in `_key`."""
     count = 0
     for i in range(scores.size):
         key = _key(scores[i])
@@ -192,7 +186,6 @@ def _gather(scores, bound, keys, places):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _bound(scores, k):  # type: ignore[no-untyped-def]
-    """Return a bound that slightly more than `k` scores exceed, from a sample of every n-th score, plus five deviations."""
     if scores.size < 4 * SAMPLE:
         return np.uint32(0)
     step = scores.size // SAMPLE
@@ -211,7 +204,6 @@ def _bound(scores, k):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _kth(keys, count, k, rest):  # type: ignore[no-untyped-def]
-    """Return the `k`-th largest of the first `count` keys, and how many keys equal to it are among the `k` largest."""
     copy(keys[:count], rest)
     left, found = k, np.uint32(0)
     for shift, values in _DIGITS:
@@ -241,7 +233,7 @@ def copy(row, to):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def sort(numbers):  # type: ignore[no-untyped-def]
-    """Sort `numbers` [n], up to some hundreds, in place: np.sort takes seconds to compile.
+    """Sort `numbers` [n], up to some hundreds, in place.
 
     Source: D. L. Shell, A high-speed sorting procedure, CACM 2(7), 1959; gaps of D. E. Knuth, TAOCP 3, section 5.2.1.
     """
@@ -260,7 +252,7 @@ def sort(numbers):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def first_from(numbers, least):  # type: ignore[no-untyped-def]
-    """Return the index of the first of the ascending `numbers` [n] that is not below `least`; n if there is none."""
+    """Return the index of the first of the ascending `numbers` that is not below `least`; n if there is none."""
     low, high = 0, numbers.size
     while low < high:
         middle = (low + high) // 2

@@ -1,12 +1,11 @@
 """KvEngine: decode steps of a policy over a store; the next layer is evaluated and fetched while the current one computes.
 
-Source: hillinfer.txt, section 3.3, "Adaptive Prefetch-based Pipeline": "overlaps importance evaluation and KV prefetching
-for layer i+1 while the GPU computes layer i".
+Source: hillinfer.txt, section 3.3, "Adaptive Prefetch-based Pipeline".
 
 Concurrency: with lookahead (`app`), a single worker thread evaluates, fetches and updates, in the order of submission, so
 only it uses the store's device and changes the pools and the policy's tables. Concurrently, the caller's thread appends
-tokens to layers that the worker has finished, and completes their staged rows, which `KvStore` permits. `finish_step` waits
-for the worker, so that choices do not depend on the speed of the threads. Without lookahead, there is no worker.
+tokens to layers that the worker has finished, and completes their staged rows. `finish_step` waits for the worker, so that
+choices do not depend on the speed of the threads.
 
 `step` raises the errors of its layer's evaluation and fetch; `finish_step` raises those of updates.
 """
@@ -76,8 +75,7 @@ class KvEngine:
         """Append tokens of a prompt, or of a part of it, to a layer; call `finish_step` after the last layer.
 
         `queries` [batch, heads, rows, dim] float32 of the last `rows` tokens, or None if the policy needs none; `keys` and
-        `values` [batch, kv_heads, tokens, dim]. With lookahead, the policy is updated while the caller computes the next
-        layer.
+        `values` [batch, kv_heads, tokens, dim].
         """
         start = self.store.length + keys.shape[2]
         self.store.append(layer, keys, values)
@@ -90,8 +88,7 @@ class KvEngine:
     def ahead(self, layer: int, queries: Floats) -> None:
         """Start the evaluation and fetch for `layer` with estimated queries [batch, heads, dim]; return at once.
 
-        No effect without lookahead. The caller estimates the queries by the query projection of `layer`, from the input of
-        the layer before it.
+        No effect without lookahead.
         """
         if self._worker is not None:
             step = self.store.step
@@ -100,9 +97,9 @@ class KvEngine:
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
         """Append the newest token to `layer`, and return the rows that its queries attend to, including the token itself.
 
-        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. Evaluates and fetches now
-        unless `ahead` has done so. Can be called again after an error: a token that the store has already (if only its
-        spilling failed) is not appended twice. With a fast tier, the rows are those of `FastTier.rows`.
+        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. Can be called again after an
+        error: a token that the store has already is not appended twice. With a fast tier, the rows are those of
+        `FastTier.rows`.
         """
         step = self.store.step
         chosen = self._choose(layer, queries) if self._fast is None else None
@@ -140,14 +137,12 @@ class KvEngine:
             return self.store.stage(layer, selection)
 
     def _corrected(self, layer: int, queries: Floats, step: int, early: Choice) -> Choice:
-        """Return the choice for the true queries, which reuses the rows that `early` has fetched."""
         selection = self._select(layer, queries, step)
         not_fetched = missing(selection.positions, early.staged.positions)
         more = self._stage(layer, Selection(not_fetched), step) if not_fetched.shape[2] else None
         return Choice(selection, early.staged, True, more)
 
     def _completed(self, chosen: Choice, early: Gathered) -> Gathered:
-        """Return the rows of a corrected choice, from those fetched early and the missing ones."""
         lead = chosen.staged.middle.start * self.store.shape.page_tokens
         end = lead + chosen.staged.positions.shape[2]
         positions = early.positions[..., :lead], chosen.selection.positions, early.positions[..., end:]
@@ -159,10 +154,7 @@ class KvEngine:
         return Gathered(keys, values, wanted)
 
     def unseen(self, layer: int, queries: Floats, keys: Rows) -> tuple[Floats, Floats] | None:
-        """Return the replacement for the tokens that `step` did not choose in `layer`; valid until `attended`.
-
-        See `KvPolicy.unseen`.
-        """
+        """Return the replacement for tokens that `step` did not choose, valid until `attended`; see `KvPolicy.unseen`."""
         return self.policy.unseen(layer, self._chosen[layer], queries, keys)
 
     def attended(self, layer: int, weights: Floats | None = None) -> None:
@@ -190,7 +182,6 @@ class KvEngine:
         return submitted
 
     def _now(self, job: Callable[[], Result]) -> Result:
-        """Run a job of the worker after all jobs submitted before, and return its result."""
         return job() if self._worker is None else self._submit(self._worker, job).result()
 
     def _later(self, job: Callable[[], None]) -> None:
@@ -251,10 +242,7 @@ def missing(wanted: Int64s, have: Int64s) -> Int64s:
 
 
 def merged(wanted: Int64s, parts: Sequence[Gathered]) -> tuple[Rows, Rows]:
-    """Return keys and values [batch, kv_heads, k, dim] of the positions `wanted` [batch, kv_heads, k] from `parts`.
-
-    Each position must be in at least one part.
-    """
+    """Return keys and values [batch, kv_heads, k, dim] of `wanted` [batch, kv_heads, k], which `parts` must contain."""
     positions = np.concatenate([part.positions for part in parts], axis=2)
     order = np.argsort(positions, axis=2, kind="stable")
     ordered = np.take_along_axis(positions, order, axis=2)
@@ -284,8 +272,8 @@ def attention(queries: Floats, keys: Rows, values: Rows, hidden: Flags | None = 
     """Return the outputs [batch, heads, value_dim] and weights [batch, heads, tokens] of attention in a decode step.
 
     `queries` [batch, heads, dim] float32; `keys` and `values` [batch, kv_heads, tokens, dim], float32, float16 or the bits
-    of bfloat16; heads is a multiple of kv_heads (GQA). Rows that are `hidden` [batch, kv_heads, tokens] have a weight of 0.
-    The same rows in the same order give identical bits.
+    of bfloat16. Rows that are `hidden` [batch, kv_heads, tokens] have a weight of 0. The same rows in the same order give
+    identical bits.
     """
     batch, heads, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))

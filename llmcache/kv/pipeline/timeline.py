@@ -1,7 +1,4 @@
-"""Timeline: spans in which resources were busy, on one clock.
-
-Several threads may record: a complete span is appended to a list, which is atomic. Spans are read while no thread records.
-"""
+"""Timeline: spans in which resources were busy, on one clock. Several threads may record; none while spans are read."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Timeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock within a context, for work that is not measured; no spans may be recorded in it."""
+        """Stop the clock within a context; no spans may be recorded in it."""
         begin_ns = time.perf_counter_ns()
         try:
             yield

@@ -1,7 +1,7 @@
 """KvPolicy: the base class of all policies, and their settings.
 
-Concurrency: the engine calls a policy from one thread at a time (with lookahead, its worker), so a policy needs no lock. A
-policy keeps its state by layer, because layers may come in any order.
+The engine calls a policy from one thread at a time, so a policy needs no lock. A policy keeps its state by layer, because
+layers may come in any order.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class PolicySettings:
     """Settings of all policies. UsageError names an invalid field.
 
     `alpha` (0, 1]: share of the context that a step attends to; or `token_budget`: number of tokens. Both include sink,
-    window and tail, which are always attended to; if neither is given, alpha is 0.2. `score_block_tokens` (n): tokens of a
-    score block. `combine`: "max" or "sum" over the query heads of a key head. `scale` of the softmax: None for
-    1/sqrt(head_dim); used only by policies that sum up attention.
+    window and tail; if neither is given, alpha is 0.2. `score_block_tokens` (n): tokens of a score block. `combine`: "max"
+    or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim).
     """
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "use a share of the context above 0 and at most 1")
@@ -83,7 +82,7 @@ class PolicySettings:
             )
 
     def attended(self, length: int) -> int:
-        """Return how many tokens of a context of `length` are attended to: the budget, or alpha of it, rounded up."""
+        """Return how many tokens of a context of `length` are attended to."""
         if self.token_budget is not None:
             return min(length, self.token_budget)
         share = PAPER_ALPHA if self.alpha is None else self.alpha
@@ -95,10 +94,10 @@ class Remembered(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Memory in bytes."""
+        pass
 
     def bytes_at(self, tokens: int) -> int:
-        """Return the memory in bytes of one layer and sequence for `tokens` tokens."""
+        """Return the bytes of one layer and sequence for `tokens` tokens."""
 
     def crop(self, tokens: int) -> None:
         """Remove the tokens from number `tokens` on."""
@@ -108,10 +107,7 @@ class Remembered(Protocol):
 
 
 class TokenTable(Generic[Kind]):
-    """Rows of `shape` for each token (or page), zero until they are written.
-
-    One thread at a time uses the tables of a layer.
-    """
+    """Rows of `shape` for each token (or page), zero until written; one thread at a time uses a layer's tables."""
 
     def __init__(self, layers: int, batch: int, shape: tuple[int, ...], dtype: type[Kind]) -> None:
         empty: NDArray[Any] = np.zeros((0, *shape), dtype)
@@ -122,7 +118,6 @@ class TokenTable(Generic[Kind]):
         return sum(table.nbytes for tables in self._tables for table in tables)
 
     def bytes_at(self, tokens: int) -> int:
-        """Return the memory in bytes of one layer and sequence for `tokens` rows."""
         table = self._tables[0][0]
         return math.prod(table.shape[1:]) * table.itemsize * (tokens + max(SLACK, tokens // 8))
 
@@ -136,13 +131,11 @@ class TokenTable(Generic[Kind]):
         return table[:count]
 
     def crop(self, count: int) -> None:
-        """Set the rows from number `count` on to zero."""
         for tables in self._tables:
             for table in tables:
                 table[count:] = 0
 
     def reorder(self, index: Int64s) -> None:
-        """Replace the rows of sequence i by those of sequence `index[i]`."""
         self._tables = [[tables[old].copy() for old in index] for tables in self._tables]
 
 
@@ -150,11 +143,10 @@ class KvPolicy(ABC):
     """Chooses, in each step and layer, which tokens of the middle to attend to; the settings determine their number.
 
     Sink, window and tail are always attended to. A policy belongs to one `store`. The engine calls `prefilled` after each
-    append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token of each sequence that
-    is not padding.
+    append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token that is not padding.
 
-    A subclass defines `choose`, which is called only if there is a choice, and `begin` to create its state; it adds
-    per-token state to `remembered`. With `whole_pages`, it chooses pages, all of whose tokens are attended to.
+    A subclass defines `choose`, called only if there is a choice, and `begin`; it adds per-token state to `remembered`. With
+    `whole_pages`, it chooses pages, all of whose tokens are attended to.
     """
 
     name: ClassVar[str]
@@ -199,12 +191,12 @@ class KvPolicy(ABC):
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Return `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
 
-        Heads of a layer may share a budget, so that some have more and others fewer (see `Selection`). `queries` [batch,
-        heads, head_dim] float32. With `whole_pages`, `tokens` is a multiple of the page size.
+        Heads of a layer may share a budget (see `Selection`). `queries` [batch, heads, head_dim] float32. With
+        `whole_pages`, `tokens` is a multiple of the page size.
         """
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note
-        """Process (a part of) a prefill that was appended to `layer`, before `KvStore.commit`.
+        """Process a part of a prefill that was appended to `layer`, before `KvStore.commit`.
 
         `queries` [batch, heads, rows, dim] float32, from position `start` on; no rows unless `needs_weights`.
         """
@@ -214,8 +206,7 @@ class KvPolicy(ABC):
     ) -> None:
         """Process the attention of `layer` in a step, and move pages of the pool, off the critical path.
 
-        `weights` [batch, heads, k] float32: the softmax weights of sink, `selection`, window and tail, in ascending order of
-        positions, as in `KvStore.gather`; None unless `needs_weights`.
+        `weights` [batch, heads, k] float32: softmax weights in the order of `KvStore.gather`; None unless `needs_weights`.
         """
 
     def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
@@ -237,41 +228,35 @@ class KvPolicy(ABC):
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the per-token state."""
         return sum(table.size_bytes for table in self.remembered)
 
     def index_bytes_at(self, tokens: int) -> int:
-        """Return the memory of the per-token state of one layer and sequence for a context of `tokens` tokens, at most."""
+        """Return the most bytes of per-token state of one layer and sequence for `tokens` tokens."""
         return sum(table.bytes_at(tokens) for table in self.remembered)
 
     # For subclasses
 
     @property
     def inside(self) -> slice:
-        """The tokens of the middle."""
         return slice(self.store.middle.start * self.page_tokens, self.store.middle.stop * self.page_tokens)
 
     @property
     def scale(self) -> float:
-        """The factor of products of queries and keys before the softmax."""
         return self.settings.scale or 1 / math.sqrt(self.store.shape.head_dim)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the middle to choose now; a multiple of the page size with `whole_pages`.
-
-        0 if sink, window and tail exceed the budget, for instance alpha of a short context.
-        """
+        """The number of tokens of the middle to choose now; 0 if sink, window and tail exceed the budget."""
         inside = len(self.store.middle) * self.page_tokens
         pinned = self.store.length - inside
         wanted = min(inside, max(0, self.settings.attended(self.store.length) - pinned))
         return wanted - wanted % self.page_tokens if self.whole_pages else wanted
 
     def saved(self) -> None:  # noqa: B027 - not all keep anything
-        """Save state that takes long to recompute next to the spill file; called after `KvStore.save`."""
+        """Save state that takes long to recompute next to the spill file, after `KvStore.save`."""
 
     def restored(self) -> None:  # noqa: B027 - not all keep anything
-        """Restore what `saved` has written; called after `pad`, before the first step over a restored store."""
+        """Restore what `saved` has written, after `pad` and before the first step."""
 
     # Changes of sequences
 
@@ -280,12 +265,10 @@ class KvPolicy(ABC):
         self.first = first.astype(np.int64)
 
     def cropped(self, tokens: int) -> None:
-        """Follow `KvStore.crop(tokens)`."""
         for table in self.remembered:
             table.crop(tokens)
 
     def reordered(self, index: Int64s) -> None:
-        """Follow `KvStore.select(index)`: replace the state of sequence i by that of sequence `index[i]`."""
         self.first = self.first[index]
         for table in self.remembered:
             table.reorder(index)

@@ -1,7 +1,4 @@
-"""Baselines: full attention, the last tokens, the oracle, and the baselines of HillInfer.
-
-In hillinfer.txt, section 4.2, Full is baseline (1), H2O (in its own file) is (2), Prefetch is (3) and LeoAM is (4).
-"""
+"""Baselines: full attention, the last tokens, the oracle, and the baselines of HillInfer (hillinfer.txt, section 4.2)."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ PROMISING = 2
 class Full(KvPolicy):
     """The full cache: every step fetches and attends to all tokens, regardless of the budget.
 
-    Source: hillinfer.txt, section 4.2, baseline (1): "retains the entire KV cache without performing any token importance
-    evaluation". Its results are the reference for all other policies.
+    Source: hillinfer.txt, section 4.2, baseline (1).
     """
 
     name = "full"
@@ -37,7 +33,6 @@ class Full(KvPolicy):
         return len(self.store.middle) * self.page_tokens
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return all tokens; never called, because there is no choice."""
         return self.store.everything
 
 
@@ -45,15 +40,13 @@ class Window(KvPolicy):
     """StreamingLLM-like: attends to the first and the last tokens that fit the budget, without an evaluation.
 
     Source: Xiao et al., Efficient streaming language models with attention sinks, ICLR 2024, section 3.2. Differs from it:
-    positions are those of the tokens, not those in the cache; and pages that leave the window are kept, although they are
-    never used again.
+    positions are those of the tokens, not those in the cache; and pages that leave the window are kept.
     """
 
     name = "window"
     title = "Window"
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the last tokens of the middle, which extend the store's window to the budget."""
         stop = self.inside.stop
         return Selection.of_all(range(stop - tokens, stop), len(queries), self.kv_heads, 1)
 
@@ -62,7 +55,7 @@ class Window(KvPolicy):
 class OracleSettings(PolicySettings):
     """Settings of Oracle.
 
-    `by`: "mass", softmax weights summed over the query heads of a key head; "layer", the same, with a budget for all heads
+    `by`: "mass", softmax weights summed over the query heads of a key head; "layer", the same, with one budget for all heads
     of a layer; "product", the largest product.
     """
 
@@ -71,9 +64,6 @@ class OracleSettings(PolicySettings):
 
 class Oracle(KvPolicy):
     """The best possible choice, for comparison: it reads all keys in each step.
-
-        select: exact products of queries and all keys, and their softmax over all tokens, summed by key head
-                the tokens of the middle with the largest sums, or with the largest product of the group
 
     Source: icecache.txt, section 5, and hillinfer.txt, Algorithm 1, choose by the largest product; Yuan et al., Native
     Sparse Attention, 2025, section 3.3.2, equation 10, by the sum of weights.
@@ -87,7 +77,6 @@ class Oracle(KvPolicy):
     settings: OracleSettings
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the best tokens of the middle; see `OracleSettings`."""
         logits = all_products(self.store, layer, queries, self.scale)
         np.copyto(logits, -np.inf, where=np.arange(logits.shape[3]) < self.first[:, None, None, None])
         scores: Floats = logits.max(axis=2) if self.settings.by == "product" else softmax(logits).sum(axis=2)
@@ -117,12 +106,11 @@ def softmax(logits: Floats) -> Floats:
 class Prefetch(KvPolicy):
     """InfiniGen-like: the host scores the keys of the next layer with estimated queries, and fetches the best.
 
-    The engine's lookahead (`app`) provides the estimate. Keys on the ssd tier are read over the link to be scored, and host
-    and ssd alternate, because no device computes near the data.
+    The engine's lookahead (`app`) provides the estimate. Keys on the ssd tier are read over the link to be scored.
 
     Source: hillinfer.txt, section 4.2, baseline (3); Lee et al., InfiniGen, OSDI 2024, sections 4.2 and 4.3. Differs from
-    InfiniGen: weights are not skewed offline, so that all channels are scored instead of a few; and the number of chosen
-    tokens is the budget, not those within a margin of the best score.
+    InfiniGen: all channels are scored, because weights are not skewed offline; and the number of chosen tokens is the
+    budget, not those within a margin of the best score.
     """
 
     name = "prefetch"
@@ -139,15 +127,11 @@ class Prefetch(KvPolicy):
 class LeoAM(KvPolicy):
     """LeoAM-like: selects chunks by the bounds of their abstracts, then pages, then tokens by their scores.
 
-        select:   bounds of all chunks; bounds of the pages in promising chunks; scores of the tokens in the best pages
-        attended: abstracts of the pages that have left the window
-
     Abstracts (2 of a page's 16 rows of keys) are in host memory; keys on the ssd tier are read over the link if their page
     is promising for at least one head.
 
-    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: there are two levels of
-    chunks, of one size in all layers (there, sizes adapt to the skew of a layer's attention); only the best tokens of a
-    promising page are attended to; nothing is compressed for transfers.
+    Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: chunks have two levels and
+    one size in all layers; only the best tokens of a promising page are attended to; nothing is compressed for transfers.
     """
 
     name = "leoam"
@@ -173,7 +157,6 @@ class LeoAM(KvPolicy):
         self.indexes.feed(layer, np.full(self.store.batch, self.store.config.sink_pages * self.page_tokens))
 
     def _pages(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
-        """Return the pages of the middle, ascending, that are promising for at least one head."""
         middle = self.store.middle
         wanted = min(len(middle), -(-PROMISING * tokens // self.page_tokens))
         begin = min(int(self.first[sequence]) // self.page_tokens, middle.stop - wanted)  # skip padding

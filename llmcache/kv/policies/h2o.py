@@ -1,8 +1,7 @@
 """H2O and Kelle: policies that keep the tokens with the most attention, summed over all queries.
 
-The attention matrix of a prompt is never stored: four rows at a time are computed and added up. These are compiled loops,
-because matrix products took 25 times as long with busy CPUs (4096 queries of 32 heads, measured): the threads of a BLAS
-wait for each other. The loops call only `single_of` outside this file.
+The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took 25
+times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_of` outside this file.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ class H2O(KvPolicy):
         select:    the tokens of the middle with the largest sums
         attended:  sums[token] += attention of this step's queries, if the token was attended to
 
-    The host evaluates 4 bytes per token and key head, reads no keys, and fetches the chosen rows.
-
     Source: Zhang et al., H2O, NeurIPS 2023, section 4 and algorithm 1; hillinfer.txt, section 4.2, baseline (2). Differs
-    from H2O: a token that is not chosen is not lost, only its sum no longer changes; and recent tokens are the store's
+    from H2O: the sum of a token that is not chosen stays, and the token may return; and recent tokens are the store's
     window, not half of the budget.
 
-    `sums`: the attention of each token, rows [tokens, kv_heads] float32.
+    `sums`: rows [tokens, kv_heads] float32.
     """
 
     name = "h2o"
@@ -61,13 +58,11 @@ class H2O(KvPolicy):
             rows += column_sums(of_sequence, keys, start, int(self.first[sequence]), self.scale).T
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the heavy hitters, regardless of the queries; padding has no attention."""
         inside = self.inside
         sums = [self.sums.rows(layer, sequence, inside.stop)[inside.start :].T for sequence in range(len(queries))]
         return Selection(top(np.stack(sums), tokens) + inside.start)
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Add the attention of a step, summed over the query heads of a key head (GQA)."""
         assert weights is not None, "it needs_weights"
         positions = self.store.attended_positions(layer, selection)
         by_head = weights.reshape(*positions.shape[:2], -1, positions.shape[2]).sum(axis=2)
@@ -78,11 +73,10 @@ class H2O(KvPolicy):
 
 
 def column_sums(queries: Floats, keys: Floats, start: int, first: int, scale: float) -> Floats:
-    """Return the column sums [kv_heads, tokens], float32, of causal softmax(queries keys^T scale).
+    """Return the column sums [kv_heads, tokens], float32, of causal softmax(queries keys^T scale), by key head (GQA).
 
     `queries` [heads, rows, dim] float32 have the positions from `start` on; `keys` [kv_heads, tokens, dim] float32 those
-    from 0 to the last query's. Sums are over the query heads of a key head (GQA). Tokens before `first` are padding and are
-    ignored.
+    from 0 to the last query's. Tokens before `first` are padding and are ignored.
 
     Source: Zhang et al., H2O, NeurIPS 2023, section 4.1 (accumulated attention); kelle.txt, section 4.1.
     """
@@ -107,7 +101,6 @@ def column_sums(queries: Floats, keys: Floats, start: int, first: int, scale: fl
 
 @njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")
 def _add_rows(queries, keys, begin, part, parts, sums):  # type: ignore[no-untyped-def]
-    """Add the softmax of every `parts`-th block of four rows of `queries`, from `part` on; row 0 is at position `begin`."""
     logits = np.empty((ROWS, len(keys)), np.float32)
     dim = keys.shape[1]
     for above in range(part * ROWS, len(queries), parts * ROWS):
@@ -129,7 +122,6 @@ def _add_rows(queries, keys, begin, part, parts, sums):  # type: ignore[no-untyp
 
 @njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
-    """Add the softmax of `logits` to `sums`; overwrites `logits`."""
     most = logits[0]
     for i in range(logits.size):
         most = max(most, logits[i])
@@ -152,9 +144,8 @@ def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
 class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
-    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one, and
-    return if only tokens of lower rank are left. That is rare, because the sum of a dropped token stays constant while
-    others grow; policies that use the query recall more tokens.
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one. They
+    return only if all others have lower ranks, which is rare; policies that use the query recall more tokens.
     """
 
     evicted: str = one_of("lost", ("lost", "spilled"))
@@ -164,7 +155,7 @@ class Recorder(Protocol):
     """Receives the rows that a policy keeps, once per step; for instance `edram.refresh.RunRecorder`."""
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Receive the rows of a layer of a sequence: their ids (-1: free), and which of them are high-score tokens."""
+        """Receive the rows of a layer of a sequence: their ids (-1: free), and which are high-score tokens."""
 
     def end_step(self, duration_ns: float | None = None) -> None:
         """End the observed step."""
@@ -177,12 +168,9 @@ class Kelle(H2O):
         select:    the tokens of the middle with the largest sums that were not dropped; of equal sums, the newer
         attended:  the rest is dropped; sums[token] += attention of this step's queries
 
-    Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages; dropped tokens remain in the
-    store's file, and a later prompt, which has full attention, uses them. Recomputation (section 4.1.2) is in `edram.aerp`
-    only, because a store gets keys and values, not the x from which they are computed; lost bits are in `edram.accuracy`
-    only. With pages of one token, it drops the same tokens as `edram.aerp.Slots`.
-
-    `record` passes the kept rows to a recorder: `edram.kelle`, for `llmcache edram report`.
+    Source: kelle.txt, section 4.1.1. Differs from the paper: sink and window are whole pages, and a later prompt uses
+    dropped tokens, which remain in the store's file. Recomputation (section 4.1.2) and lost bits are in `edram.aerp` and
+    `edram.accuracy` only. With pages of one token, it drops the same tokens as `edram.aerp.Slots`.
     """
 
     name = "kelle"
@@ -199,7 +187,7 @@ class Kelle(H2O):
             self.store.victims = self.victims
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the tokens to keep, regardless of the queries; dropped ones only if no others are left (after a crop)."""
+        """Return the tokens to keep; dropped ones only if no others are left (after a crop)."""
         start, stop = self.inside.start, self.inside.stop
         newest_first = []
         for sequence in range(len(queries)):
@@ -210,7 +198,6 @@ class Kelle(H2O):
         return Selection(stop - 1 - top(np.stack(newest_first), tokens)[:, :, ::-1])
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Drop the tokens that were not attended to, and add the attention of a step."""
         super().attended(layer, selection, weights)
         if self.settings.evicted == "lost":
             for sequence, by_head in enumerate(selection.positions):
@@ -222,10 +209,7 @@ class Kelle(H2O):
             self._record_rows(layer, self.store.attended_positions(layer, selection))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` to drop from the host's pool: those with the fewest kept tokens, earlier first.
-
-        Has the signature of the store's `Victims`.
-        """
+        """Return the `count` of `pages` with the fewest kept tokens, earlier first (`Victims` of the store)."""
         tokens = self._dropped.rows(layer, sequence, (int(pages[-1]) + 1) * self.page_tokens)
         kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
         return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
@@ -247,7 +231,6 @@ class Kelle(H2O):
         recorder.end_step(self._step_ns)
 
     def _record_rows(self, layer: int, positions: Int64s) -> None:
-        """Pass the tokens that `layer` attended to, including the new one, to the recorder; a row's place is its token."""
         assert self._recorder is not None
         if self._recorded_step not in (-1, self.store.step):
             self._recorder.end_step(self._step_ns)

@@ -1,16 +1,13 @@
 """HillInfer: importance is evaluated where the keys are, and frequently hit pages move up.
 
-Hierarchical importance evaluation (HIE): host and device each score their tokens, and scores are merged as they arrive.
-Source: hillinfer.txt, section 3.2 and Algorithm 1; comments refer to its lines. `important` uses two threads. Its own thread
-receives score blocks from the device, which only it uses; the caller's thread scores the pages of the host's pool. Both
-merge into the same lists under a lock, which is held for one block at a time. The result does not depend on their order: of
-equal scores, the earlier position wins. The caller returns, or raises, only when both are done, so that the device is idle.
+Hierarchical importance evaluation (HIE), hillinfer.txt, section 3.2 and Algorithm 1, whose lines the comments name: one
+thread receives score blocks from the device, and the caller's thread scores the host's pool. Both merge into the same lists
+under a lock, held for one block at a time. The result does not depend on their order: of equal scores, the earlier position
+wins. The caller returns, or raises, only when both are done, so that the device is idle.
 
-Bidirectional KV cache pools (BKP): after each step, pages that have become important move up, and as many others move down.
-Source: hillinfer.txt, section 3.2, "Bidirectional KV Cache Pools", and equation 1. Differs from the paper: pages move,
-ranked by the hits of all their tokens and heads, because the ssd tier stores pages; the ssd tier keeps every page, so that a
-move down writes nothing; hits decay, so that the table records a rate, as its name says; and a page replaces only one with
-less than half of its hits, because pages of similar rank would swap in each step.
+Bidirectional KV cache pools (BKP), section 3.2 and equation 1. Differs from the paper: pages move, because the ssd tier
+stores pages; it keeps every page, so a move down writes nothing; hits decay; and a page replaces only one with less than
+half of its hits, because pages of similar rank would swap in each step.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ HOST_TOKENS = 8192
 
 
 class HierarchicalEvaluation:
-    """Chooses the most important tokens of the middle for `policy`, for each head of every sequence, over both pools.
+    """Chooses the most important tokens of the middle for each head of every sequence, over both pools.
 
     `parallel` False is the ablation without HIE: first the device, then the host (hillinfer.txt, figure 5 b).
     """
@@ -49,9 +46,9 @@ class HierarchicalEvaluation:
     def important(self, layer: int, queries: Floats, k: int, pages: Candidates = None) -> Int64s:
         """Return the positions [batch, kv_heads, k] int64, ascending, of the `k` best tokens of the middle for each head.
 
-        `queries` [batch, heads, dim] float32; `k` from 1 to the tokens of the middle. `pages`: for each sequence, the only
-        pages to score, ascending; None for the middle. Padding is chosen only if there are no other tokens. All scores are
-        rounded to fp16, so that the choice does not depend on the pool of a token.
+        `queries` [batch, heads, dim] float32. `pages`: for each sequence, the only pages to score, ascending; None for the
+        middle. Padding is chosen only if there are no other tokens. All scores are rounded to fp16, so that the choice does
+        not depend on the pool of a token.
         """
         merged = _Merged(self.policy, k)  # line 1
         if self.parallel:  # lines 3 to 13
@@ -67,7 +64,6 @@ class HierarchicalEvaluation:
             return np.array([[top.result() for top in tops] for tops in merged.tops], np.int64)
 
     def _device(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
-        """Lines 4 to 8 and 11: the device scores its tokens, and each block is merged when it arrives."""
         # Without a device, the link is busy, because the host reads the keys.
         near_data, knobs = self.store.config.ssd == "csd", self.policy.settings
         with self._span(DEVICE if near_data else LINK, layer):
@@ -78,7 +74,6 @@ class HierarchicalEvaluation:
                     merged.add(sequence, block.head, block.positions, block.scores if near_data else _halves(block.scores))
 
     def _host(self, layer: int, queries: Floats, pages: Candidates, merged: _Merged) -> None:
-        """Line 10: the host scores the tokens of its own pool, `HOST_TOKENS` at a time."""
         size, middle = self.store.shape.page_tokens, self.store.middle
         step = max(1, HOST_TOKENS // size)
         with self._span(CPU, layer):
@@ -97,8 +92,6 @@ class HierarchicalEvaluation:
 
 
 class _Merged:
-    """The lists S_CPU: the best tokens of each head of each sequence."""
-
     def __init__(self, policy: KvPolicy, k: int) -> None:
         self.tops = [[RunningTop(k) for _ in range(policy.kv_heads)] for _ in range(policy.store.batch)]
         self._first, self._lock = policy.first, threading.Lock()
@@ -112,7 +105,6 @@ class _Merged:
 
 
 def _halves(scores: Floats) -> Floats:
-    """Return `scores` rounded as in a score block: to the nearest fp16 number, clamped to its range."""
     pairs = np.empty((len(scores), 2), np.uint16)
     encode(np.ascontiguousarray(scores), pairs)
     return decode(0, 0, pairs).scores
@@ -131,8 +123,8 @@ CLEARLY = 2
 class HillInferSettings(PolicySettings):
     """Settings of HillInfer; n is `score_block_tokens`. The store sets the size of the host's pool (`cpu_pages`).
 
-    `hie`, `bkp`: enable each design, for ablation; the engine enables the third, APP. Without BKP, the pages that are
-    important in a step move up, and the least important move down.
+    `hie`, `bkp`: enable each design, for ablation. Without BKP, the pages that are important in a step move up, and the
+    least important move down.
     """
 
     hie: bool = True
@@ -142,15 +134,13 @@ class HillInferSettings(PolicySettings):
 class HillInfer(KvPolicy):
     """Hierarchical importance evaluation (HIE) and bidirectional pools (BKP) over a computational SSD, *emulated* here.
 
-        select:    device and host score their tokens concurrently; score blocks are merged as they arrive
-                   the alpha * N best tokens of each key head are attended to
+        select:    the alpha * N best tokens of each key head, scored concurrently by device and host
         attended:  hits are counted; pages with the most hits move up, those with the fewest move down
                    alpha * N tokens stay up because they are recent, and as many because they have the most hits
 
-    The engine implements the third design, the adaptive prefetch-based pipeline (APP): see `llmcache.kv.pipeline`.
+    The third design, the adaptive prefetch-based pipeline (APP), is in `llmcache.kv.pipeline`.
 
-    Source: hillinfer.txt, sections 3.2 and 3.3, Algorithm 1. The differences from the paper are listed at the top of this
-    file and of `evaluation`. The choice depends neither on the switches, nor on the pool of a token.
+    Source: hillinfer.txt, sections 3.2 and 3.3, Algorithm 1; the module lists the differences.
     """
 
     name = "hillinfer"
@@ -168,7 +158,6 @@ class HillInfer(KvPolicy):
         self.store.victims = self.victims
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the tokens with the largest products of key and query; Algorithm 1."""
         return Selection(self._evaluation.important(layer, queries, tokens))
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
@@ -199,10 +188,7 @@ class HillInfer(KvPolicy):
         return self.store.shape.pages_of(self.settings.attended(length))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` (ascending) to drop: those with the fewest hits, recent pages last.
-
-        Of equal hits, earlier pages are dropped first. Has the signature of the store's `Victims`.
-        """
+        """Return the `count` of `pages` with the fewest hits, earlier first, recent pages last (`Victims` of the store)."""
         ranks = self.hits.pages(layer, sequence, int(pages[-1]) + 1, self.page_tokens)[pages]
         if self.settings.bkp:
             recent = min(self._important_pages(self.store.layer_length(layer)), self._room // 2)
@@ -214,9 +200,9 @@ def moves(in_cpu: Flags, ranks: Int64s, important: int, room: int, recent: int, 
     """Return the pages of a middle to move up and those to move down, by their index in it.
 
     `in_cpu` [pages]: the pages in the host's pool; `ranks` [pages]: their hits. `important`: number of pages with the most
-    hits that belong in the pool; `recent`: number of the last pages, which stay regardless of hits, at most half of `room`,
-    the pool's pages for the middle. A page replaces another only with more than `clearly` times its hits. Of equal hits, the
-    later page ranks higher.
+    hits that belong in the pool; `recent`: number of the last pages, which stay, at most half of `room`, the pool's pages
+    for the middle. A page replaces another only with more than `clearly` times its hits. Of equal hits, the later ranks
+    higher.
     """
     pages = np.arange(len(in_cpu))
     order = np.lexsort((-pages, -ranks))  # most hits first
@@ -237,15 +223,14 @@ class HitTable(TokenTable[np.uint16]):
     """Hits of all tokens of `layers` layers and `batch` sequences: one for each key head that chose the token.
 
     Source: hillinfer.txt, section 3.2, "Bidirectional KV Cache Pools" (a table of the cache hit rate) and 4.4 ("2N bytes").
-    The paper does not define an overflow; here, all counts of a layer and sequence are halved before it, which keeps their
-    order.
+    Before an overflow, which the paper does not define, all counts of a layer and sequence are halved.
     """
 
     def __init__(self, layers: int, batch: int) -> None:
         super().__init__(layers, batch, (), np.uint16)
 
     def record(self, layer: int, positions: Int64s) -> None:
-        """Count the tokens that a step chose: `positions` [batch, kv_heads, k] int64."""
+        """Count the chosen tokens `positions` [batch, kv_heads, k] int64 of a step."""
         if not positions.size:
             return
         tokens = int(positions.max()) + 1
@@ -260,7 +245,7 @@ class HitTable(TokenTable[np.uint16]):
             counts >>= bits
 
     def pages(self, layer: int, sequence: int, pages: int, page_tokens: int) -> Int64s:
-        """Return the hits [pages] int64 of whole pages: the sums over their tokens."""
+        """Return the hits [pages] int64 of whole pages."""
         counts = self.rows(layer, sequence, pages * page_tokens)
         found: Int64s = counts.reshape(pages, page_tokens).sum(axis=1, dtype=np.int64)
         return found
@@ -268,7 +253,6 @@ class HitTable(TokenTable[np.uint16]):
 
 @njit(nogil=True, cache=True)
 def _add(counts, chosen, most):  # type: ignore[no-untyped-def]
-    """Add 1 for each occurrence in `chosen`; return False, without a change, if a count would overflow."""
     for i in range(chosen.size):
         if counts[chosen[i]] >= most:
             for j in range(i):

@@ -44,7 +44,7 @@ class IndexedSettings(PolicySettings):
 
 
 class IndexedPolicy(KvPolicy):
-    """Adds the keys that leave the window to scorers, and queries these; see `PageIndexes` and the subclasses."""
+    """Adds the keys that leave the window to scorers, and queries these; see `PageIndexes`."""
 
     ahead = True
     interleaved = True
@@ -53,7 +53,6 @@ class IndexedPolicy(KvPolicy):
     indexes: PageIndexes[Scorer]
 
     def _use(self, make: Callable[[int], Scorer]) -> None:
-        """Use the scorers that `make` returns for tokens from a given number on."""
         self.indexes = PageIndexes(self.store, make)
         self._fed: list[PageIndexes[Any]] = []
         self._feeds(self.indexes)
@@ -61,7 +60,6 @@ class IndexedPolicy(KvPolicy):
         self._starts = self._first_indexed()
 
     def _feeds(self, indexes: PageIndexes[Any]) -> None:
-        """Feed `indexes` with the tokens between sink and window, in layers that choose."""
         self._fed.append(indexes)
         self.remembered.append(indexes)
 
@@ -71,11 +69,10 @@ class IndexedPolicy(KvPolicy):
         return layer if offset < 0 else layer - offset % self.settings.anchor_every
 
     def _first_indexed(self) -> Int64s:
-        """Return the first indexed token [batch] of each sequence: that of the first page after the sink without padding."""
         return self.page_tokens * np.maximum(self.store.config.sink_pages, -(-self.first // self.page_tokens))
 
     def pad(self, first: Int64s) -> None:
-        """Set the padding; indexes that contain padding now are removed."""
+        """Set the padding, and remove indexes that contain padding now."""
         before = self._starts
         super().pad(first)
         self._starts = self._first_indexed()
@@ -84,11 +81,9 @@ class IndexedPolicy(KvPolicy):
                 each.forget(int(sequence))
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:
-        """Index the part of a prefill that will be in the middle, while the next layer computes."""
         self._feed(layer)
 
     def attended(self, layer: int, selection: Selection, weights: Floats | None = None) -> None:
-        """Index the page that leaves the window, if any."""
         self._feed(layer)
 
     def _feed(self, layer: int) -> None:
@@ -101,7 +96,6 @@ class IndexedPolicy(KvPolicy):
         return self.store.everything if layer < self.settings.full_layers else super().select(layer, queries)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the tokens that the layer's scorers find, or the choice of its anchor in this step."""
         anchor = self.anchor_of(layer)
         step, chosen = self._choices.get(anchor, (-1, None))
         if anchor != layer and chosen is not None and step == self.store.step:
@@ -114,8 +108,7 @@ class IndexedPolicy(KvPolicy):
     def _of_sequence(self, layer: int, sequence: int, queries: Floats, tokens: int) -> Int64s:
         """Return `tokens` tokens of the middle [kv_heads, tokens], ascending, or more for some heads that share a budget.
 
-        The first tokens after padding act as a sink: those in a page with padding are all chosen. Padding is chosen only if
-        there are no other tokens, its last tokens first.
+        The first tokens after padding act as a sink. Padding is chosen only if there are no other tokens.
         """
         size, lead, stop = self.page_tokens, self.inside.start, self.inside.stop
         start, first = (min(int(of[sequence]), stop) for of in (self._starts, self.first))  # the middle may be all padding
@@ -132,10 +125,7 @@ class IndexedPolicy(KvPolicy):
         return np.concatenate([*sides, best], axis=1)
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Return `count` tokens [kv_heads, count], ascending, that `scorer` finds for a sequence.
-
-        Heads that share a budget may have more or fewer.
-        """
+        """Return the tokens [kv_heads, count], ascending, that `scorer` finds; heads that share a budget may differ."""
         return scorer.top(queries, count)
 
     def cropped(self, tokens: int) -> None:
@@ -151,13 +141,10 @@ class IndexedPolicy(KvPolicy):
 class Quest(IndexedPolicy):
     """Quest: the pages whose keys could have the largest products, without reading the keys.
 
-        select:   bounds of all pages of the middle, from the smallest and largest number of each channel; the best pages
-        attended: summaries of the pages that have left the window
-
     Summaries (2 of a page's 16 rows of keys, as float32) are in host memory.
 
-    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, sections 2.2 and 5.
-    Differs from Quest: there, the first two layers have full attention; here, only with `full_layers`.
+    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, sections 2.2 and 5. Differs from Quest: the
+    first layers have full attention only with `full_layers`.
     """
 
     name = "quest"
@@ -188,25 +175,20 @@ class Mass(IndexedPolicy):
 
         select:   products of each query head with all keys of the index, and of sink, window and tail
                   softmax over both; sums by key head; the best tokens of the middle, for all heads of a layer together
-        attended: the page that leaves the window is indexed
 
-    A query head with concentrated attention gets its tokens, because its weights are large there; a head with uniform
-    attention has small weights everywhere. With the largest product (IceCache, HillInfer), the head with the longest queries
-    would decide for all. Key heads share the layer's budget, so one with concentrated attention leaves a part of it to
-    others. If a choice serves several layers, each key head has its own budget. Sink and window are not reserved, because
-    their important tokens are chosen like any others.
+    With the largest product (IceCache, HillInfer), the head with the longest queries would decide for all. Key heads share
+    the layer's budget, unless a choice serves several layers. Important tokens of sink and window are chosen like any
+    others.
 
-    A softmax over the chosen tokens alone would give them the weight of all tokens. Instead, half of the weight of the other
-    tokens goes to the mean of the values. This weight is what remains after the newest token: one that attends to itself
-    needs no others. If all of it went to the mean, a model's loss would be larger than without, because important tokens
-    that are not chosen differ from the mean.
+    Part of the weight of the tokens that are not chosen (`mean_share`) goes to the mean of the values. If all of it did, a
+    model's loss would be larger than without, because important tokens that are not chosen differ from the mean.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over a
     group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget; Ribar et
     al., SparQ Attention, 2024, section 3, algorithm 1: the mean of the values. Differs from the first: single tokens are
-    chosen by their own keys, not blocks by compressed ones. Differs from the second: tokens are not lost, each step chooses
-    again, and a head gets at most twice its even part. Differs from the third: the mean gets half of the other weight, not
-    all. The softmax excludes the newest token, which is appended after the choice, and a model's cap of logits.
+    chosen by their own keys. Differs from the second: each step chooses again, and a head gets at most twice its even part.
+    Differs from the third: the mean gets half of the other weight. The softmax excludes the newest token, which is appended
+    after the choice, and a model's cap of logits.
     """
 
     name = "mass"
@@ -225,7 +207,6 @@ class Mass(IndexedPolicy):
             self._feeds(self.values)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
-        """Return the tokens with the largest mass, or the choice of the anchor."""
         keys, positions = self.store.pinned_keys(layer)
         grouped = queries.reshape(self.store.batch, self.kv_heads, -1, queries.shape[2])
         self._pinned = np.matmul(grouped, widened(keys).swapaxes(2, 3))
@@ -237,7 +218,6 @@ class Mass(IndexedPolicy):
         return Selection(found.positions, (self._missed, self._sums)) if self._missed.any() else found
 
     def unseen(self, layer: int, selection: Selection, queries: Floats, keys: NDArray[Any]) -> tuple[Floats, Floats] | None:
-        """Return the share of attention of the mean value, and that mean; see `KvPolicy.unseen`."""
         if selection.missed is None:
             return None
         missed, sums = selection.missed
@@ -249,7 +229,6 @@ class Mass(IndexedPolicy):
         return np.float32(self.settings.mean_share) * left * missed, means
 
     def best(self, scorer: Scorer, sequence: int, queries: Floats, count: int) -> Int64s:
-        """Return `count` tokens [kv_heads, count] of `scorer`, ascending."""
         assert isinstance(scorer, ExactScorer)
         inside = scorer.products(queries)
         threads = self.store.config.threads
@@ -285,11 +264,11 @@ class IceCache(IndexedPolicy):
         select:    the tokens that the trees find (algorithms 3 and 4), from the union over the queries of a key head
         attended:  the page that leaves the window is inserted (algorithm 1, lines 27 to 37)
 
-    Trees are in host memory (see `DciIndex` for their size); keys and values are in the store's tiers.
+    Trees are in host memory (see `DciIndex`); keys and values are in the store's tiers.
 
-    Source: icecache.txt, section 4, appendix A and B, algorithms 1 to 4. Differs from the paper: pages of the tree are not
-    pages of the store, whose file only grows and serves all heads, so that the chosen rows are fetched individually in one
-    gather; all layers keep to the budget by default (the paper: `full_layers` 2); and the union is cut to the budget.
+    Source: icecache.txt, section 4, appendix A and B, algorithms 1 to 4. Differs from the paper: the chosen rows are fetched
+    individually, because pages of the tree are not pages of the store; all layers keep to the budget by default (the paper:
+    `full_layers` 2); and the union is cut to the budget.
     """
 
     name = "icecache"
@@ -304,7 +283,7 @@ class IceCache(IndexedPolicy):
 
     @property
     def whys(self) -> list[str]:
-        """For each layer, the scorer of its first sequence and the reason; empty for a layer without one."""
+        """The scorer of each layer's first sequence, and the reason."""
         firsts = [row[0] for row in self.indexes.found]
         return ["" if scorer is None else scorer.why for scorer in firsts]
 
@@ -323,11 +302,7 @@ class IceCache(IndexedPolicy):
         save_indexes(path_of(self.store.config.path), found, self._identity())
 
     def restored(self) -> None:
-        """Restore saved trees, unless the scorer needs none; a layer without a tree builds its own.
-
-        Trees that are damaged, or of another state of the spill file, are ignored with a log message, because they can be
-        rebuilt.
-        """
+        """Restore saved trees; trees that are damaged, or of another state of the spill file, are ignored and rebuilt."""
         path = self.store.config.path
         if path is None or self.settings.scorer not in ("dci", "auto") or not path_of(path).exists():
             return
@@ -344,7 +319,6 @@ class IceCache(IndexedPolicy):
         self.indexes.crop(self.store.length)  # the window may be larger than before
 
     def _identity(self) -> dict[str, Any]:
-        """Return the properties that an index and a store must share: shape, number and ids of tokens, padding, and sink."""
         store = self.store
         ids = zlib.crc32(np.ascontiguousarray(store.ids).tobytes())
         identity = {"shape": store.shape.to_json(), "batch": store.batch, "tokens": store.length}

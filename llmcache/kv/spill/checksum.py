@@ -1,7 +1,7 @@
 """Checksums of parts of pages: CRC-32C, by the CPU's instruction if it has one, else by tables with the same result.
 
-The words of 8 bytes of a part are distributed over four CRCs, which are computed in parallel; a fifth CRC combines them.
-This reaches 24 GB/s on a core (4 GB/s with tables); zlib's CRC-32 reaches 1.5 GB/s, which is slower than an SSD.
+The words of 8 bytes of a part are distributed over four parallel CRCs; a fifth combines them. This reaches 24 GB/s on a core
+(4 GB/s with tables); zlib's CRC-32 reaches 1.5 GB/s, which is slower than an SSD.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ _TABLES = _tables()
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _instruction(typing_context: Any, crc: Any, word: Any) -> Any:
-    """Return the CRC (in a uint64) after one more word of 8 bytes."""
-
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         wide, narrow = ir.IntType(64), ir.IntType(32)
         if platform.machine() == "aarch64":
@@ -63,7 +61,7 @@ def _instruction(typing_context: Any, crc: Any, word: Any) -> Any:
 
 @numba.njit(inline="always")
 def by_tables(crc, word):  # type: ignore[no-untyped-def]
-    """Return the CRC after one more word of 8 bytes, without the CPU's instruction."""
+    """Return the CRC after one more word of 8 bytes."""
     left = crc ^ word
     found = np.uint64(0)
     for byte in range(8):
@@ -108,7 +106,7 @@ def _finish(crcs, words):  # type: ignore[no-untyped-def]
 
 
 class RunningChecksum:
-    """The checksum of one part of any size that is passed in pieces; zeros follow it to a multiple of 8 bytes."""
+    """The checksum of one part that is passed in pieces, padded with zeros to a multiple of 8 bytes."""
 
     def __init__(self) -> None:
         self._crcs = np.full(4, _START, np.uint64)
@@ -141,10 +139,7 @@ def _first_other(words, written, which):  # type: ignore[no-untyped-def]
 
 
 def checksums(slots: NDArray[np.uint8], parts: int = 1) -> Uint32s:
-    """Return the checksums [pages, parts] of the `parts` of each of `slots` [pages, slot bytes].
-
-    The size of a part is a multiple of 8 bytes.
-    """
+    """Return the checksums [pages, parts] of the `parts`, multiples of 8 bytes, of `slots` [pages, slot bytes]."""
     words = slots.reshape(len(slots) * parts, -1).view(np.uint64)
     out = np.empty(len(words), np.uint32)
     _sum_parts(words, out)

@@ -2,9 +2,9 @@
 
 A lock orders the changes within the process. Reads need no lock: a page never moves, and appends only add pages.
 
-After a failed sync, the data written since the previous sync is in doubt: the kernel may have dropped it, and the next sync
-would report success. So before the next sync, these pages are read back, verified and written again, and so are the
-tables, from memory. A page that fails verification is lost, and so are the pages after it.
+After a failed sync, the kernel may have dropped the data written since the previous sync, and the next sync would report
+success. So before the next sync, these pages are verified and written again, and so are the tables. A page that fails
+verification is lost, and so are the pages after it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SpillFile(SpillReader):
 
     Appended pages survive the end of the process, and after `flush` a crash of the machine. After a restart, only pages that
     all layers and the tokens have are kept. If a failed sync has lost pages, the next call that changes the file raises
-    DataError once, without any other effect; the file is consistent, and `pages` returns what remains.
+    DataError once, without any other effect; `pages` returns what remains.
     """
 
     _flags = os.O_RDWR
@@ -84,10 +84,10 @@ class SpillFile(SpillReader):
         interleaved: bool = False,
         direct: bool | None = None,
     ) -> SpillFile:
-        """Create an empty file and open it. Its temporary name ends with the final one, as `--spill` patterns expect.
+        """Create an empty file and open it. UsageError: the file exists, or its directory does not.
 
         `extent_pages`: pages of a layer in an extent (0: 1024 tokens). `interleaved`: for readers of rows that never read
-        keys alone. UsageError: the file exists, or its directory does not.
+        keys alone.
         """
         path = Path(path)
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
@@ -129,10 +129,7 @@ class SpillFile(SpillReader):
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
-        """Append the ids and positions of tokens, in pages of `page_tokens` tokens.
-
-        Return the bytes written.
-        """
+        """Append the ids and positions of tokens; return the bytes written."""
         if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
             raise ValueError(
                 f"ids, positions: must have one axis of the same length, not shapes {ids.shape} and {positions.shape}"
@@ -187,7 +184,6 @@ class SpillFile(SpillReader):
             chain.add(entry)
 
     def _undo(self, chain: PageChain, pages: int) -> None:
-        """Roll back a failed append: remove its entries, from the end, and then its extents."""
         chain.cut(pages, self.shape.page_tokens)
         ordinal, slot = divmod(pages, chain.plan.slots)
         for index in range(ordinal, len(chain.extents)):
@@ -198,10 +194,9 @@ class SpillFile(SpillReader):
         self._finish_removals()
 
     def _finish_removals(self) -> None:
-        """Complete removals that an error interrupted. Called before every change.
+        """Complete removals that an error interrupted, before every change.
 
-        A leftover entry would become valid again when an append writes the page before it. Entries are removed from the
-        end, so that a crash leaves a valid prefix.
+        A leftover entry would become valid again when an append writes the page before it.
         """
         while self._unwiped:
             offset, size = self._unwiped[-1]
@@ -226,7 +221,6 @@ class SpillFile(SpillReader):
             self._write(slots.reshape(-1), at + plan.slot_at(side, slot), plan.direct)
 
     def _claim(self, chain: PageChain) -> None:
-        """Add an extent to `chain`: a free one, whose table is empty, or a new one at the end of the file."""
         owner = pack(ExtentEntry(chain.sequence, chain.layer, len(chain.extents)))
         if self._free:
             self._write(owner, self._layout.at(self._free[-1]))
@@ -243,7 +237,6 @@ class SpillFile(SpillReader):
         self._extents += 1
 
     def _release_extent(self, chain: PageChain) -> None:
-        """Release the last extent of `chain`, whose table is empty."""
         extent = chain.extents[-1]
         if extent == self._extents - 1:
             self.raw.cut(self._layout.at(extent))
@@ -262,10 +255,7 @@ class SpillFile(SpillReader):
             self._cut([(chain, pages) for chain in self._chains_of(sequence) if chain.pages > pages], [])
 
     def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
-        """Cut chains in the file.
-
-        The commit is written first: with the old commit, a crash during the removal would look like damage.
-        """
+        """Write the commit first: with the old commit, a crash during the removal would look like damage."""
         self._sync()
         self._raise_lost()
         self._write_commit(sum(chain.pages - pages for chain, pages in cuts))
@@ -290,10 +280,7 @@ class SpillFile(SpillReader):
             self._write_commit()
 
     def _write_commit(self, removed: int = 0) -> None:
-        """Commit the synced pages except `removed` ones.
-
-        A failed commit may be on disk, so its epoch is never used again.
-        """
+        """Commit the synced pages except `removed` ones; a failed one may be on disk, so its epoch is never used again."""
         commit = Commit(self._epoch, sum(chain.pages for chain in self._chains.values()) - removed)
         # Skip an epoch, in case the commit fails: the next one must overwrite this one, and not the last good one.
         self._synced, self._epoch = commit.epoch, commit.epoch + 2
@@ -302,7 +289,6 @@ class SpillFile(SpillReader):
         self._epoch = commit.epoch + 1
 
     def _sync(self) -> None:
-        """Sync the file, but first write again the data that a failed sync left in doubt."""
         if self._doubtful:
             self._write_again()
         self._doubtful = True
@@ -310,7 +296,6 @@ class SpillFile(SpillReader):
         self._doubtful = False
 
     def _write_again(self) -> None:
-        """Write all unsynced pages and all tables again. Pages that cannot be read back are cut off."""
         with contextlib.suppress(MissingRequirement):
             self.raw.sync()  # the kernel drops only clean pages from its cache
         for chain in self._chains.values():
@@ -330,7 +315,6 @@ class SpillFile(SpillReader):
             self._write(bytes(self._layout.table_bytes), self._layout.at(extent))
 
     def _verified_prefix(self, chain: PageChain, pages: list[int]) -> list[Bytes]:
-        """Return keys and values [pages, slot bytes] of `pages`, up to the first that cannot be verified."""
         try:
             return self._read_sides(chain, pages, SIDES)
         except DataError:

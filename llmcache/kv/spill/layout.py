@@ -64,10 +64,7 @@ def whole_blocks(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class KvShape:
-    """The identity of a spill file: only a reader with the same `model`, shape and type may open it.
-
-    `value_dim` 0 stands for `head_dim`.
-    """
+    """The identity of a spill file: a reader needs the same fields. `value_dim` 0 stands for `head_dim`."""
 
     model: str
     layers: int
@@ -101,12 +98,11 @@ class KvShape:
 
     @property
     def key_slot_bytes(self) -> int:
-        """Bytes of the keys of a page in the file, in whole blocks."""
         return self.slot_sizes[KEYS]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of a token in one layer, without padding."""
+        """Bytes of a token in one layer, without padding."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize
 
     def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -114,7 +110,6 @@ class KvShape:
         return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
     def pages_of(self, tokens: int) -> int:
-        """Return the number of pages for `tokens`."""
         return -(-tokens // self.page_tokens)
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def check_rows(shape: KvShape, keys: NDArray[Any], values: NDArray[Any], *lead: 
 
 
 class PageEntry(NamedTuple):
-    """A page: number `page` of its chain, with `tokens` tokens, appended in `epoch`; checksums of its parts, keys first."""
+    """Page `page` of its chain, with `tokens` tokens, appended in `epoch`; checksums of its parts, keys first."""
 
     sequence: int
     layer: int
@@ -200,10 +195,7 @@ def pack(record: PageEntry | ExtentEntry | Commit, size: int = RECORD_BYTES) -> 
 
 
 def unpack(kind: type[Record], data: bytes, crcs: int = 0) -> Record | None:
-    """Return the record of `kind` in `data`, or None if it is missing, torn or damaged.
-
-    `crcs`: checksums in a page's entry.
-    """
+    """Return the record in `data` with `crcs` page checksums; None if it is missing, torn or damaged."""
     own = len(kind._fields) - 1 if kind is PageEntry else 3
     if data[:4] != _KINDS[kind] or len(data) < 8 + 4 * (own + crcs) or data[-4:] != struct.pack("<I", zlib.crc32(data[:-4])):
         return None
@@ -229,7 +221,7 @@ class ExtentPlan:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a page's entry: the smallest size that fits its kind, five numbers, the page's checksums and its own."""
+        """Bytes of a page's entry: its kind, five numbers, the page's checksums and its own."""
         return next(size for size in ENTRY_BYTES if 28 + 4 * sum(self.parts) <= size)
 
     @property
@@ -237,19 +229,17 @@ class ExtentPlan:
         return whole_blocks(self.entry_at(self.slots))
 
     def entry_at(self, slot: int) -> int:
-        """Return the offset of the entry of `slot` in the extent; slot -1 is the entry of the extent."""
+        """Return the offset of an entry in the extent; slot -1 is the entry of the extent."""
         return (slot + 1) * self.entry_bytes
 
     def part_bytes(self, side: int) -> int:
-        """Return the bytes of a part of keys (`side` 0) or of values (1)."""
         return self.sizes[side] // self.parts[side]
 
     def step_bytes(self, side: int) -> int:
-        """Return the distance from a part to the next of the same side, in bytes."""
+        """Return the distance from a part to the next of the same side."""
         return (sum(self.sizes) if self.interleaved else self.sizes[side]) // self.parts[side]
 
     def slot_at(self, side: int, slot: int) -> int:
-        """Return the offset of the keys (`side` 0) or values (1) of `slot` in the extent."""
         before = self.part_bytes(KEYS) if side and self.interleaved else side * self.slots * self.sizes[KEYS]
         return self.table_bytes + before + slot * self.parts[side] * self.step_bytes(side)
 
@@ -261,12 +251,11 @@ class ExtentPlan:
         return np.array(rows, np.int64)
 
     def end_at(self, slot: int) -> int:
-        """Return the offset of the end of `slot` in the extent."""
         return self.slot_at(VALUES, slot) + (self.parts[VALUES] - 1) * self.step_bytes(VALUES) + self.part_bytes(VALUES)
 
 
 def parts_of(slot_bytes: int) -> int:
-    """Return the number of parts of the keys or values of a page: one per block, or fewer if an entry is too small."""
+    """Return the number of parts of a side of a page: one per block, or fewer if an entry is too small."""
     blocks = slot_bytes // BLOCK_BYTES
     return next(blocks // size for size in range(1, blocks + 1) if blocks % size == 0 and blocks // size <= MOST_PARTS)
 
@@ -307,15 +296,13 @@ class Layout:
         self.table_bytes = max(self.of_layer.table_bytes, self.of_tokens.table_bytes)
 
     def plan(self, layer: int) -> ExtentPlan:
-        """Return the plan of the extents of `layer`; layer `shape.layers` stands for the tokens."""
+        """Return the plan of the extents of `layer`; `shape.layers` stands for the tokens."""
         return self.of_tokens if layer == self.shape.layers else self.of_layer
 
     def at(self, extent: int) -> int:
-        """Return the offset of extent number `extent` in the file."""
         return EXTENTS_AT + extent * self.extent_bytes
 
     def header(self) -> bytes:
-        """Return the first block of the file."""
         plan = self.of_layer
         fields_ = {"extent_pages": self.extent_pages, "parts": plan.parts, "interleaved": plan.interleaved}
         fields_ |= self.shape.to_json()
@@ -327,7 +314,7 @@ class Layout:
 
 
 def read_header(block: bytes, path: Path) -> Layout:
-    """Return the layout in the first block of a file; DataError if it is no spill file, of a newer version, or damaged."""
+    """Return the layout in a file's first block; DataError: no spill file, a newer version, or damaged."""
     if len(block) < _HEADER.size or block[:8] != MAGIC:
         raise DataError(f"{path}: magic: not a spill file of llmcache", "name a file that llmcache has written")
     _, version, length, crc = _HEADER.unpack_from(block)
@@ -347,7 +334,7 @@ def read_header(block: bytes, path: Path) -> Layout:
 
 
 def check_identity(found: KvShape, wanted: KvShape, path: Path) -> None:
-    """Raise DataError with each field in which a file's identity differs from the expected one."""
+    """Raise DataError with each field in which a file's identity differs."""
     mine, theirs = wanted.to_json(), found.to_json()
     differ = [f"{name}: {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
     if differ:
@@ -367,7 +354,7 @@ class PageRun(NamedTuple):
 
 @dataclass
 class PageChain:
-    """The pages of one layer (or the tokens) of one sequence. Takes 4 bytes per page and 4 bytes per part."""
+    """The pages of one layer (or the tokens) of one sequence."""
 
     sequence: int
     layer: int
@@ -385,7 +372,6 @@ class PageChain:
         return len(self.epochs)
 
     def tokens_of(self, page: int, page_tokens: int) -> int:
-        """Return the number of tokens in `page`; only the last page may be partial."""
         return self.last_tokens if page == self.pages - 1 else page_tokens
 
     def add(self, entry: PageEntry) -> None:
@@ -401,7 +387,6 @@ class PageChain:
         return PageEntry(self.sequence, self.layer, page, self.tokens_of(page, page_tokens), self.epochs[page], crcs)
 
     def cut(self, pages: int, page_tokens: int) -> None:
-        """Remove the pages from number `pages` on."""
         if pages < self.pages:
             for of_side, parts in zip(self.crcs, self.plan.parts, strict=True):
                 del of_side[pages * parts :]

@@ -1,7 +1,7 @@
 """RawFile: complete reads and writes at offsets of a file, with errors that name the cause.
 
-Pages bypass the page cache (O_DIRECT) if the file system supports it, because they are read rarely and in no order.
-Tables use the page cache, because their records are smaller than a block. Linux keeps both coherent.
+Pages bypass the page cache (O_DIRECT) if the file system supports it. Tables use the page cache, because their records are
+smaller than a block. Linux keeps both coherent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def problem(path: Path, doing: str, error: OSError) -> LlmcacheError:
 
 @contextlib.contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """Convert OSErrors in a with block, which is `doing` something with `path`, to the errors of `problem`."""
+    """Convert OSErrors in a with block to the errors of `problem`."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def there_already(path: Path) -> UsageError:
 class RawFile:
     """An open file. `direct`: use O_DIRECT if possible (None), always (True, else MissingRequirement) or never (False).
 
-    `directory`: a descriptor of the file's directory; `path` is then used for messages, except its last component.
+    `directory`: a descriptor of the file's directory; of `path`, only the last component is then opened.
     """
 
     def __init__(self, path: Path, flags: int, direct: bool | None = None, directory: int | None = None) -> None:
@@ -88,14 +88,13 @@ class RawFile:
 
     @property
     def direct(self) -> bool:
-        """True if pages bypass the page cache."""
         return self._direct_fd is not None
 
     def _fd_for(self, direct: bool) -> int:
         return self._direct_fd if direct and self._direct_fd is not None else self.fd
 
     def lock(self) -> None:
-        """Lock the file for writing until the process ends; MissingRequirement if another process has locked it."""
+        """Lock the file until the process ends; MissingRequirement if another process has locked it."""
         with explained(self.path, "locking"):
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,13 +119,13 @@ class RawFile:
                 raise problem(self.path, "opening with O_DIRECT", error) from None
 
     def refresh(self) -> None:
-        """Drop the file from the page cache: after a failed write-back, the cache may have pages that are not on disk."""
+        """Drop the file from the page cache, which may have pages that are not on disk after a failed write-back."""
         with contextlib.suppress(MissingRequirement):
             self.sync()  # the kernel drops only clean pages
         self.forget(0, 0)
 
     def forget(self, offset: int, size: int) -> None:
-        """Drop clean pages of `size` bytes at `offset` (0: up to the end) from the page cache."""
+        """Drop clean pages of `size` bytes (0: up to the end) from the page cache."""
         with contextlib.suppress(OSError):  # a file system without a page cache
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 
@@ -147,8 +146,7 @@ class RawFile:
     def read_runs(self, wanted: Int64s, direct: bool = False, queue: ReadQueue | None = None) -> None:
         """Perform the reads `wanted` [n, 3]: offset in the file, address in memory, bytes. Errors as `read_into`.
 
-        Adjacent ranges of the file are read together, even if their addresses are not adjacent. Reads are sequential, or
-        concurrent with a `queue` that owns the memory.
+        Adjacent ranges of the file are read together; reads are concurrent with a `queue` that owns the memory.
         """
         fd = self._fd_for(direct)
         segments, firsts, starts = _joined(wanted, wanted[:, 0].argsort(kind="stable"))
@@ -165,7 +163,7 @@ class RawFile:
                 offset += size
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes at `offset`, or fewer at the end of the file."""
+        """Return `size` bytes, or fewer at the end of the file."""
         parts, done = [], 0
         while done < size:
             with explained(self.path, f"reading at {offset + done}"):
@@ -177,7 +175,6 @@ class RawFile:
         return b"".join(parts)
 
     def write(self, data: bytes | Bytes, offset: int, direct: bool = False) -> None:
-        """Write all of `data` at `offset`."""
         fd, done = self._fd_for(direct), 0
         view = memoryview(data) if isinstance(data, bytes) else data.data
         with explained(self.path, "spilling"):
@@ -193,7 +190,6 @@ class RawFile:
             raise problem(self.path, "allocating space", error) from None
 
     def cut(self, end: int) -> None:
-        """Truncate the file at `end`."""
         with explained(self.path, "cutting"):
             os.ftruncate(self.fd, end)
 
@@ -278,10 +274,7 @@ def _sizes(segments: Int64s, firsts: Int64s) -> Int64s:
 
 
 def huge_memory(size_bytes: int) -> Bytes:
-    """Return new memory backed by huge pages if the kernel has any.
-
-    A read then needs one physical address range, not one for each 4 KiB.
-    """
+    """Return new memory in huge pages, if the kernel has any: a read then needs one physical address range."""
     size = max(size_bytes, HUGE_PAGE_BYTES)
     fresh = mmap.mmap(-1, size + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -292,9 +285,9 @@ def huge_memory(size_bytes: int) -> Bytes:
 
 
 class ReadQueue:
-    """Concurrent reads by Linux's asynchronous I/O, without a thread for each, into memory of the queue.
+    """Concurrent reads by Linux's asynchronous I/O into memory of the queue; obtained from `read_queue`.
 
-    Obtained from `read_queue`. Reads are sequential if the kernel or the container does not permit asynchronous I/O.
+    Reads are sequential if the kernel or the container does not permit asynchronous I/O.
 
     The system calls are made through ctypes. *Measured* on a virtual disk (medians of 55 interleaved calls for 128, 512 and
     1,024 rows): 2.2, 10.9 and 20.4 ms; with `preadv` on eight threads 3.2, 14.0 and 29.5 ms; with system calls in compiled
@@ -317,7 +310,7 @@ class ReadQueue:
         return self._memory[:size_bytes]
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
-        """Perform the reads that `_joined` returned; return the numbers of those that are incomplete."""
+        """Perform the reads of `_joined`; return the numbers of those that are incomplete."""
         if not self._is_async:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
         sizes, whole = _sizes(segments, firsts), np.zeros(len(starts), np.bool_)
@@ -332,7 +325,6 @@ class ReadQueue:
         return np.flatnonzero(~whole)
 
     def _perform(self, count: int) -> Int64s:
-        """Perform the reads of the first `count` blocks; return the events of those that the kernel accepted."""
         (submit, get_events), submitted, done, failures = self._numbers, 0, 0, 0
         while submitted < count:
             pointers = self._pointers[submitted:].ctypes.data
@@ -352,10 +344,7 @@ class ReadQueue:
 
 @contextlib.contextmanager
 def read_queue() -> Iterator[ReadQueue]:
-    """Yield a queue for exclusive use.
-
-    A queue whose reads were interrupted is never used again, and its memory is not freed.
-    """
+    """Yield a queue for exclusive use; after an interruption, it is never used again and its memory not freed."""
     try:
         queue = free_queues.pop()
     except IndexError:

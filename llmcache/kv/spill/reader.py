@@ -1,9 +1,9 @@
 """SpillReader: a spill file open for reading, in any order and by any number of processes.
 
-A page exists if its entry does; the entry is written after the page. Data written after the last commit may have reached
-the disk in any order, so its checksums are verified when the file is opened; those of older pages are verified when they
-are read. A chain ends before its first invalid page, so leftovers of a crash are never returned. Missing committed pages
-are damage: DataError. Adjacent pages are read together.
+A page exists if its entry does; the entry is written after the page. Pages written after the last commit may have reached
+the disk in any order, so they are verified when the file is opened; older pages are verified when they are read. A chain
+ends before its first invalid page, so leftovers of a crash are never returned. Missing committed pages are damage:
+DataError.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _of_thread = threading.local()
 class Scan:
     """The contents of a file as of `commit`: chains of valid pages, free extents, and table ranges to wipe before a write.
 
-    Does not change the file. DataError: committed pages are missing.
+    DataError: committed pages are missing.
     """
 
     def __init__(self, raw: RawFile, layout: Layout, commit: Commit) -> None:
@@ -104,7 +104,6 @@ class Scan:
         return cls(raw, layout, commit_of(raw))
 
     def _owners(self) -> dict[tuple[int, int], list[int]]:
-        """Return the extents of each chain in order; extents without an owner or after a gap become free."""
         owners: dict[tuple[int, int], dict[int, int]] = {}
         for extent in self._written():
             self.extents = extent + 1
@@ -122,7 +121,6 @@ class Scan:
         return chains
 
     def _written(self) -> Iterator[int]:
-        """Yield the extents whose tables were ever written; holes in the file are skipped."""
         extent, layout = 0, self._layout
         while layout.at(extent) < self._size:
             data = self.raw.data_from(layout.at(extent))
@@ -135,14 +133,13 @@ class Scan:
                 extent = max(extent + 1, (data - layout.at(0)) // layout.extent_bytes)
 
     def _release(self, extent: int) -> None:
-        """Add an extent to the free ones, and have its table wiped: old entries must not become valid under a new owner."""
+        """Free an extent, and have its table wiped: old entries must not become valid under a new owner."""
         self.free.append(extent)
         table = self.raw.read(self._layout.table_bytes, self._layout.at(extent))
         if any(table):
             self.wipe.append((self._layout.at(extent), len(table)))
 
     def _read(self, chain: PageChain) -> int:
-        """Add the valid pages to `chain`; return how many of them are committed."""
         committed, ended, plan, page_tokens = 0, False, chain.plan, self._layout.shape.page_tokens
         for extent in chain.extents:
             slot, at = 0, self._layout.at(extent)
@@ -182,7 +179,7 @@ class Scan:
 
 
 def commit_of(raw: RawFile) -> Commit:
-    """Return the newest commit of a file; DataError if both records are damaged, or its epoch is the largest possible."""
+    """Return the newest commit; DataError if both records are damaged, or its epoch is the largest possible."""
     records = [unpack(Commit, raw.read(RECORD_BYTES, at)) for at in COMMITS_AT]
     # Ignore a record in the wrong place: the next commit would overwrite it instead of the older one.
     whole = [record for turn, record in enumerate(records) if record is not None and record.epoch % 2 == turn]
@@ -245,7 +242,6 @@ class SpillReader:
         return file
 
     def _cut(self, cuts: list[tuple[PageChain, int]], wipe: list[tuple[int, int]]) -> None:
-        """Cut chains to the given numbers of pages; a writer wipes the removed entries, and the ranges `wipe`."""
         for chain, pages in cuts:
             chain.cut(pages, self.shape.page_tokens)
 
@@ -259,7 +255,6 @@ class SpillReader:
 
     @property
     def direct(self) -> bool:
-        """True if pages bypass the page cache (O_DIRECT)."""
         return self.raw.direct
 
     @property
@@ -272,14 +267,14 @@ class SpillReader:
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
 
     def pages(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of pages of `sequence`: in one layer, or in all layers and the tokens."""
+        """Return the number of pages: in one layer, or in all layers and the tokens."""
         if layer is None:
             return self._common_pages(self._chains_of(sequence))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
     def length(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of tokens of `sequence`: in one layer, or in the pages that all layers have."""
+        """Return the number of tokens: in one layer, or in the pages that all layers have."""
         chain = self._chains.get((sequence, self.shape.layers if layer is None else self._checked_layer(layer)))
         if chain is None:
             return 0
@@ -288,7 +283,7 @@ class SpillReader:
         return pages * self.shape.page_tokens - partial
 
     def tokens(self, sequence: int) -> tuple[Int64s, Int64s]:
-        """Return the ids and positions of the tokens of `sequence` that all layers have."""
+        """Return the ids and positions of the tokens that all layers have."""
         count = self.length(sequence)
         if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -302,9 +297,8 @@ class SpillReader:
         """Return keys and values [pages, kv_heads, page_tokens, dim] of `pages` of a layer, in the given order.
 
         Checksums are verified; the rest of a partial page is zero. `room`: aligned memory for keys and for values, or None
-        for new memory; the result is valid until `room` is used again. `threads`: None for two per CPU, because most wait
-        for the disk. DataError: a page is damaged, or the file ends before it. ValueError: a page does not exist, or `room`
-        is too small.
+        for new memory; the result is valid until `room` is used again. `threads`: None for two per CPU. DataError: a page is
+        damaged, or the file ends before it. ValueError: a page does not exist, or `room` is too small.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         slots = self._read_sides(chain, wanted, SIDES, room, threads or 2 * processors())
@@ -313,8 +307,7 @@ class SpillReader:
     def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
         """Like `read`, but pass the pages to `take` in batches, on the threads that read them.
 
-        A batch is still in the CPU cache, and other threads read in the meantime. After an error, some batches may have been
-        passed, and no more follow.
+        After an error, some batches may have been passed, and no more follow.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         # Four threads per CPU, because most of them wait for the disk while some take.
@@ -334,10 +327,9 @@ class SpillReader:
         run_all([partial(read_and_take, *share) for share in _shares(chain, wanted, least)], threads)
 
     def read_rows(self, sequence: int, layer: int, pages: Int64s, rows: Int64s) -> tuple[list[NDArray[Any]], int]:
-        """Return keys and values of rows [n, dim], and the number of bytes read.
+        """Return keys and values of rows [n, dim], and the number of bytes read. Errors as `read`.
 
-        `rows` [n] are rows in `pages` [n], numbered head x page_tokens + token. Only the parts of pages with these rows are
-        read, each once and concurrently. Errors as `read`.
+        `rows` [n] are rows in `pages` [n], numbered head x page_tokens + token. Only the parts with these rows are read.
         """
         chain = self._chain_of(sequence, layer, int(pages.min(initial=0)), int(pages.max(initial=-1)))
         found, size_bytes = [np.empty(*form) for form in self.shape.forms(len(rows))], 0
@@ -376,7 +368,7 @@ class SpillReader:
         return self._read_sides(chain, wanted, [side], None if into is None else [into], threads)[0]
 
     def pages_by_layer(self, sequence: int) -> list[int]:
-        """Return the number of pages of each layer of `sequence`, and last that of its tokens."""
+        """Return the number of pages of each layer, and last that of the tokens."""
         chains = (self._chains.get((sequence, layer)) for layer in range(self.shape.layers + 1))
         return [chain.pages if chain else 0 for chain in chains]
 
@@ -399,7 +391,6 @@ class SpillReader:
         into: Sequence[Bytes] | None = None,
         threads: int | None = None,
     ) -> list[Bytes]:
-        """Return the slots [pages, slot bytes] of some sides, with verified checksums."""
         plan, least = chain.plan, JOB_BYTES // sum(chain.plan.sizes)
         memory = [aligned(len(pages) * plan.sizes[side]) for side in sides] if into is None else into
         slots = [
@@ -443,7 +434,6 @@ class SpillReader:
             self._compare(chain, side, parts, memory)
 
     def _compare(self, chain: PageChain, side: int, parts: Int64s, memory: Bytes) -> None:
-        """Raise DataError if a part [n] of one side in memory [n x part bytes] has a wrong checksum."""
         if not len(parts):
             return
         first = int(parts.min())
@@ -461,7 +451,6 @@ class SpillReader:
         return self._chain_of(sequence, layer, min(wanted, default=0), max(wanted, default=-1)), wanted
 
     def _chain_of(self, sequence: int, layer: int, least: int, most: int) -> PageChain:
-        """Return the chain with pages `least` to `most`; ValueError if it has no such pages, DataError if they are lost."""
         key = (sequence, self._checked_layer(layer))
         chain = self._chains.get(key) or PageChain(*key, self._layout.plan(layer))
         if least < 0 or most >= max(chain.pages, chain.lost):
@@ -483,7 +472,6 @@ class SpillReader:
         return [chain for (owner, _), chain in self._chains.items() if owner == sequence]
 
     def _unfinished(self) -> list[tuple[PageChain, int]]:
-        """Return the chains with more pages than another layer of their sequence, and how many pages all layers have."""
         sequences: dict[int, list[PageChain]] = {}
         for chain in self._chains.values():
             sequences.setdefault(chain.sequence, []).append(chain)
@@ -491,7 +479,6 @@ class SpillReader:
         return [(chain, pages[chain.sequence]) for chain in self._chains.values() if chain.pages > pages[chain.sequence]]
 
     def _common_pages(self, own: list[PageChain]) -> int:
-        """Return the number of pages that all chains of a sequence have, with equally many tokens in the last."""
         if len(own) <= self.shape.layers:  # the number of layers in a damaged header may be huge
             return 0
         pages = min(chain.pages for chain in own)
@@ -510,7 +497,7 @@ class SpillReader:
 
 
 def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of `pages` of whole runs, at least `least` pages each, because larger batches of checksums cost less."""
+    """Yield ranges of `pages` of whole runs, at least `least` pages each, because large batches of checksums cost less."""
     first = end = 0
     for run in chain.runs(pages, max(1, LARGEST_READ // sum(chain.plan.sizes))):
         end += run.pages
@@ -559,10 +546,6 @@ def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore
 
 @numba.njit(nogil=True, cache=True)
 def _place(parts, begins, slots, geometry, address, step_bytes, out):  # type: ignore[no-untyped-def]
-    """Write to `out` [n, 3] the reads of `parts` [n] for `RawFile.read_runs`; addresses have the distance `step_bytes`.
-
-    `begins`: offsets of the extents, of `slots` pages each; `geometry`: one side of `ExtentPlan.geometry`.
-    """
     each, size, at, step = geometry[0], geometry[1], geometry[2], geometry[3]
     for i in range(parts.size):
         extent, part = divmod(parts[i], each * slots)

@@ -32,11 +32,10 @@ Victims = Callable[[int, int, Int64s, int], Int64s]
 class StoreConfig:
     """Shape and sizes of a store; sink and window are rounded up to whole pages.
 
-    `cpu_pages`: limit of the cpu pool in full pages per layer and sequence, including sink and window, without the page
-    being filled; None for no limit. `path`: the spill file (the ssd tier), or None; a limit requires one. `ssd`:
-    "file", or "csd" (*emulated*, with `profile`). `threads` to copy, read and score: None for one per CPU. `cpu_rows`:
-    number of recently used rows per head that are cached in addition to the pages, up to an eighth of the context. `direct`
-    and `interleaved`: as SpillFile.
+    `cpu_pages`: limit of the cpu pool in full pages per layer and sequence, including sink and window; None for no limit.
+    `path`: the spill file (the ssd tier), or None; a limit requires one. `ssd`: "file", or "csd" (*emulated*, with
+    `profile`). `threads` to copy, read and score: None for one per CPU. `cpu_rows`: number of recently used rows per head
+    that are cached in addition to the pages, up to an eighth of the context. `direct` and `interleaved`: as SpillFile.
     """
 
     shape: KvShape
@@ -69,7 +68,7 @@ class StoreConfig:
 
     @property
     def rows_bytes(self) -> int:
-        """Memory of the cached rows of a sequence, in all layers, with the tables of a `RowCache`."""
+        """Memory of the cached rows of a sequence in all layers."""
         of_row = self.shape.token_bytes + 12 * self.shape.kv_heads
         return self.shape.layers * self.cpu_rows * of_row
 
@@ -105,7 +104,6 @@ class Selection:
 
     @staticmethod
     def none(batch: int, kv_heads: int) -> Selection:
-        """Return the empty selection: only sink, window and tail are attended to."""
         return Selection(np.empty((batch, kv_heads, 0), np.int64))
 
     @staticmethod
@@ -117,14 +115,14 @@ class Selection:
 
     @staticmethod
     def of_all(pages: range, batch: int, kv_heads: int, page_tokens: int) -> Selection:
-        """Return the selection of all tokens of `pages`, for instance of `KvStore.middle`."""
+        """Return the selection of all tokens of `pages`."""
         tokens = np.arange(pages.start * page_tokens, pages.stop * page_tokens, dtype=np.int64)
         shape = (batch, kv_heads, len(tokens))
         return Selection(np.lib.stride_tricks.as_strided(tokens, shape, (0, 0, tokens.itemsize)))  # all heads share one row
 
 
 def side_by_side(parts: Sequence[Int64s]) -> Int64s:
-    """Return the selections of sequences, [kv_heads, k of its own] each, as one array [batch, kv_heads, largest k]."""
+    """Return the selections [kv_heads, k of its own] of sequences as one array [batch, kv_heads, largest k]."""
     found = np.empty((len(parts), len(parts[0]), max(part.shape[1] for part in parts)), np.int64)
     for own, part in zip(found, parts, strict=True):
         own[:, : part.shape[1]] = part
@@ -133,7 +131,7 @@ def side_by_side(parts: Sequence[Int64s]) -> Int64s:
 
 
 def repeated(positions: Int64s) -> Flags:
-    """Return which of `positions` [..., k] equal the previous one, because other heads have more tokens."""
+    """Return which of `positions` [..., k] equal the previous one."""
     found = np.zeros(positions.shape, np.bool_)
     np.equal(positions[..., 1:], positions[..., :-1], out=found[..., 1:])
     return found
@@ -190,7 +188,6 @@ class Traffic:
                 setattr(self, name, getattr(self, name) + count)
 
     def bytes_between(self, source: str, target: str, why: str | None = None) -> int:
-        """Return the bytes transferred between two tiers, for one reason or for all."""
         with self._lock:
             moved = list(self.moved_bytes.items())
         return sum(count for (a, b, reason), count in moved if (a, b) == (source, target) and why in (None, reason))
@@ -207,7 +204,7 @@ class Traffic:
         return self.ping_pong_pages / self.pages_up if self.pages_up else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counters as a dict; bytes are a list of {from, to, why, bytes}."""
+        """Return the counters; bytes are a list of {from, to, why, bytes}."""
         with self._lock:
             moved = [
                 {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())

@@ -1,10 +1,9 @@
 """The cpu tier: pages of a layer in slots of arrays, from which rows are copied and in which keys are scored.
 
-Users of a pool acquire its `lock`: while a thread copies rows out of a slot, no other reuses the slot, and the arrays do not
-move. No thread waits for the disk or the device while it has the lock.
+Users of a pool acquire its `lock`, so that slots are not reused and arrays do not move. No thread waits for the disk or the
+device while it has the lock.
 
-The compiled loops copy rows of all types as words. numba's cache of the loops depends on the date of this file only, not on
-that of the files whose functions they call.
+The compiled loops copy rows of all types as words. numba's cache of the loops depends on the date of this file only.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class Pool:
         return self._slots - len(self._free)
 
     def extend_to(self, numbers: int) -> None:
-        """Extend the tables to page numbers below `numbers`."""
         with self.lock:
             more = numbers - len(self.slot_of)
             if more > 0:
@@ -71,7 +69,7 @@ class Pool:
                 self.down_at = np.concatenate([self.down_at, np.full(more, -(1 << 62), np.int64)])
 
     def add(self, numbers: Int64s) -> Int64s:
-        """Return the slots of pages, allocating missing ones; the contents of a new slot are undefined."""
+        """Return the slots of pages; the contents of a new slot are undefined."""
         fresh = numbers[self.slot_of[numbers] == NOT_HERE]
         if len(fresh):
             self._grow(len(fresh))
@@ -81,7 +79,6 @@ class Pool:
         return self.slot_of[numbers]
 
     def _grow(self, more: int) -> None:
-        """Ensure that `more` slots are free: double the arrays up to `most`, then grow as needed."""
         needed = self._slots - len(self._free) + more
         if needed <= self._slots and self.sides:
             return
@@ -95,7 +92,7 @@ class Pool:
         self._slots = slots
 
     def shrink(self) -> None:
-        """Free the memory of the slots above `most` that are not used."""
+        """Free the memory of the unused slots above `most`."""
         if self.most is None or self._slots <= self.most:
             return
         resident = np.flatnonzero(self.slot_of != NOT_HERE)
@@ -121,16 +118,12 @@ class Pool:
         self.down_at[numbers] = -(1 << 62)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy page `source` to page `target`."""
         into = self.add(np.array([target]))[0]
         for array in self.sides:
             array[into] = array[self.slot_of[source]]
 
     def fill(self, numbers: Int64s, rows: Arrays, offset: int = 0) -> None:
-        """Write tokens to pages, from token `offset` of the first page on.
-
-        `rows`: keys and values [kv_heads, tokens, dim]; the last token is in the last of the pages `numbers`.
-        """
+        """Write rows [kv_heads, tokens, dim] to pages, from token `offset` of the first page up to the last page."""
         slots = self.add(numbers)
         size = self.shape.page_tokens
         first = size - offset if len(slots) > 1 else rows[0].shape[1]
@@ -145,18 +138,17 @@ class Pool:
                 array[slots[-1], :, : rest.shape[1]] = rest
 
     def put(self, numbers: Int64s, pages: Arrays) -> None:
-        """Write whole pages, keys and values [pages, kv_heads, page_tokens, dim]."""
         slots = self.add(numbers)
         for array, part in zip(self.sides, pages, strict=True):
             array[slots] = part
 
     def rows(self, number: int) -> Arrays:
-        """Return views of the keys and values of a page, [kv_heads, page_tokens, dim]."""
+        """Return views of the keys and values [kv_heads, page_tokens, dim] of a page."""
         return [array[self.slot_of[number]] for array in self.sides]
 
 
 class RowCache:
-    """An LRU cache of single rows of one layer, up to `capacity` for each head, so that they are not read again.
+    """An LRU cache of single rows of one layer, up to `capacity` for each head.
 
     Rows are copied to and from `outs`, keys and values [batch, kv_heads, k, dim], at `positions` [batch, kv_heads, k],
     ascending. The caller has `lock` from `absent` to `lay`.
@@ -171,7 +163,6 @@ class RowCache:
 
     @property
     def size_bytes(self) -> int:
-        """Memory in bytes; 0 before the first row is cached."""
         tables = (self._positions, self._slots, self._used) if self._sides else ()
         return sum(array.nbytes for array in (*self._sides, *tables))
 
@@ -190,9 +181,9 @@ class RowCache:
         return found
 
     def lay(self, index: Int64s, positions: Int64s, page_tokens: int, absent: Flags, outs: Arrays, most: int) -> None:
-        """Copy cached rows to `outs`, and cache the `absent` rows of `outs`, at most `most` rows for each head.
+        """Copy cached rows to `outs`, and cache the `absent` rows of `outs`.
 
-        There must be at most `most` absent rows for each head.
+        There must be at most `most` absent rows for each head; the cache then has at most `most` rows.
         """
         if not self._sides:
             if not absent.any():
@@ -205,7 +196,6 @@ class RowCache:
         _update_rows(*tables, index, positions, page_tokens, absent, self._clock, most, *views)
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`."""
         with self.lock:
             if len(self._counts):
                 tables = (self._counts, self._positions, self._slots, self._used)
@@ -213,7 +203,6 @@ class RowCache:
                 self._sides = [side[index] for side in self._sides]
 
     def crop(self, tokens: int) -> None:
-        """Remove rows from position `tokens` on."""
         with self.lock:
             if len(self._counts):
                 self._counts = np.minimum(self._counts, (self._positions < tokens).sum(axis=2))
@@ -231,7 +220,7 @@ def runs(slots: Int64s) -> Iterator[tuple[int, int, int]]:
 
 
 def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str, threads: int | None) -> Floats:
-    """Return the scores [kv_heads, n * page_tokens] of the pages of `keys` in `slots` [n], in their order."""
+    """Return the scores [kv_heads, n * page_tokens] of the pages of `keys` in `slots` [n]."""
     heads, tokens = keys.shape[1:3]
     order = np.argsort(slots)
     ordered = slots[order]
@@ -249,7 +238,7 @@ def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str
 def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
     """Copy the rows at `positions` [batch, kv_heads, k] that `sides` has to `outs` [batch, kv_heads, k, dim].
 
-    `sides` are keys and values; `index` [batch, pages] maps the pages of a sequence to those of `sides`, below 0 for none.
+    `index` [batch, pages] maps the pages of a sequence to those of `sides`, keys and values; below 0 for none.
     """
     jobs: list[Job] = []
     heads, count = positions.shape[1:]
@@ -277,7 +266,7 @@ class Destination:
         self._pages = [np.flatnonzero(of_sequence >= 0) for of_sequence in index]
 
     def take(self, side: int, first: int, rows: NDArray[Any]) -> None:
-        """Copy the requested rows of the keys (`side` 0) or values (1) of the pages from number `first` on."""
+        """Copy rows of the keys (`side` 0) or values (1) of the pages from number `first` on."""
         for index, pages, positions, out in zip(self._index, self._pages, self._positions, self._outs[side], strict=True):
             low, high = np.searchsorted(index[pages], (first, first + len(rows))).tolist()
             if low < high:
@@ -290,8 +279,8 @@ def copy_rows(
 ) -> None:
     """Copy the rows of one sequence in the pages `source` to `out` [kv_heads, k, dim], on this thread.
 
-    `index` [pages] maps the pages of the sequence to those of `source`, the first of which has number `first`; other numbers
-    mean none. Only `positions` [kv_heads, k], ascending, within `part` are considered.
+    `index` [pages] maps the pages of the sequence to those of `source`, which start at number `first`; other numbers mean
+    none. Only `positions` [kv_heads, k], ascending, within `part` are considered.
     """
     if not out.size:
         return
@@ -304,17 +293,13 @@ def copy_rows(
 
 
 def _in_words(rows: NDArray[Any], word: np.dtype[Any]) -> tuple[NDArray[Any], tuple[int, int]]:
-    """Return the memory that `rows` [a, b, ..., dim] spans as words, and the strides of a and b in words."""
     span = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.strides, strict=True)) + rows.itemsize
     flat = np.lib.stride_tricks.as_strided(rows, (span // rows.itemsize,), (rows.itemsize,))
     return flat.view(word), (rows.strides[0] // word.itemsize, rows.strides[1] // word.itemsize)
 
 
 def copy_few(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays) -> tuple[int, int]:
-    """Like `copy_pages`, in one compiled call, which is faster for few rows than threads.
-
-    Return how many of `positions` are in no page, and how many are `repeated`.
-    """
+    """Like `copy_pages`, without threads; return how many positions are in no page, and how many are repeated."""
     word = _word(outs)
     missing, repeats = _copy_few(index, positions, sides[0].shape[2], *(array.view(word) for array in (*sides, *outs)))
     return int(missing), int(repeats)
@@ -327,7 +312,7 @@ def copy_repeated(positions: Int64s, outs: Arrays) -> None:
 
 
 def put_rows(outs: Arrays, where: Int64s, rows: Arrays) -> None:
-    """Copy keys and values [n, dim] to the indexes `where` (see `rows_at`) in `outs` [batch, kv_heads, k, dim]."""
+    """Copy keys and values [n, dim] to the indexes `where` (see `rows_at`) in `outs`."""
     word = _word(outs)
     for out, side in zip(outs, rows, strict=True):
         _put_rows(out.view(word), where, side.view(word))
@@ -385,7 +370,7 @@ def _put_rows(out, where, rows):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def count_missing(index, positions, tokens):  # type: ignore[no-untyped-def]
-    """Return how many of `positions` [batch, kv_heads, k] are in pages, of `tokens` tokens, with an `index` below 0."""
+    """Return how many of `positions` [batch, kv_heads, k] are in pages with an `index` below 0."""
     count = 0
     for b in range(positions.shape[0]):
         for head in range(positions.shape[1]):
@@ -479,10 +464,6 @@ def _update_rows(  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def _make_room(mine, places, last, count, over, free):  # type: ignore[no-untyped-def]
-    """Remove the `over` least recently used rows, if above 0.
-
-    Write the free slots to `free` and return how many rows remain.
-    """
     oldest, ties = np.int64(-1), 0
     if over > 0:
         ages = last[:count].copy()

@@ -1,9 +1,8 @@
 """Spill: writes full pages of the pools through to the ssd tier in order, reads them back, and drops them from memory.
 
-A page is written once it is full. If the write fails, the page stays in the pool, even above the limit, and is written
-before the next page or by `write_all`, so no appended data is lost. If a later write-back fails, the kernel may drop data
-that the pool has dropped already. The tier then raises DataError once and no longer has these pages; those still in
-memory are written again. Pages that no sequence uses are removed.
+If a write fails, the page stays in the pool, even above the limit, and is written before the next page or by `write_all`. If
+a later write-back fails, the kernel may drop data that the pool has dropped already. The tier then raises DataError once and
+no longer has these pages; those still in memory are written again.
 
 Source of the moves: hillinfer.txt, section 3.3 (bidirectional KV cache pools). Differs from the paper: the ssd tier is
 inclusive, so a page that moves down is not written again.
@@ -54,7 +53,7 @@ class Spill:
         return [(int(table.stream[number]), int(table.place[number])) for number in table.table[:, page]]
 
     def is_spilled(self, layer: int, numbers: Int64s) -> Flags:
-        """Return which of the pages `numbers` of a layer are on the ssd tier."""
+        """Return which of the pages are on the ssd tier."""
         streams, places = self._state.table.stream[numbers], self._state.table.place[numbers]
         ends = np.zeros(int(streams.max(initial=NOWHERE)) + 2, np.int64)  # the last is for pages without a stream
         for stream in np.unique(streams[streams != NOWHERE]).tolist():
@@ -66,10 +65,7 @@ class Spill:
 
     @property
     def is_saved(self) -> bool:
-        """True if `save` has marked the file as complete or written partial pages.
-
-        `finish_changes` reverts both before more is written.
-        """
+        """True if `save` has marked the file as complete or written partial pages; `finish_changes` reverts both."""
         return bool(self._partial) or (self._written is not None and self._written.saved)
 
     def _settle(self, full: int) -> None:
@@ -113,7 +109,6 @@ class Spill:
         self._write_out(self._state.shape.layers, tokens.length // size, write_run)
 
     def _write_out(self, layer: int, full: int, write_run: Callable[[int, int, range], None]) -> None:
-        """Call `write_run` (sequence, stream, pages) for the missing ones of the `full` pages of each sequence."""
         self._settle(full)
 
         def write() -> None:
@@ -201,7 +196,7 @@ class Spill:
         self._is_outdated = False
 
     def update_tables(self, closed: bool = False, needed: bool = False) -> None:
-        """Write the tables if they differ from those on disk; without forks they are not written, unless `needed`."""
+        """Write the tables if they differ from those on disk; without forks only if `needed`."""
         now = self._tables() if closed else self._tables().opened()
         if needed or not (now.is_plain and self._written is None):
             self._put(now)
@@ -222,11 +217,10 @@ class Spill:
 
     @property
     def sidecar(self) -> str:
-        """The sidecar of the last `save`."""
         return "" if self._written is None else self._written.sidecar
 
     def save(self, sidecar: str) -> None:
-        """Write everything, including partial pages, so that nothing is lost when the process ends."""
+        """Write everything, including partial pages."""
         _retry_once(functools.partial(self._save, sidecar))
 
     def _save(self, sidecar: str) -> None:
@@ -259,10 +253,7 @@ class Spill:
     # Reading and moving
 
     def read(self, layer: int, numbers: Int64s, why: str) -> Iterator[tuple[Int64s, Arrays]]:
-        """Yield (numbers, keys and values [pages, kv_heads, page_tokens, dim]) of pages, by stream.
-
-        The arrays are valid until the next iteration.
-        """
+        """Yield (numbers, keys and values [pages, kv_heads, page_tokens, dim]) by stream; valid until the next iteration."""
         table = self._state.table
         for stream, found in table.by_stream(numbers):
             with self.ssd.read(stream, layer, table.places(found), why) as sides:
@@ -271,7 +262,6 @@ class Spill:
     def score(
         self, layer: int, sequence: int, pages: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Yield score blocks of `pages`, ascending, of a sequence, by stream."""
         table = self._state.table
         numbers = table.table[sequence, pages]
         streams, places = table.stream[numbers], table.places(numbers)
@@ -367,7 +357,7 @@ class Spill:
 
 
 def _retry_once(call: Callable[[], None]) -> None:
-    """Call again if the tier reports lost pages: the second call writes them from memory, or raises if they are gone."""
+    """Call again if the tier reports lost pages: the second call writes them from memory, or raises."""
     try:
         call()
     except DataError:

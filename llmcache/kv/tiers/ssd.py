@@ -1,7 +1,7 @@
 """The ssd tier: streams of pages in a spill file, accessed by this process or by the *emulated* device.
 
-Many threads may read a file, and one may write it. A device executes one command at a time: its lock is held for a whole
-command, and for an execution until all score blocks are consumed. All transferred bytes are counted.
+Many threads may read a file, and one may write it. A device's lock is held for a whole command, and for an execution until
+all score blocks are consumed. All transferred bytes are counted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ MOVED = (
 
 
 class Buffers:
-    """A pool of memory for pages and gathered rows, because the allocation of new memory is slow.
-
-    `most_bytes`: larger memory is freed when it is given back; None for no limit.
-    """
+    """A pool of memory for pages and gathered rows; memory above `most_bytes` is freed when it is given back."""
 
     def __init__(self) -> None:
         self.most_bytes: int | None = None
@@ -50,7 +47,6 @@ class Buffers:
         self._free: list[Memory] = []
 
     def take(self, key_bytes: int, value_bytes: int) -> Memory:
-        """Return aligned memory of at least the given sizes."""
         with self._lock:
             for index, (keys, values) in enumerate(self._free):
                 if keys.size >= key_bytes and values.size >= value_bytes:
@@ -81,18 +77,13 @@ class FileTier:
         return self.file.pages_by_layer(stream)[layer]
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
-        """Append keys and values [kv_heads, tokens, dim].
-
-        MissingRequirement if the disk is full, and then nothing is appended.
-        """
+        """Append keys and values [kv_heads, tokens, dim]; MissingRequirement, without an effect, if the disk is full."""
         self._traffic.add("cpu", "ssd", "spill", self.file.append(stream, layer, *arrays))
 
     def append_tokens(self, stream: int, ids: Int64s, positions: Int64s) -> None:
-        """Append ids and positions of tokens; errors as `append`."""
         self._traffic.add("cpu", "ssd", "spill", self.file.append_tokens(stream, ids, positions))
 
     def truncate(self, stream: int, pages: int) -> None:
-        """Remove the pages of a stream from number `pages` on."""
         self.file.truncate(stream, pages)
 
     @contextlib.contextmanager
@@ -113,7 +104,7 @@ class FileTier:
         self._traffic.add("ssd", "cpu", why, len(places) * sum(self.file.shape.slot_sizes))
 
     def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
-        """Return rows of the pages at `places`, reading only the blocks with these rows; see `SpillReader.read_rows`."""
+        """Return rows of the pages at `places`; see `SpillReader.read_rows`."""
         found, size_bytes = self.file.read_rows(stream, layer, places, rows)
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
@@ -127,7 +118,7 @@ class FileTier:
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Read keys and yield their score blocks; positions count from the start of the stream."""
+        """Yield the score blocks of pages; positions count from the start of the stream."""
         shape = self.file.shape
         share = max(1, SCORE_BYTES // shape.key_slot_bytes)
         for some in (places[first : first + share] for first in range(0, len(places), share)):
@@ -169,7 +160,6 @@ class CsdTier:
                     self._traffic.add(source, target, why, getattr(self.device.report, name) - getattr(before, name))
 
     def pages(self, stream: int, layer: int) -> int:
-        """Return the number of pages of a layer that the device has acknowledged."""
         return self.device.pages(stream, layer)
 
     def append(self, stream: int, layer: int, arrays: Arrays) -> None:
@@ -182,7 +172,6 @@ class CsdTier:
             device.append_tokens(stream, ids, positions)
 
     def truncate(self, stream: int, pages: int) -> None:
-        """Remove the pages of a stream from number `pages` on."""
         with self._command("spill") as device:
             device.truncate(stream, pages)
 
@@ -193,13 +182,11 @@ class CsdTier:
         yield found
 
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
-        """Return the keys (`side` 0) or values (1) of pages, read over the link."""
         with self._command(why) as device:
             found: NDArray[Any] = device.read(stream, layer, places, (side,))[0]
             return found
 
     def gather(self, stream: int, layer: int, positions: list[Int64s], why: str) -> Arrays:
-        """Return single rows by ascending token numbers of each head; only these cross the link."""
         with self._command(why) as device:
             return device.gather(stream, layer, positions)
 

@@ -1,18 +1,12 @@
 """KvStore: the keys and values of a batch of sequences of equal length, in tiers (gpu, cpu, ssd).
 
 A sequence consists of sink pages, middle pages, window pages and a tail, which is an incomplete page. Sink, window and tail
-are always in memory; policies choose among the middle. Every full page is written to the ssd tier once, in order, so that
-tier is inclusive: a move down drops the copy in memory, a move up reads the page. The pools of hillinfer.txt, section 3.3,
-are exclusive: there, a move down writes the page. Moves are counted the same way.
+are always in memory; policies choose among the middle. Every full page is written to the ssd tier once, in order: a move
+down drops the copy in memory, a move up reads the page. In hillinfer.txt, section 3.3, a move down writes the page.
 
-`append` writes keys to the pool of their layer (`Pool`, cpu); `Spill` writes full pages to the ssd tier (`FileTier`,
-`CsdTier`) and drops pages when the window advances and the pool exceeds its limit. A policy scores keys by `score_cpu` and
-`score_ssd`; `gather` reads rows from all tiers (`stage` reads the chosen ones ahead of time, `complete` the rest), and
-`gather_fast` through the memory of an accelerator (`FastTier`).
-
-Concurrency: one thread appends, commits, crops and reorders. Concurrently, another may score, stage and move pages of
-other layers, or committed pages of the same layer. The lock of a layer's pool is held only for memory accesses, never
-while a thread waits for the disk or the device, which has its own lock. Each result has its own memory from `Buffers`.
+Concurrency: one thread appends, commits, crops and reorders. Concurrently, another may score, stage and move pages of other
+layers, or committed pages of the same layer. The lock of a layer's pool is held only for memory accesses, never while a
+thread waits for the disk or the device, which has its own lock.
 """
 
 from __future__ import annotations
@@ -66,22 +60,17 @@ MOST_SCATTERED = 0.75
 class FastTier(Protocol):
     """A cache of pages in the memory of the accelerator (gpu), so that `KvStore.gather_fast` sends only missing pages.
 
-    An implementation has two arrays [slots, kv_heads, page_tokens, dim] on the device, a dict (layer, number) -> slot in LRU
-    order, and an index_select for `rows`. A page has the same number in all layers; sequences that share a page share its
-    number. For each gather of a layer, the store calls `have`, which marks the pages it finds as used; `put` with the
-    missing pages and the page being filled; `rows`; and `drop` with the page being filled, which changes in each step. Pages
-    of a gather must not be evicted before `rows`. The store also calls `drop` for removed pages, whose numbers are reused.
-    Calls come from one thread at a time.
+    A page has the same number in all layers; sequences that share a page share its number. For each gather of a layer, the
+    store calls `have`; `put` with the missing pages and the page being filled; `rows`; and `drop` with the page being
+    filled. Pages of a gather must not be evicted before `rows`. The store also calls `drop` for removed pages, whose numbers
+    are reused. Calls come from one thread at a time.
     """
 
     def have(self, layer: int, pages: Int64s) -> Flags:
         """Return which of `pages` [n] are cached, and mark them as used."""
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Copy pages [n, kv_heads, page_tokens, dim] over the least recently used.
-
-        ValueError: a gather needs more pages than fit.
-        """
+        """Copy pages [n, kv_heads, page_tokens, dim] over the least recently used; ValueError if they do not fit."""
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
         """Return keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [..., k] in `pages` [..., k]."""
@@ -92,7 +81,7 @@ class FastTier(Protocol):
 
 @dataclass
 class Staged:
-    """Chosen rows of one layer, fetched ahead of time, with room for sink, window and tail.
+    """Rows of one layer, fetched ahead of time, with room for sink, window and tail.
 
     `sides`: keys and values [batch, kv_heads, tokens, dim] in `memory`.
     """
@@ -127,16 +116,14 @@ class KvStore(Sequences):
 
     @classmethod
     def restore(cls, path: str | Path, config: StoreConfig) -> KvStore:
-        """Return a store that continues the spill file at `path`.
+        """Return a store that continues the spill file at `path`; path and batch of `config` are taken from the file.
 
-        Tokens after the last full page are lost without `save`. `config`: as for a new store; path and batch are taken from
-        the file. DataError: the file is damaged, or from another model.
+        Tokens after the last full page are lost without `save`. DataError: the file is damaged, or from another model.
         """
         found = snapshot_of(Path(path), config.shape)
         return cls(replace(config, path=Path(path), batch=len(found.sequences)), found)
 
     def _adopt(self, spill: Spill, found: Snapshot) -> None:
-        """Take over a restored file: tables, tokens, and in memory sink, window, tail and the latest pages."""
         length = found.ids.shape[1]
         self.table.adopt(found.sequences)
         self.tokens.add(found.ids, found.positions)
@@ -148,7 +135,6 @@ class KvStore(Sequences):
             self.table.unsettle(full)
 
     def _fill(self, spill: Spill) -> None:
-        """Read the sink, the tail and as many of the latest pages into the pools as fit."""
         sink, bound = self.config.sink_pages, self.config.cpu_pages
         last = 0 if bound is None else max(sink, self.length // self.shape.page_tokens - (bound - sink))
         pages = [*range(min(sink, last, self.table.pages)), *range(last, self.table.pages)]
@@ -182,28 +168,24 @@ class KvStore(Sequences):
 
     @property
     def everything(self) -> Selection:
-        """The selection of all tokens of the middle."""
         return Selection.of_all(self.middle, self.batch, self.shape.kv_heads, self.shape.page_tokens)
 
     @property
     def ssd(self) -> SsdTier | None:
-        """The ssd tier; None without a spill file."""
         return None if self._spill is None else self._spill.ssd
 
     @property
     def device_report(self) -> Report | None:
-        """Totals of the commands to the *emulated* device: bytes, modelled and wall time; None without a device."""
+        """Totals of the commands to the *emulated* device: bytes, modelled and wall time."""
         return self.ssd.device.report if isinstance(self.ssd, CsdTier) else None
 
     @property
     def ids(self) -> Int64s:
-        """Ids of all committed tokens, [batch, length]."""
         found: Int64s = self.tokens.sides[0]
         return found
 
     @property
     def positions(self) -> Int64s:
-        """Positions of all committed tokens, [batch, length]."""
         found: Int64s = self.tokens.sides[1]
         return found
 
@@ -252,7 +234,6 @@ class KvStore(Sequences):
             self._spill.trim(layer, end, placing=True)
 
     def _resident_ranges(self, first: int, end: int) -> list[range]:
-        """Return the ranges of appended pages that stay in the pool: all, or the sink, the latest and the tail."""
         size, sink, bound = self.shape.page_tokens, self.config.sink_pages, self.config.cpu_pages
         touched = range(first // size, self.shape.pages_of(end))
         if bound is None:
@@ -263,7 +244,6 @@ class KvStore(Sequences):
         return [part for part in parts if part]
 
     def _full_rows(self, pool: Pool, rows: Sequence[NDArray[Any]], first: int, full: range) -> Fresh:
-        """Return the rows of the full pages, including those that the first page has already."""
         offset, count = first % self.shape.page_tokens, full.stop * self.shape.page_tokens - first
         found: list[Arrays] = []
         with pool.lock:
@@ -301,7 +281,7 @@ class KvStore(Sequences):
     # Scoring and reading
 
     def in_cpu(self, layer: int, sequence: int) -> Flags:
-        """Return which of the full pages of a sequence [length // page_tokens] are in the cpu pool of a layer."""
+        """Return which of the full pages of a sequence [length // page_tokens] are in the cpu pool."""
         pool = self.checked(layer, sequence)
         pages = self.length // self.shape.page_tokens
         with pool.lock:
@@ -322,7 +302,6 @@ class KvStore(Sequences):
             return wanted[resident], score_slots(pool.sides[0], slots[resident], queries, combine, self.config.threads)
 
     def _wanted(self, sequence: int, pages: Int64s | None) -> tuple[Int64s, Int64s]:
-        """Return the full pages to score, ascending, and their numbers; `pages` None stands for the middle."""
         wanted = np.arange(self.middle.start, self.middle.stop) if pages is None else np.sort(pages)
         return self.checked_pages(sequence, wanted, range(self.length // self.shape.page_tokens))
 
@@ -337,9 +316,9 @@ class KvStore(Sequences):
     ) -> Iterator[ScoreBlock]:
         """Yield score blocks, each of one key head, of pages on the ssd tier.
 
-        `pages`: None for those of the middle that are not in the pool. A device computes scores itself and rounds them to
-        fp16; consume all blocks before the next command to the device. Keys of a file are scored on the host. The iteration
-        raises DataError for a damaged page, and MissingRequirement if the device stops.
+        `pages`: None for those of the middle that are not in the pool. A device rounds scores to fp16; consume all blocks
+        before its next command. The iteration raises DataError for a damaged page, and MissingRequirement if the device
+        stops.
         """
         pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
@@ -351,10 +330,7 @@ class KvStore(Sequences):
         return self._spill.score(layer, sequence, wanted, queries, combine, block_tokens)
 
     def read_side(self, layer: int, sequence: int, pages: Int64s, side: int) -> NDArray[Any]:
-        """Return copies of the keys (`side` 0) or values (1) [n, kv_heads, page_tokens, dim] of full pages.
-
-        For indexes and page summaries; reads from the ssd tier count as "index".
-        """
+        """Return copies of the keys (`side` 0) or values (1) [n, kv_heads, page_tokens, dim] of full pages."""
         pool = self.checked(layer, sequence)
         pages, numbers = self.checked_pages(sequence, pages, range(self.length // self.shape.page_tokens))
         with pool.lock:
@@ -430,7 +406,6 @@ class KvStore(Sequences):
         return found if plain else found.copy()
 
     def _with_ends(self, middle: range, chosen: Int64s, length: int) -> Int64s:
-        """Return the positions of sink, `chosen` tokens of the middle, window and tail, [batch, kv_heads, all]."""
         size = self.shape.page_tokens
         lead, recent = middle.start * size, length - middle.stop * size
         found = np.empty((*chosen.shape[:2], lead + chosen.shape[2] + recent), np.int64)
@@ -440,7 +415,6 @@ class KvStore(Sequences):
         return found
 
     def _room(self, tokens: int) -> tuple[Memory, Sides]:
-        """Return memory for `tokens` tokens of all sequences, and views of it as keys and values."""
         forms = self.shape.forms(self.batch, self.shape.kv_heads, tokens)
         sizes = [math.prod(form) * dtype.itemsize for form, dtype in forms]
         memory = self._buffers.take(*sizes)
@@ -449,7 +423,6 @@ class KvStore(Sequences):
         return memory, (keys, values)
 
     def _copy_in(self, staged: Staged, positions: Int64s, first: int, chosen: bool) -> None:
-        """Copy the rows at `positions` [batch, kv_heads, k] to index `first` on."""
         if not positions.size:
             return
         outs = [side[:, :, first : first + positions.shape[2]] for side in staged.sides]
@@ -475,10 +448,7 @@ class KvStore(Sequences):
     # Reading rows from the ssd tier
 
     def _fetch(self, ssd: SsdTier, layer: int, index: Int64s, positions: Int64s, outs: Arrays) -> int:
-        """Read the rows whose pages are not in the pool (`index` [batch, pages] below 0); return their number.
-
-        `positions` [batch, kv_heads, k]; `repeated` ones are skipped. `outs`: keys and values [batch, kv_heads, k, dim].
-        """
+        """Read the rows whose pages are not in the pool (`index` [batch, pages] below 0); return their number."""
         size, recent = self.shape.page_tokens, self._recent[layer]
         most = min(recent.capacity, self.length // RECENT_SHARE)
         if isinstance(ssd, FileTier) and positions.shape[2] <= most:
@@ -495,10 +465,7 @@ class KvStore(Sequences):
         return int(absent.sum())
 
     def _read(self, ssd: FileTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
-        """Read the `absent` [batch, kv_heads, k] rows: individually, or by whole pages if there are many.
-
-        Threads that read pages also copy the rows, so that the disk is never idle.
-        """
+        """Read the `absent` [batch, kv_heads, k] rows: individually, or by whole pages if there are many."""
         size = self.shape.page_tokens
         # The current table: concurrent appends of another layer may have added pages.
         table = self.table.table
@@ -519,7 +486,6 @@ class KvStore(Sequences):
                 put_rows(outs, where[in_stream], sides)
 
     def _read_near_data(self, ssd: CsdTier, layer: int, absent: Flags, positions: Int64s, outs: Arrays) -> None:
-        """Like `_read`, from a device, which gathers the rows itself."""
         size = self.shape.page_tokens
         for b, of_sequence in enumerate(positions):
             streams = self.table.stream[self.table.table[b]]
@@ -540,10 +506,7 @@ class KvStore(Sequences):
                 fast.drop(numbers)
 
     def gather_fast(self, layer: int, selection: Selection, fast: FastTier) -> Gathered:
-        """Like `gather`, with keys and values from `fast.rows`, for instance tensors on a GPU; only missing pages are sent.
-
-        Sent bytes count as "attend".
-        """
+        """Like `gather`, with keys and values from `fast.rows`; only missing pages are sent and count as "attend"."""
         size = self.shape.page_tokens
         pool, middle, length = self.checked(layer), self.middle, int(self.lengths[layer])
         self._served.add(fast)
@@ -619,9 +582,9 @@ class KvStore(Sequences):
                 self._spill.trim(layer, tokens)
 
     def select(self, index: Int64s) -> None:
-        """Replace the batch by the sequences `index`, with repetition; full pages are shared, tails are copied.
+        """Replace the batch by the sequences `index`, with repetition; between steps only.
 
-        Between steps only; an unchanged batch costs nothing. Unused pages are removed from the file.
+        Full pages are shared, tails are copied, and unused pages are removed from the file.
         """
         index = np.asarray(index, np.int64)
         if index.ndim != 1 or not len(index) or index.min() < 0 or index.max() >= self.batch:
@@ -685,10 +648,7 @@ class KvStore(Sequences):
         self._spill.save(sidecar)
 
     def restart_device(self) -> None:
-        """Restart the *emulated* device after it has stopped, and write the pages that it had not acknowledged.
-
-        DataError: acknowledged pages are missing.
-        """
+        """Restart the stopped *emulated* device, and write unacknowledged pages; DataError if others are missing."""
         if not isinstance(self.ssd, CsdTier):
             raise UsageError("ssd: the store has no device", "create the store with ssd='csd'")
         self.ssd.restart()
@@ -700,7 +660,6 @@ class KvStore(Sequences):
             self.ssd.close()
 
     def discard(self) -> None:
-        """Close the store, and delete its spill file and page tables."""
         try:
             self.close()
         finally:

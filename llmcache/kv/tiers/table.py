@@ -1,15 +1,14 @@
 """Page tables: which physical page each page of each sequence is, and where it is in the spill file.
 
-All sequences of a batch have the same number of pages. Two sequences share a page only at the same index (copy on write,
-by reference counts). A page has a number, which is the same in all layers and is reused when no sequence refers to it.
-A stream is a sequence of the spill file, to which pages are only appended. A sequence continues in the stream of its last
-full page if that page is the last of the stream, and otherwise in a new stream. So a sequence uses a prefix of each of its
-streams.
+Two sequences share a page only at the same index (copy on write, by reference counts). A page has a number, which is the
+same in all layers and is reused when no sequence refers to it. A stream is a sequence of the spill file, to which pages are
+only appended. A sequence continues in the stream of its last full page if that page is the last of the stream, and otherwise
+in a new stream. So a sequence uses a prefix of each of its streams.
 
-Without forks, the spill file is sufficient: sequence i is stream i. With forks, a small JSON file next to it (`Tables`)
-lists the runs of pages that a sequence consists of. The last run of a sequence is open while it only grows: it extends to
-the end of its stream, so that the tables need not be written for each page. Tables are written before the pages they
-describe change: on a restore, missing pages are cut off, and pages that no table names are removed.
+Without forks, sequence i is stream i. With forks, a small JSON file next to the spill file (`Tables`) lists the runs of
+pages of each sequence. The last run of a sequence is open while it only grows: it extends to the end of its stream. Tables
+are written before the pages they describe change: on a restore, missing pages are cut off, and pages that no table names are
+removed.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class PageTable:
         return self._table[:, : self.pages]
 
     def extend(self, pages: int) -> None:
-        """Add new pages to every sequence until it has `pages`."""
         if pages > self._table.shape[1]:
             wider = np.empty((self.batch, max(pages, 2 * self._table.shape[1])), np.int64)
             wider[:, : self.pages] = self.table
@@ -111,7 +109,7 @@ class PageTable:
         self.ends[stream] += 1
 
     def unsettle(self, page: int) -> None:
-        """Revoke the places of page `page` of every sequence, which is no longer full."""
+        """Revoke the places of a page of every sequence."""
         self.stream[self._table[:, page]] = self.place[self._table[:, page]] = NOWHERE
         self._shorten()
 
@@ -123,7 +121,7 @@ class PageTable:
     def choose(self, index: Int64s, partial: bool) -> tuple[Int64s, list[tuple[int, int]]]:
         """Replace sequence i by sequence `index[i]`. Return the numbers that are now unused, and pages to copy.
 
-        `partial`: the last page is not full, so each sequence needs its own; copy each (from, to) in every layer.
+        `partial`: each sequence needs its own last page; copy each (from, to) in every layer.
         """
         chosen = np.empty((len(index), self._table.shape[1]), np.int64)
         chosen[:, : self.pages] = self.table[index]
@@ -148,7 +146,6 @@ class PageTable:
         return unused
 
     def _shorten(self) -> None:
-        """Set the end of each stream after its last used page, and free streams without one."""
         alive = np.flatnonzero((self._used > 0) & (self.stream != NOWHERE))
         ends: dict[int, int] = {}
         for stream in np.unique(self.stream[alive]).tolist():
@@ -156,13 +153,13 @@ class PageTable:
         self.ends = ends
 
     def runs(self, sequence: int, pages: int) -> list[tuple[int, int]]:
-        """Return the first `pages` pages of a sequence as runs (stream, number of pages from its start)."""
+        """Return the first `pages` pages as runs (stream, number of pages from its start)."""
         streams = self.stream[self._table[sequence, :pages]]
         bounds = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), pages] if pages else []
         return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
 
     def by_stream(self, numbers: Int64s) -> Iterator[tuple[int, Int64s]]:
-        """Yield (stream, page numbers in the order of their places) of the pages `numbers`."""
+        """Yield (stream, page numbers in the order of their places)."""
         order = numbers[np.lexsort((self.place[numbers], self.stream[numbers]))]
         streams = self.stream[order]
         for stream in np.unique(streams).tolist():
@@ -172,7 +169,6 @@ class PageTable:
         return self.place[numbers].astype(np.int64)
 
     def adopt(self, sequences: list[list[tuple[int, int]]]) -> None:
-        """Build the table from the `runs` of sequences of equal length."""
         shared: dict[tuple[int, int], int] = {}
         for b, runs in enumerate(sequences):
             places = [(stream, place) for stream, pages in runs for place in range(pages)]
@@ -186,7 +182,7 @@ class PageTable:
 
 
 class Tokens:
-    """Ids and positions of all tokens of all sequences, in an array that doubles when it is full."""
+    """Ids and positions of all tokens of all sequences."""
 
     def __init__(self, batch: int) -> None:
         self.length = 0
@@ -199,7 +195,6 @@ class Tokens:
         return found
 
     def add(self, ids: Int64s, positions: Int64s) -> None:
-        """Append tokens [batch, n]."""
         before, self.length = self.sides, self.length + ids.shape[1]
         if self.length > self._room.shape[2]:
             self._room = np.empty((*before.shape[:2], max(self.length, 2 * self._room.shape[2])), np.int64)
@@ -207,16 +202,14 @@ class Tokens:
         self._room[:, :, before.shape[2] : self.length] = ids, positions
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`."""
         self._room = self._room[:, index]
 
 
 class Sequences:
     """The batch of a store: its page table, tokens and pools, which all parts of the store share.
 
-    `config`: the configuration, with the initial `batch`. `lengths` [layers]: tokens of each layer. `traffic`: counters.
-    `step`: number of finished steps. `victims`: returns the pages to drop when the window advances and the pool is full;
-    None for the oldest.
+    `config`: the configuration, with the initial `batch`. `lengths` [layers]: tokens of each layer. `step`: number of
+    finished steps. `victims`: returns the pages to drop when the window advances and the pool is full; None for the oldest.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -237,24 +230,23 @@ class Sequences:
 
     @property
     def length(self) -> int:
-        """Tokens of every sequence, left padding included, without a step in progress (see `KvStore.commit`)."""
+        """Tokens of every sequence, left padding included, without a step in progress."""
         return self.tokens.length
 
     def bound_pools(self) -> None:
-        """Set the size up to which pools double: the limit, plus the page being filled and one that is not written yet."""
+        """Let pools double up to their limit, plus the page being filled and one that is not written yet."""
         bound = self.config.cpu_pages
         for pool in self.pools:
             pool.most = None if bound is None else self.batch * (bound + 2)
 
     @property
     def middle(self) -> range:
-        """The pages that may be chosen: those between sink and window, without a step in progress."""
+        """The pages between sink and window, without a step in progress."""
         pages = self.length // self.shape.page_tokens
         first = min(pages, self.config.sink_pages)
         return range(first, max(first, pages - self.config.window_pages))
 
     def check_between_steps(self) -> None:
-        """Raise ValueError if a step is in progress."""
         if (self.lengths != self.length).any():
             raise ValueError("commit: a step is in progress, end it first")
 
@@ -289,12 +281,10 @@ class Tables:
 
     @staticmethod
     def plain(batch: int) -> Tables:
-        """Return the tables of `batch` sequences without forks."""
         return Tables([[(stream, OPEN)] for stream in range(batch)])
 
     @property
     def is_plain(self) -> bool:
-        """True if the spill file contains the same information."""
         alike = all(not runs or (len(runs) == 1 and runs[0][0] == b) for b, runs in enumerate(self.sequences))
         return alike and not self.saved and not self.sidecar
 
@@ -304,10 +294,7 @@ class Tables:
 
     @staticmethod
     def path(spill: Path) -> Path:
-        """Return the path of the tables of a spill file.
-
-        It ends with the name of that file, as `--spill` patterns expect.
-        """
+        """Return the path of the tables, which ends with the spill file's name, as `--spill` patterns expect."""
         return spill.with_name(f"tables-{spill.name}")
 
     def write(self, spill: Path) -> None:
@@ -365,7 +352,7 @@ class Snapshot:
 
 
 def snapshot_of(path: Path, shape: KvShape) -> Snapshot:
-    """Return the content of a spill file of `shape`; DataError if it is of another model, damaged, or has no sequence."""
+    """Return the content of a spill file; DataError: another model, damaged, or no sequence."""
     with SpillReader.open(path, shape) as file:
         tables = Tables.read(path)
         streams = {stream: file.pages(stream) for stream in file.sequences if file.pages(stream)}
@@ -384,7 +371,6 @@ def snapshot_of(path: Path, shape: KvShape) -> Snapshot:
 
 
 def _existing(runs: Runs, streams: dict[int, int]) -> Runs:
-    """Return `runs` up to the first page that does not exist."""
     found: Runs = []
     for stream, pages in runs:
         available = streams.get(stream, 0)
@@ -395,7 +381,6 @@ def _existing(runs: Runs, streams: dict[int, int]) -> Runs:
 
 
 def _length(file: SpillReader, runs: Runs) -> int:
-    """Return the number of tokens in `runs`; DataError if a page other than the last is partial."""
     size = file.shape.page_tokens
     if not runs:
         return 0

@@ -62,7 +62,7 @@ Place = tuple[int, ...]
 
 
 def path_of(spill: Path) -> Path:
-    """Return the path of the indexes of a spill file; it ends with the name of that file, as `--spill` patterns expect."""
+    """Return the path of the indexes, which ends with the spill file's name, as `--spill` patterns expect."""
     return spill.with_name(f"dci-{spill.name}")
 
 
@@ -147,7 +147,7 @@ def _index(path: Path, entry: dict[str, Any], data: Bytes) -> DciIndex:
 
 
 def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
-    """Return a message about an array of a saved tree whose type or size contradicts the tree's state, or None."""
+    """Return a message about an array whose type or size contradicts the tree's state, or None."""
     one = empty_tree(1, 1, 0, np.zeros((1, 2), np.float32))
     for name in Tree._fields:
         array, wanted = getattr(tree, name), getattr(one, name)
@@ -166,10 +166,7 @@ def misfit_of(tree: Tree, settings: DciSettings) -> str | None:
 
 
 def fault_of(tree: Tree) -> str | None:
-    """Return a message about an inconsistency of a tree, or None.
-
-    Each point must be reachable from the root, once, and pages, nodes, levels and the places of tokens must agree.
-    """
+    """Return a message about an inconsistency of points, pages, nodes, levels or places of tokens, or None."""
     return next((fault for check in (_records, _chains, _tokens, _levels) for fault in check(tree)), None)
 
 
@@ -194,7 +191,6 @@ def _records(tree: Tree) -> Iterator[str]:
 
 
 def _chains(tree: Tree) -> Iterator[str]:
-    """Yield an error unless each page in use is once in the chain of its node."""
     pages, nodes = tree.pages[: tree.state[PAGES]], tree.nodes[: tree.state[NODES]]
     used, live = np.flatnonzero(pages[:, COUNT] > 0), np.flatnonzero(nodes[:, LEVEL] > 0)
     seen, points = np.zeros(len(pages), np.int64), np.zeros(len(nodes), np.int64)
@@ -222,7 +218,6 @@ def _filled(tree: Tree) -> tuple[Int64s, Ints]:
 
 
 def _tokens(tree: Tree) -> Iterator[str]:
-    """Check that places and tokens agree, and that each point above the lowest level owns a node of the level below."""
     filled, levels = _filled(tree)
     tokens = tree.tokens[filled]
     places = tokens.astype(np.int64) - int(tree.state[BASE])
@@ -245,7 +240,6 @@ def _tokens(tree: Tree) -> Iterator[str]:
 
 
 def _levels(tree: Tree) -> Iterator[str]:
-    """Check that no level is empty, and that the population of each is correct."""
     top, (filled, levels) = int(tree.state[LEVELS]), _filled(tree)
     found = np.bincount(levels, minlength=len(tree.population))
     if len(found) > len(tree.population) or (found != tree.population).any():

@@ -1,11 +1,9 @@
 """DciIndex: the DCI-tree of one key head, its settings, and the transformation of keys.
 
-Source: icecache.txt, section 4.2, equations 2 and 3. With s a power of two, rows are k / s and lifts are
-sqrt(c^2 - |k|^2) / s. Products of such rows are those of the paper times (c / s)^2, so their order is the same, and keys
-need not be rewritten when c grows.
+Source: icecache.txt, section 4.2, equations 2 and 3. With s a power of two, rows are k / s and lifts are sqrt(c^2 - |k|^2) /
+s. Products of such rows have the same order as the paper's, and keys need not be rewritten when c grows.
 
-One thread at a time changes an index, while no other queries it; otherwise any number of threads may query it, because the
-buffers of queries belong to threads (`_Rooms`). The policies ensure this with one job per head.
+Any number of threads may query an index while no thread changes it; the policies ensure this with one job per head.
 """
 
 from __future__ import annotations
@@ -60,18 +58,16 @@ ROOM = 10
 class DciSettings:
     """Settings for the construction and the queries of a tree.
 
-    `promotion` is the paper's r; `first_promotion` is that of the lowest level, which the authors' code also separates,
-    because the lowest nodes should fill pages. `field_of_view`: nodes that a query opens per level; `visit`: limit of the
-    visited keys per level as a share of all keys, plus `visit_each` for each requested key. `build_view`: field of view of
-    the search for a parent; 0: all, for exact parents. `simple`, `composite`: indices of P-DCI; `retrieve`: share of a
-    node's keys (at least k) that P-DCI passes on to exact products; 1: all, without random directions. `margin`: a query
-    leaves a level early if the points below the next node would have to exceed the visited ones, relative to their parents,
-    by this many standard deviations to be among the best; infinity: never.
+    `promotion` is the paper's r; `first_promotion` is that of the lowest level, whose nodes should fill pages.
+    `field_of_view`: nodes that a query opens per level; `visit`: limit of the visited keys per level as a share of all keys,
+    plus `visit_each` for each requested key. `build_view`: field of view of the search for a parent; 0: all. `simple`,
+    `composite`: indices of P-DCI; `retrieve`: share of a node's keys (at least k) that P-DCI passes on to exact products; 1:
+    all, without random directions. `margin`: a query leaves a level early if the points below the next node would have to
+    exceed the visited ones by this many standard deviations to be among the best; infinity: never.
 
-    Differs from the paper: a query opens a limited number of nodes (in algorithm 4, up to k for each node of the level
-    above) and stops early by `margin`; it visits 1.5 % instead of 2.1 % of 256 Ki keys, at the same recall. By default, a
-    query visits all keys of a node (the authors' code 0.6 to 0.8 of them): at 64 Ki clustered keys, with one projection and
-    0.8, a query takes 1.9 times as long, and recall falls from 0.94 to 0.88.
+    Differs from the paper: a query opens a limited number of nodes and stops early by `margin`; it visits 1.5 % instead of
+    2.1 % of 256 Ki keys, at the same recall. By default, a query visits all keys of a node: at 64 Ki clustered keys, with
+    one projection and 0.8, a query takes 1.9 times as long, and recall falls from 0.94 to 0.88.
 
     Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
@@ -109,7 +105,6 @@ class DciSettings:
         return self.simple * self.composite if self.retrieve < 1 else 0
 
     def visited(self, keys: int, k: int) -> int:
-        """Return how many of `keys` a query for `k` may visit on each level."""
         return max(1, int(self.visit * keys) + self.visit_each * k)
 
 
@@ -121,7 +116,7 @@ class Scale:
     bound: float = 0.0
 
     def grow(self, largest: float) -> None:
-        """Increase c for keys of norm up to `largest`: exactly at first (the paper's c), later with headroom."""
+        """Increase c for keys of norm up to `largest`: exactly at first, later with headroom."""
         first = not self.bound
         self.bound = max(largest, LEAST) * (1 if first else HEADROOM)
         if first or self.bound / self.unit >= LARGEST:
@@ -133,7 +128,7 @@ class Scale:
         return bits
 
     def stretch(self, norms: Floats) -> Floats:
-        """Return the factors that give queries with these norms the length of transformed keys; 1 for zero queries."""
+        """Return the factors that give queries the length of transformed keys; 1 for zero queries."""
         return np.where(norms > 0, self.bound / self.unit / np.where(norms > 0, norms, 1), 1).astype(np.float32)
 
     def lifts(self, norms: Doubles) -> Floats:
@@ -141,7 +136,7 @@ class Scale:
 
 
 class Nearest(NamedTuple):
-    """The result of a query, best first: `tokens`, `slots` and `scores` (products) [k]; the number of computed products."""
+    """The result of a query, best first: `tokens`, `slots` and `scores` [k]; the number of computed products."""
 
     tokens: Int64s
     scores: Floats
@@ -152,14 +147,12 @@ class Nearest(NamedTuple):
 class DciIndex:
     """An index of keys of `dim` numbers, of tokens from number `base` on.
 
-    Memory: 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a quarter for
-    growth (`size_bytes`). Pages are about four fifths full after a build, and at least half full after splits, except for
-    one page of each node; measured: 340 bytes per key of 128 numbers.
+    Memory (`size_bytes`): 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a
+    quarter for growth. Measured: 340 bytes per key of 128 numbers.
 
     Differs from the paper: the parent of a key is searched one level above its own, as section 4.2 says; algorithms 1 and 2
-    search the key's own level. A key promoted above all levels starts a single new level, because several would be empty;
-    all points below the root become its children. A key is on its own level only, so that a query returns the best of all
-    levels it has visited, as in algorithm 4. c may grow without a change of the tree.
+    search the key's own level. A key promoted above all levels starts a single new level. A key is on its own level only, so
+    a query returns the best of all levels it has visited. c may grow without a change of the tree.
     """
 
     def __init__(self, dim: int, settings: DciSettings | None = None, base: int = 0) -> None:
@@ -180,7 +173,7 @@ class DciIndex:
         return sum(array.nbytes for array in self.tree)
 
     def levels_of(self, tokens: Int64s) -> Ints:
-        """Return the random levels of tokens (line 4 of algorithm 2), which depend only on the seed and the token."""
+        """Return the levels of tokens (line 4 of algorithm 2), which depend only on the seed and the token."""
         chance, levels = _uniform(tokens, self.settings.seed), np.ones(len(tokens), np.int32)
         threshold = self.settings.first_promotion
         for level in range(2, MAX_LEVELS):
@@ -194,7 +187,7 @@ class DciIndex:
     def insert(self, keys: Floats, tokens: Int64s) -> None:
         """Add `keys` [n, dim], float32, of `tokens` [n], ascending and not in the index.
 
-        ValueError: a key is not finite, or a token is in the index or before `base`. An empty index is built in one step.
+        ValueError: a key is not finite, or a token is in the index or before `base`.
         """
         self._check(keys, tokens)
         if not len(tokens):
@@ -225,7 +218,6 @@ class DciIndex:
             raise ValueError("tokens: some are already in the index")
 
     def _fit(self, largest: float) -> None:
-        """Increase c to at least `largest`, and recompute what depends on it."""
         old, bound = self.scale.unit, self.scale.bound
         if bound and largest <= bound:
             return
@@ -242,7 +234,7 @@ class DciIndex:
             self.tree.projections.reshape(len(rows), len(directions))[part] = products
 
     def build(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
-        """Build the tree level by level from the top; algorithm 2."""
+        """Build the tree by algorithm 2."""
         levels = (np.unique(levels, return_inverse=True)[1] + 1).astype(np.int32)  # "Remove the empty levels"
         top = int(levels.max())
         self.tree.state[LEVELS] = self.tree.nodes[ROOT, LEVEL] = top
@@ -259,7 +251,7 @@ class DciIndex:
             lay(self.tree, level, members, np.cumsum(sizes), nodes, flat, lifts, tokens)
 
     def _add(self, bits: NDArray[np.uint16], lifts: Floats, tokens: Ints, levels: Ints) -> None:
-        """Add keys to a non-empty tree: new levels first, then level by level from the top; algorithm 1, lines 27 to 37."""
+        """Add keys to a non-empty tree; algorithm 1, lines 27 to 37."""
         for index in np.flatnonzero(levels > self.tree.state[LEVELS]):
             levels[index] = min(int(levels[index]), int(self.tree.state[LEVELS]) + 1)
             if levels[index] > self.tree.state[LEVELS]:
@@ -272,7 +264,6 @@ class DciIndex:
                 attach(self.tree, bits[mine].reshape(-1), lifts[mine], tokens[mine], level, nodes)
 
     def _nodes_for(self, bits: NDArray[np.uint16], lifts: Floats, level: int) -> Ints:
-        """Return the nodes for keys `bits` [n, dim] of a level: those below their nearest points on the next level."""
         if level == self.tree.state[LEVELS]:
             return np.zeros(len(lifts), np.int32)
         keys = bits.view(np.float16).astype(np.float32)
@@ -286,7 +277,6 @@ class DciIndex:
     def _ask(
         self, keys: Floats, lifts: Floats, target: int, k: int, limits: tuple[int, int, float], share: float
     ) -> tuple[Floats, Ints, Ints, Int64s]:
-        """Run algorithm 4 for each of `keys`; return scores and slots [n, k], their numbers, and the numbers of products."""
         count = len(keys)
         scores, slots = np.empty((count, k), np.float32), np.empty((count, k), np.int32)
         found = scores, slots, np.empty(count, np.int32), np.empty(count, np.int64)
@@ -296,10 +286,7 @@ class DciIndex:
         return found
 
     def query(self, queries: Floats, k: int) -> list[Nearest]:
-        """Return about the `k` keys with the largest products for each of `queries` [n, dim]; algorithm 4.
-
-        Widens the search until it has found enough keys. Any number of threads may call it.
-        """
+        """Return about the `k` keys with the largest products for each of `queries` [n, dim]; algorithm 4."""
         if queries.ndim != 2 or queries.shape[1] != self.dim or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [n, {self.dim}], not {queries.dtype} {queries.shape}")
         if k < 1:
@@ -332,10 +319,7 @@ class DciIndex:
         ]
 
     def remove(self, tokens: Int64s) -> None:
-        """Remove tokens; their children get new nearest parents, and empty levels are removed.
-
-        ValueError: a token is not in the index; nothing has changed.
-        """
+        """Remove tokens. ValueError: a token is not in the index; nothing has changed."""
         base = int(self.tree.state[BASE])
         inside = (tokens >= base) & (tokens - base < len(self.tree.where))
         if not inside.all() or (self.tree.where[tokens - base] < 0).any() or len(np.unique(tokens)) < len(tokens):
@@ -351,7 +335,7 @@ class DciIndex:
 
 
 class _Rooms(threading.local):
-    """Buffers for a query, kept by each thread: two sets of candidates (the heap of a level is a copy), nodes, the best."""
+    """Buffers for a query, kept by each thread."""
 
     def __init__(self) -> None:
         self._arrays: tuple[NDArray[np.generic], ...] = ()
@@ -388,7 +372,7 @@ def random_directions(count: int, dim: int, seed: int) -> Floats:
 
 
 def _uniform(tokens: Int64s, seed: int) -> Doubles:
-    """Return numbers in [0, 1) by SplitMix64 (Steele, Lea and Flood, 2014), one per token instead of repeated draws."""
+    """Return numbers in [0, 1) by SplitMix64 (Steele, Lea and Flood, 2014), one per token."""
     start = np.uint64((seed * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) % 2**64)
     z = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -2,12 +2,10 @@
 
 A point (a key) is in one slot; `page_slots` slots are a page; a chain of pages is a node, which contains the points with the
 same parent. A point above the lowest level owns the node below it. Node 0 is the root. Levels count from 1, the lowest.
-All data are arrays of numbers, so that a tree is saved and restored without a conversion.
 
-A query is algorithm 4: P-DCI searches a node, and the best nodes of a level are opened on the next. Points are added by
-algorithm 1, lines 28 to 35; the caller has found the parents and reserved room (`with_room`). Many keys at once are laid
-out by algorithm 2. Differs from the paper: its loop adds keys in the order of tokens, so that a key whose best parent comes
-later gets another; from the top down, each key can choose among all parents of the next level.
+A query is algorithm 4. Points are added by algorithm 1, lines 28 to 35; the caller has found the parents and reserved room
+(`with_room`). Many keys at once are laid out by algorithm 2. Differs from the paper: from the top down, each key can choose
+among all parents of the next level; the paper's loop adds keys in the order of tokens.
 
 numba's cache depends on the date of this file only, so the indexes of array fields are here; the loops call only `widened`,
 `select` and `sort` in other files.
@@ -95,18 +93,14 @@ def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree
 
 
 def sizes_of(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
-    """Return the lengths of the arrays of a tree with these numbers of pages, nodes and tokens."""
+    """Return the lengths of the arrays of a tree."""
     slots = pages * int(tree.state[SLOTS])
     sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
     return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
 
 
 def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
-    """Return the tree with room for `pages` and `nodes` more and for tokens below number `last`.
-
-    Arrays grow by a quarter, so that appends copy each number a constant number of times on average, and at most a fifth is
-    unused.
-    """
+    """Return the tree with room for `pages` and `nodes` more and for tokens below `last`; arrays grow by a quarter."""
     has = [len(tree.pages), len(tree.nodes), len(tree.where)]
     needs = [int(tree.state[PAGES]) + pages, int(tree.state[NODES]) + nodes, last - int(tree.state[BASE])]
     if all(needed <= old for needed, old in zip(needs, has, strict=True)):
@@ -139,13 +133,13 @@ def compiled(function: Any) -> Any:
 
 
 def part(function: Any) -> Any:
-    """Return `function` for use in compiled functions only: a separate compilation of each would take twice as long."""
+    """Return `function` for use in compiled functions only, because a separate compilation takes twice as long."""
     return numba.extending.register_jitable(**OPTIONS)(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_ahead(typing_context: Any, array: Any, index: Any) -> Any:
-    """Prefetch the cache line of an element of a flat array: the CPU cannot predict the addresses of nodes."""
+    """Prefetch the cache line of an element of a flat array."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
@@ -180,7 +174,7 @@ def product(rows, index, key):  # type: ignore[no-untyped-def]
 
 @part
 def four_products(rows, index, key):  # type: ignore[no-untyped-def]
-    """Return the products of a key and four rows from `index` on, reading the key once."""
+    """Return the products of a key and four rows from `index` on."""
     dim = key.size
     at = np.uint64(index * dim)
     second, third, fourth = at + np.uint64(dim), at + np.uint64(2 * dim), at + np.uint64(3 * dim)
@@ -243,8 +237,7 @@ def best_first(scores, slots):  # type: ignore[no-untyped-def]
 def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyped-def]
     """Append every point of `nodes` with its similarity; return the new count.
 
-    One call for many nodes, because each call updates the reference counts of the tree's arrays, which takes as long as ten
-    keys.
+    A call costs as much as ten keys, because it updates the reference counts of the tree's arrays.
     """
     rows, children, pages, size, dim = tree.rows, tree.children, tree.pages, tree.state[SLOTS], tree.state[DIM]
     for index in range(nodes.size):
@@ -273,7 +266,7 @@ def scan(tree, nodes, key, lift, scores, slots, count):  # type: ignore[no-untyp
 
 @part
 def bound(tree, slot, projected, simple):  # type: ignore[no-untyped-def]
-    """Return P-DCI's lower bound of the distance: the minimum over composite indices of their simple indices' maximum."""
+    """Return P-DCI's lower bound of the distance."""
     at = slot * projected.size
     least = np.float32(np.inf)
     for first in range(0, projected.size, simple):
@@ -288,8 +281,7 @@ def bound(tree, slot, projected, simple):  # type: ignore[no-untyped-def]
 def prioritized(tree, node, key, lift, projected, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
     """Append the `take` points of a node with the smallest bounds: Prioritized-DCI-Query.
 
-    Differs from the source (Li & Malik, 2017): the points are chosen from all bounds of the node, not found one by one in
-    sorted lists, because a node has only tens of points.
+    Differs from the source (Li & Malik, 2017): the points are chosen from all bounds of the node, not from sorted lists.
     """
     take = min(take, tree.nodes[node, SIZE])
     bounds, places = scores[count:], slots[count:]
@@ -317,7 +309,7 @@ def prioritized(tree, node, key, lift, projected, simple, take, scores, slots, c
 
 @part
 def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped-def]
-    """Copy the points found on a level to index `half` and after it, as a heap with the best on top: scores are negated."""
+    """Copy the points found on a level to index `half` and after it, as a heap of negated scores."""
     records, size = tree.nodes.reshape(-1), count - start
     for at in range(size):
         scores[half + at], slots[half + at] = -scores[start + at], slots[start + at]
@@ -332,7 +324,7 @@ def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped
 def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  # type: ignore[no-untyped-def]
     """Pop the best of `left` points off a heap and open the nodes below them until these have `batch` points.
 
-    Empty nodes are skipped. `limits`: nodes, points. Returns how many points are left (0 at a limit), and the new width.
+    `limits`: nodes, points. Returns how many points are left (0 at a limit), and the new width.
     """
     view, visit = limits
     pages = tree.pages.reshape(-1)
@@ -356,7 +348,7 @@ def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  #
 
 @part
 def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-def]
-    """Return True if points below a point with score `best` or less are unlikely to be among the `k` best of `scores`.
+    """Return True if points below a point of score `best` are unlikely to be among the `k` best of `scores`.
 
     `spread`: number, sum and sum of squares of the differences between visited points and their parents.
     """
@@ -373,10 +365,7 @@ def hopeless(scores, k, best, spread, margin, rest):  # type: ignore[no-untyped-
 
 @part
 def descend(tree, key, lift, target, limits, share, k, scratch):  # type: ignore[no-untyped-def]
-    """Collect candidates in `scratch`; return where those of the target level start, and the number of all.
-
-    That is also the number of products.
-    """
+    """Collect candidates in `scratch`; return where those of the target level start, and the number of all."""
     scores, slots, nodes, above = scratch[:4]
     view, visit, simple, margin = limits
     half, patient = scores.size // 2, np.isinf(margin)
@@ -438,8 +427,8 @@ def projection(direction, key, lift):  # type: ignore[no-untyped-def]
 def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: ignore[no-untyped-def]
     """Find for each of `keys` [n, dim] the most similar points of level `target` (or EVERY_LEVEL); algorithm 4.
 
-    `limits`: field of view, points to visit per level, simple indices, margin. `scratch`: see `_Rooms`. `found`: scores and
-    slots [n, k], best first, and for each key the number of points and of products.
+    `limits`: field of view, points to visit per level, simple indices, margin. `found`: scores and slots [n, k], best first,
+    and for each key the number of points and of products.
     """
     out_scores, out_slots, counts, touched = found
     scores, slots = scratch[:2]
@@ -465,7 +454,7 @@ def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: igno
 
 @part
 def new_page(tree, node):  # type: ignore[no-untyped-def]
-    """Add an empty page to the front of the chain of a node and return it."""
+    """Add an empty page to the front of a node's chain and return it."""
     state = tree.state
     page = state[FREE_PAGE]
     if page == NONE:
@@ -566,10 +555,7 @@ def page_for(tree, node, key, lift):  # type: ignore[no-untyped-def]
 
 @part
 def split(tree, page, key, lift):  # type: ignore[no-untyped-def]
-    """Move the half of a full page that is on the side of `key` to a new page, and return that.
-
-    The sides are separated by two pivots: the new key, and the key of the page that is farthest from it.
-    """
+    """Move the half of a full page that is on the side of `key` to a new page, and return that."""
     slots, first = tree.state[SLOTS], page * tree.state[SLOTS]
     towards, order = np.empty(slots, np.float32), np.arange(slots).astype(np.int32)
     for i in range(slots):
@@ -617,7 +603,7 @@ def add(tree, node, bits, index, dim, lift, token, child):  # type: ignore[no-un
 
 @compiled
 def start_level(tree, bits, lift, token):  # type: ignore[no-untyped-def]
-    """Add a key as the first of a new level; the points below the root become its children."""
+    """Add a key as the first of a new level, above the points below the root."""
     level = tree.state[LEVELS] + 1
     child = new_node(tree, token, level - 1)
     take_over(tree, child, ROOT)
@@ -641,7 +627,7 @@ def take_over(tree, node, other):  # type: ignore[no-untyped-def]
 
 @part
 def detach(tree, slot):  # type: ignore[no-untyped-def]
-    """Remove a point from its page: the last point of the page replaces it, and a small page is merged with another."""
+    """Remove a point from its page, and merge a small page with another."""
     slots = tree.state[SLOTS]
     page = slot // slots
     node = tree.pages[page, HOME]
@@ -659,7 +645,7 @@ def detach(tree, slot):  # type: ignore[no-untyped-def]
 
 @part
 def join(tree, page):  # type: ignore[no-untyped-def]
-    """Move the points of a page to another page of its node that has room for all, if there is one."""
+    """Move the points of a page to another page of its node that has room for all."""
     slots = tree.state[SLOTS]
     other = tree.nodes[tree.pages[page, HOME], HEAD]
     while other != NONE and (other == page or tree.pages[other, COUNT] + tree.pages[page, COUNT] > slots):
@@ -696,7 +682,7 @@ def take_away(tree, token):  # type: ignore[no-untyped-def]
 
 @part
 def drop_level(tree, level):  # type: ignore[no-untyped-def]
-    """Remove an empty level: the levels above move down by one. Nodes on the lowest level are freed."""
+    """Remove an empty level, and free the nodes on the lowest level."""
     state = tree.state
     for node in range(state[NODES]):
         if tree.nodes[node, LEVEL] == level == 1 and node != ROOT:
@@ -739,7 +725,7 @@ def rehang(tree, node, bits, parents):  # type: ignore[no-untyped-def]
 
 @compiled
 def lay(tree, level, members, ends, nodes, bits, lifts, tokens):  # type: ignore[no-untyped-def]
-    """Write the points of a level to pages, node by node, with adjacent pages for each node.
+    """Write the points of a level to adjacent pages, node by node.
 
     `members` are rows in `bits` [n * dim], `lifts` and `tokens` [n]; those up to `ends` [i] belong to `nodes` [i].
     """
@@ -775,10 +761,7 @@ def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-un
 
 @part
 def arrange(bits, lifts, members, slots, dim):  # type: ignore[no-untyped-def]
-    """Order the points of a node so that those of a page are similar: bisect them by two distant points until a page fits.
-
-    Halves are whole pages, so that only the last page of a node is partly filled.
-    """
+    """Order the points of a node by bisection, so that those of a page are similar, in whole pages."""
     ends = np.empty(64, np.int64)  # a stack of the ends of pending parts
     start, waiting, ends[0] = 0, 1, members.size
     while waiting:
