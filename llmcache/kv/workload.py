@@ -87,7 +87,6 @@ class Topics:
         return min(found, len(self._bounds) - 1)
 
     def of_segment(self, segment: int) -> int:
-        """Return the topic of the tokens of `segment` of the prompt."""
         return self._topic(_SEGMENT, segment)
 
     def strengths(self, segment: int) -> tuple[Floats, Floats]:
@@ -99,7 +98,7 @@ class Topics:
         return strength.astype(np.float32), heavy.astype(np.float32)
 
     def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return the topics of the queries of a decode step with their weights: the one left and the one approached.
+        """Return the topics of a decode step with their weights: the one left and the one approached.
 
         The last `DWELL_STEPS` tokens of the prompt are steps below 0.
         """
@@ -118,9 +117,9 @@ class SyntheticStream:
         self._pairs = max(1, spec.head_dim // 16)
 
     def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`, in the type of the stream.
+        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`; bfloat16 as its bits, uint16.
 
-        bfloat16 as its bits, uint16. Positions after the prompt are the tokens of the decode steps.
+        Positions after the prompt are the tokens of the decode steps.
         """
         sides: list[list[NDArray[Any]]] = [[], []]
         for sequence in range(self.spec.batch):
@@ -168,7 +167,7 @@ class SyntheticStream:
         return math.sqrt(logit * math.sqrt(self.spec.head_dim))
 
     def _rotations(self, positions: Int64s) -> Floats:
-        """Return positions as angles of slow rotations [tokens, 2 * pairs]: the closer two are, the better they match."""
+        """Return angles [tokens, 2 * pairs] of slow rotations."""
         speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
         angles = positions[:, None] * speeds
         amplitude = self._amplitude(RECENT_LOGIT) / math.sqrt(self._pairs)
@@ -182,7 +181,7 @@ class SyntheticStream:
         return rows.astype(self.spec.dtype, copy=False)
 
     def queries(self, layer: int, step: int) -> Floats:
-        """Return the queries [batch, heads, head_dim], float32, of decode step `step` (from 0), by its own token.
+        """Return the queries [batch, heads, head_dim], float32, of decode step `step` (from 0).
 
         Steps down to -DWELL_STEPS are the last tokens of the prompt.
         """
@@ -223,6 +222,6 @@ class SyntheticStream:
         return guessed
 
     def ids(self, positions: range) -> Int64s:
-        """Return ids for the tokens at `positions`: their topics, of the first sequence."""
+        """Return the topics of the first sequence at `positions`, as token ids."""
         topics = self._topics[0]
         return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -79,12 +79,10 @@ class BenchOptions:
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model with the given name, or else the given config.json; None without a model."""
         return None if self.model is None else MODELS[self.model] if self.model in MODELS else read_config(self.model)
 
     @property
     def directory(self) -> Path:
-        """Directory of the spill files; UsageError if it is no directory."""
         if not Path(self.path).is_dir():
             raise UsageError(f"--path: {self.path} is not a directory", "name a directory on the storage to measure")
         return Path(self.path)
@@ -99,7 +97,7 @@ def _only(option: str, values: Sequence[int]) -> int:
 
 
 def run(options: BenchOptions, progress: Progress = lambda _: None, drawn: bool = False) -> Bench:
-    """Run the benchmark and return its results; `drawn`: they will be drawn. UsageError names an invalid option."""
+    """Run the benchmark; `drawn`: the results will be drawn. UsageError names an invalid option."""
     if drawn and options.profile == "paper" and not options.sweep_beta:
         raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
@@ -168,7 +166,6 @@ def _accelerator(options: BenchOptions, model: ModelShape) -> Accelerator:
 
 
 def _modelled(options: BenchOptions, variants: list[Variant]) -> Bench:
-    """Return rows of the latency model: for each policy with its pools, or for a sweep with each beta up to M0."""
     for name in ("layers", "budget", "beta", "threads"):
         if getattr(options, name) is not None:
             hint = "remove it, or use --profile measured"

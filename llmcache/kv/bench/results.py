@@ -1,7 +1,7 @@
 """Results of `kv bench`, as dataclasses for the table, the JSON and the figures.
 
-For policies: one row per policy (or beta), all measured or all modelled, never mixed. For tasks, all *measured*:
-answers, attention, time, bytes and memory, a row for each policy, budget and context.
+For policies: one row per policy (or beta), all measured or all modelled, never mixed. For tasks: a row for each policy,
+budget and context, all *measured*.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MEASURED, MODELLED = KINDS = ("measured", "modelled")
 class Observed:
     """Results that only a run on this machine has, over its decode steps: times in ns, bytes and pages in total.
 
-    `steps_ns`: each decode step. `device`: time of commands to the *emulated* device, modelled and wall time
-    separately; None without a device. `timeline`: the spans of the last step.
+    `device`: time of commands to the *emulated* device, modelled and wall time separately; None without a device.
+    `timeline`: the spans of the last step.
     """
 
     steps_ns: tuple[int, ...]
@@ -43,8 +43,8 @@ class Observed:
 class Row:
     """One policy: times (ns) and bytes of one decode step, a token of every sequence; medians if measured.
 
-    `stages_ns`: evaluate, fetch, compute, update, each as long as any resource was busy with it. `exposed_ns`: part of
-    the token's time without computation. `beta`: Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
+    `stages_ns`: each as long as any resource was busy with it. `exposed_ns`: part of the token's time without
+    computation. `beta`: Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
     """
 
     policy: str
@@ -63,10 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Marks:
-    """Expected minimum of a sweep of beta: `rule`, f_c / f_s, or `m0` if memory is exhausted before that.
-
-    `f_c`, `f_s`: bytes/s of keys.
-    """
+    """Expected minimum of a sweep of beta: `rule`, f_c / f_s (bytes/s of keys), or `m0` if memory is exhausted before."""
 
     f_c: float
     f_s: float
@@ -79,7 +76,6 @@ class Marks:
 
     @property
     def expected(self) -> float:
-        """The smaller of both."""
         return self.rule if self.m0 is None else min(self.rule, self.m0)
 
 
@@ -94,7 +90,7 @@ class Bench:
     notes: tuple[str, ...] = field(default=())
 
     def speedups(self, row: Row) -> dict[str, float]:
-        """Return the speed-ups of `row` over each other policy; empty for a sweep, whose rows have one policy."""
+        """Return the speed-ups of `row` over each other policy; empty for a sweep."""
         return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
 
     def document(self) -> dict[str, Any]:
@@ -137,12 +133,13 @@ class Answers:
 
     @property
     def share(self) -> float:
-        """Share of right answers, 0..1."""
         return sum(self.right) / self.questions
 
     @property
     def error(self) -> float:
-        """Standard error of the share: over contexts, whose answers are correlated; for one context, over its questions."""
+        """Standard error of the share: over contexts, whose answers are correlated; for one context, over its
+        questions.
+        """
         if len(self.asked) < 2:
             return math.sqrt(self.share * (1 - self.share) / self.questions)
         off = [right - self.share * asked for right, asked in zip(self.right, self.asked, strict=True)]
@@ -228,7 +225,6 @@ class TaskBench:
 
     @property
     def contexts(self) -> list[int]:
-        """The contexts, ascending."""
         return sorted({row.context for row in self.rows})
 
     def stock(self, context: int) -> TaskRow:
@@ -273,7 +269,7 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read_bench(document: object, source: str) -> Bench:
-    """Return the benchmark in `document`, from `Bench.document`; DataError, naming `source` and the field, if invalid."""
+    """Return the benchmark in `document`, from `Bench.document`; DataError names `source` and the invalid field."""
     with invalid(source, "create it with 'llmcache kv bench --json'"):
         check_schema(document, SCHEMA)
         bench: Bench = from_json(Bench, document)
@@ -290,7 +286,7 @@ def read_bench(document: object, source: str) -> Bench:
 
 
 def read_task(document: Mapping[str, Any], source: str) -> TaskBench:
-    """Return the results in `document`, from `TaskBench.document`; DataError, naming `source` and the field, if invalid."""
+    """Return the results in `document`, from `TaskBench.document`; DataError names `source` and the invalid field."""
     with invalid(source, "create it with 'llmcache kv bench --task … --json'"):
         bench: TaskBench = from_json(TaskBench, document)
         if not bench.rows:

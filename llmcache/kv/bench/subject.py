@@ -1,8 +1,7 @@
 """Measure a model: answers, time and selected tokens, with any cache and otherwise equal conditions.
 
 Answers: figure 8 of hillinfer.txt, section 4.3, measures them on OpenBookQA, RTE, PIQA and COPA. Differs from the
-paper: small models, generated tasks, and texts found on the machine (`llmcache.kv.tasks`). Needs torch and
-transformers.
+paper: small models, generated tasks, and texts found on the machine (`llmcache.kv.tasks`).
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def _place(path: str | Path) -> dict[str, Any]:
 class Subject:
     """An enabled model from a directory or a GGUF file, on the GPU if torch has one, and its tokenizer.
 
-    `tokenizer`: None for the recall model, which has its own language. UsageError: there is no such directory or file.
-    DataError: it contains no model, or no tokenizer. MissingRequirement: the packages that read GGUF files are missing.
+    `tokenizer`: None for the recall model. UsageError: the path does not exist. Other errors as for `load_model`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -108,7 +106,7 @@ class Subject:
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
-    """Return an enabled Llama of `shape`, arguments of its config, with random weights: only for measuring times."""
+    """Return an enabled Llama with the config `shape` and random weights: only for measuring times."""
     torch.manual_seed(0)
     return enable(LlamaForCausalLM(LlamaConfig(**shape)).eval())
 
@@ -147,7 +145,7 @@ def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
 def follow(model: Any, cache: Any, text: Document) -> Floats:
     """Return log p [n - 1, vocabulary], in nats, of all but the first of the n tokens that follow `text`.
 
-    Each is predicted from all true tokens before it, one decode step per token, with a cache that has read the text.
+    The cache has read `text`; each token is predicted from the true tokens before it.
     """
     found = [logits(model, cache, text.following[:, at : at + 1]) for at in range(text.following.shape[1] - 1)]
     log_p: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
@@ -155,7 +153,7 @@ def follow(model: Any, cache: Any, text: Document) -> Floats:
 
 
 def said(model: Any, cache: Any, asked: Probe | Chain | Document) -> Any:
-    """Return the output of a model whose cache has read the contexts: of `follow` for a document, else of `ask`."""
+    """Return the result of `follow` for a document, otherwise that of `ask`."""
     return follow(model, cache, asked) if isinstance(asked, Document) else ask(model, cache, asked)
 
 
@@ -168,8 +166,8 @@ def answer(model: Any, cache: Any, task: Questions | Chain) -> Flags:
 def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
     """Return which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
 
-    An answer is right if greedy decoding gives it exactly: every token is the likeliest after those before it. A probe
-    continues with the true answer; in a chain the model's own answers determine the next question.
+    An answer is right if greedy decoding gives every token. A probe continues with the true answer; in a chain the
+    model's own answers determine the next question.
     """
     found = []
     if isinstance(task, Chain):
@@ -193,10 +191,10 @@ def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
 
 
 def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None, **settings: Any) -> float:
-    """Return the share (0..1) of `questions` that `model` answers right, in order, with all contexts in one batch.
+    """Return the share (0..1) of `questions` that `model` answers right, with all contexts in one batch.
 
-    `policy` None: transformers' own cache, which keeps everything; otherwise a SpillCache with `settings`, which raises
-    its errors. It selects tokens even if the contexts are short.
+    `policy` None: transformers' own cache; otherwise a SpillCache with `settings`, which selects tokens even if the
+    contexts are short.
     """
     # Products of such a small model take longer to distribute over threads than to compute.
     with torch_threads(1):
@@ -207,8 +205,6 @@ def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None
 
 
 class _Recorder(Conversation):
-    """Records the calls of attention for a prompt, and stores nothing."""
-
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
@@ -226,9 +222,8 @@ class _Recorder(Conversation):
 class Prompt:
     """Keys, values and queries of a batch of prompts of equal length, computed from `ids` by an enabled model.
 
-    Prompts use exact attention with any policy, so that one computation can fill several caches. The cache has the same
-    contents as if the model had read the prompt, but not the same time: use it only for accuracy, and for the time of
-    later steps.
+    Prompts use exact attention with any policy, so one computation can fill several caches. Use it only for accuracy,
+    and for the time of later steps.
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
@@ -239,9 +234,9 @@ class Prompt:
 
     @classmethod
     def by_chance(cls, model: Any, tokens: int) -> Prompt:
-        """Return *synthetic* keys and values of a prompt of `tokens`, normally distributed; only for measuring times.
+        """Return *synthetic* normally distributed keys and values; only for measuring times.
 
-        All layers of `model` must use full attention. There are no queries: policies that need them see zeros.
+        All layers of `model` must use full attention. Policies that need queries see zeros.
         """
         made = cls.__new__(cls)
         text = model.config.get_text_config(decoder=True)
@@ -257,7 +252,6 @@ class Prompt:
         return made
 
     def give(self, cache: Any) -> None:
-        """Fill an empty cache: a SpillCache, or one of transformers' own."""
         calls = iter(self._calls)
         for index, layer in enumerate(self._layers):
             if not isinstance(layer, SpillLayer):
@@ -270,7 +264,7 @@ class Prompt:
 
 
 class Run:
-    """One sequence generated with one cache, step by step, so that several can alternate; `timeline`: that of the cache."""
+    """One sequence generated with one cache, step by step, so that several can alternate."""
 
     def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
         self._model, self.cache, self._timeline = model, cache, timeline
@@ -287,7 +281,7 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Fill the cache from `given`, and continue with any token: only for the time of steps, not of the prompt."""
+        """Fill the cache from `given`, and continue with any token: only for the time of steps."""
         given.give(self.cache)
         self._next = np.array([0])
 
@@ -318,7 +312,6 @@ class Run:
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes written to the spill file since the start."""
         return 0 if self._timeline is None else int(self.cache.traffic.bytes_between("cpu", "ssd"))
 
     @property
@@ -337,8 +330,8 @@ class Run:
 class Watch:
     """Wraps a policy, and computes exact attention in addition to each selection (slow: everything is read).
 
-    `recalls` and `masses` are means over the batch and the heads, one for each step and layer with a selection: see
-    `Attention`. The newest token, which is always attended to, is not counted.
+    `recalls` and `masses` (see `Attention`) have one mean over the batch and the heads for each step and layer with a
+    selection. The newest token is not counted.
     """
 
     def __init__(self, policy: KvPolicy) -> None:

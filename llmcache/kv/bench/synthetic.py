@@ -1,10 +1,8 @@
 """One decode step of each policy over a *synthetic* stream, *measured* on this machine.
 
-Policies alternate, so that disturbances affect all. The accelerator and the computational SSD are *emulated*.
-
-A session is one policy: store, engine and stream, decode step by decode step; only the step is timed. Keys, values and
-queries of a step are computed before its clock starts. The clock is stopped while weights are computed for policies
-that need them, because an accelerator has them anyway.
+Policies alternate, so that disturbances affect all. The accelerator and the computational SSD are *emulated*. Only the
+decode step is timed, without the computation of keys, values, queries, or weights for policies that need them: an
+accelerator has the weights anyway.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Accelerator:
     """Computes a layer. *Emulated*: it sleeps for the ns that `layer_ns` returns for a number of attended tokens.
 
     A sleeping processor is free for evaluation and fetches, as with a real accelerator. Without `layer_ns` this
-    processor computes, with numpy: only attention, in float32, without the other products of the layer.
+    processor computes, with numpy, only attention in float32.
     """
 
     title: str = "this processor, attention alone, numpy float32"
@@ -113,10 +111,9 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
 class Setup:
     """Common settings of all policies of a benchmark.
 
-    `steps` decode steps are measured, after `warm_up` unmeasured ones. `beta`: Mc / Ms. `memory_bytes`: M0, of all
-    layers and sequences. `exact`: a layer that was evaluated ahead is evaluated again with its true queries. `device`:
-    "csd" (*emulated*, with the speeds of `csd`) or "file", for policies designed for a device; all others read the
-    file. `directory`: each policy creates a directory below it for its file.
+    `beta`: Mc / Ms. `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was evaluated ahead is
+    evaluated again with its true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
+    policies designed for a device; all others read the file. `directory`: of the spill files.
     """
 
     spec: StreamSpec
@@ -357,7 +354,6 @@ def speeds(session: PolicySession) -> tuple[float, float]:
 
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
-    """Return rows in the order of `todo`: alternating, or one after another if memory is too small."""
     if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]

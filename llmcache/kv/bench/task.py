@@ -1,8 +1,8 @@
 """Tasks for a transformers model with its own cache and with spilled ones: answers, attention, time, bytes, memory.
 
-Each cache has three runs: one that answers all questions; one that answers the questions of a few contexts while the
-selection is compared with exact attention; and one that generates a sequence, alternating with all other caches, for
-times and bytes. *Measured* on this machine. Needs torch and transformers, which are imported on demand.
+Each cache has three runs: one answers all questions; one compares the selection with exact attention for a few
+contexts; and one generates a sequence, alternating with all other caches, for times and bytes. *Measured* here. torch
+and transformers are imported on demand.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Candidate:
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
     def cache(self, model: Any, threads: int | None, directory: Path | None, timeline: Timeline | None = None) -> Any:
-        """Return a new cache, a context manager; spilled ones have a file in `directory` and their budget in memory.
+        """Return a new cache, a context manager; spilled ones have a file in `directory`.
 
         `directory` None: everything is in memory, as always for the oracle, which reads every key at every step.
         """
@@ -191,8 +191,8 @@ def answered(
 ) -> dict[Candidate, CollectedAnswers]:  # fmt: skip
     """Return the answers of every candidate, the first of which is transformers' own cache; append sources to `texts`.
 
-    `directory`: as in `Candidate.cache`. `least`: required share of right answers of transformers' own cache; once it
-    is out of reach, only that cache continues and is returned.
+    `least`: required share of right answers of transformers' own cache; once it is out of reach, only that cache
+    continues and is returned.
     """
     from llmcache.kv.bench.subject import Prompt, said
 
@@ -224,7 +224,6 @@ def answered(
 def _attention(
     setup: TaskSetup, subject: Subject, asked: Asked, directory: Path, everyone: Sequence[Candidate]
 ) -> dict[Candidate, Attention]:
-    """Return the attention quality of each candidate that selects tokens, for a few of the contexts."""
     from llmcache.kv.bench.subject import Prompt, said, watch
 
     # From the whole batch; all contexts of a chain are alike.
@@ -264,9 +263,8 @@ def in_turns(
     model: Any, everyone: Sequence[Candidate], directory: Path, steps: int, threads: int | None,
     begin: Callable[[Run], None], result_of: Callable[[Candidate, Run], Result],
 ) -> list[Result]:  # fmt: skip
-    """Return the result of `result_of` for a sequence of every candidate.
-
-    `begin` starts each sequence; then the candidates alternate step by step.
+    """Return the result of `result_of` for a sequence of every candidate, started by `begin`; they alternate step by
+    step.
     """
     from llmcache.kv.bench.subject import Run
 

@@ -1,6 +1,6 @@
 """PrefixCache: prompts of llama-cpp-python on disk; and the server of llama-cpp-python with a PrefixCache.
 
-Only this package needs the [llama] extra; it is imported on first use.
+Only this package needs the [llama] extra.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ __all__ = ["PrefixCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import PrefixCache on first use. MissingRequirement: llama-cpp-python is not installed."""
     if name != "PrefixCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -2,11 +2,10 @@
 
     llama.set_cache(PrefixCache("/mnt/nvme/kv", limit="20G"))
 
-The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a common
-prefix share its blocks (kv.prefix.store). The cache that `llama.set_cache` attaches to a Llama (`AttachedCache`) calls
-this one before and after a prompt is evaluated and after its answer. To restore a prefix, the cache loads the state with
-llama_state_seq_set_data and sets `input_ids` and `n_tokens`; `Llama` then evaluates only the rest. `Llama.load_state` takes
-only whole contexts.
+The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a
+common prefix share its blocks (kv.prefix.store). `Llama` calls `cache[prompt]` before it evaluates a prompt, and
+`cache[tokens] = state` after the answer, without passing itself. Therefore this module replaces `Llama.set_cache` to
+give each Llama an AttachedCache, which replaces its `_create_completion`, `eval` and `save_state`.
 
 - Nothing is restored or stored until all bytes of the model's files are hashed, nor after one of them was changed.
 - The last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of a prompt is always
@@ -15,18 +14,8 @@ only whole contexts.
 - Not supported: `echo` with `logprobs`, because scores are not stored; chat handlers with images, which have no tokens.
   Control vectors set through the C interface are not detected: use another directory for them.
 
-Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and writes
-it. One lock guards the writer's queue, another the counters that several Llamas share.
-
-`Llama` uses its cache twice in each completion: `cache[prompt]` before it evaluates the prompt, and `cache[tokens] = state`
-after the answer. It does not pass itself to the cache. Therefore this module replaces `Llama.set_cache` to give each
-Llama an AttachedCache, which replaces three methods of this Llama:
-
-- `_create_completion` records whether a completion is running, and reads the options of the request.
-- `eval` stores a prompt after it is evaluated and before the first token is sampled. It evaluates the last token of the
-  prompt separately. A restored prompt continues in the same way, so the answers are bit-identical.
-- `save_state`, called by a completion, does not copy scores, and copies nothing if all blocks are stored. Other callers get
-  the unchanged method.
+Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and
+writes it. One lock guards the writer's queue, another the counters that several Llamas share.
 """
 
 from __future__ import annotations
@@ -121,7 +110,6 @@ class PrefixCache(BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Bytes of all blocks in the directory."""
         return sum(entry.size_bytes for entry in self.store.entries())
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
@@ -129,11 +117,9 @@ class PrefixCache(BaseLlamaCache):
         raise TypeError(_NOT_ATTACHED)
 
     def __contains__(self, key: object) -> bool:
-        """Raise TypeError, as `cache[key]`."""
         raise TypeError(_NOT_ATTACHED)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Raise TypeError, as `cache[key]`."""
         raise TypeError(_NOT_ATTACHED)
 
     def attached(self, llama: Llama) -> AttachedCache:
@@ -148,7 +134,8 @@ class PrefixCache(BaseLlamaCache):
         """Restore the longest stored prefix of `tokens` into `llama`, and return its number of tokens.
 
         Return 0, without an effect, if none is stored that is longer than the one in the context. If states are stored
-        whole, also evaluate `tokens` up to the last block boundary, store the states on the way, and return that boundary.
+        whole, also evaluate `tokens` up to the last block boundary, store the states on the way, and return that
+        boundary.
         """
         model = self._model(llama)
         if not model.usable:
@@ -185,7 +172,6 @@ class PrefixCache(BaseLlamaCache):
         return found
 
     def has_prefix(self, llama: Llama, tokens: Sequence[int]) -> bool:
-        """Return whether a prefix of `tokens` is stored for `llama`."""
         model = self._model(llama)
         return model.usable and any(True for _ in self._stored(keys_of(model, tokens), model.whole))
 
@@ -205,10 +191,9 @@ class PrefixCache(BaseLlamaCache):
             self._put(llama, tokens, missing, data)
 
     def keep_prompt(self, llama: Llama, answer_tokens: int) -> Task | None:
-        """Queue the blocks of the evaluated tokens of `llama` that are not stored yet.
+        """Queue the blocks of the evaluated tokens of `llama` that are not stored yet; return None if there are none.
 
-        Return the task, or None if nothing was queued. Its memory has room for an answer of `answer_tokens`, so that
-        `handed` can use it again.
+        The memory of the task has room for an answer of `answer_tokens`, so that `handed` can use it again.
         """
         tokens = llama.input_ids[: llama.n_tokens].tolist()
         missing = self._missing(llama, tokens)
@@ -236,7 +221,6 @@ class PrefixCache(BaseLlamaCache):
         return LlamaState(llama.input_ids.copy(), llama.scores[:0], llama.n_tokens, data, len(data), llama._seed)
 
     def _put(self, llama: Llama, tokens: list[int], missing: list[BlockKey], data: Bytes) -> Task | None:
-        """Queue the blocks `missing` of the state `data` of `tokens`; return None if the state cannot be stored."""
         model = self._model(llama)
         try:
             cut = read_state(data, model.description["architecture"])
@@ -254,7 +238,7 @@ class PrefixCache(BaseLlamaCache):
         return task
 
     def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
-        """Return the blocks of `tokens`, which `llama` has evaluated, that are neither stored nor queued."""
+        """Return the blocks of `tokens` that are neither stored nor queued."""
         model = self._model(llama)
         perf = llama_cpp.llama_perf_context(llama.ctx)
         if perf.n_p_eval >= BLOCK_TOKENS:
@@ -303,7 +287,6 @@ class PrefixCache(BaseLlamaCache):
     # Implementation
 
     def _model(self, llama: Llama) -> Model:
-        """Return the model of `llama`, after checking whether its files are identified or were changed."""
         model = self._models.get(llama)
         if model is None:
             model = self._models[llama] = self._described(llama)
@@ -384,7 +367,7 @@ class PrefixCache(BaseLlamaCache):
         return fetched
 
     def _read(self, model: Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
-        """Return the block `key`, one of `keys` or their successor; None if it is missing, or invalid and removed."""
+        """Return the block `key`; None if it is missing, or invalid and removed."""
         block = fetched.get(key) or self.store.read(key)
         if block is None or (is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
             return block
@@ -392,7 +375,7 @@ class PrefixCache(BaseLlamaCache):
         return None
 
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
-        """Load the state `data` of `tokens` into `llama`; return False and clear the context if llama.cpp rejects it."""
+        """Return False and clear the context if llama.cpp rejects the state."""
         llama.reset()
         memory = llama_cpp.llama_get_memory(llama.ctx)
         taken = llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0)
@@ -406,7 +389,6 @@ class PrefixCache(BaseLlamaCache):
     def _whole(
         self, model: Model, keys: list[BlockKey], tokens: Sequence[int], live: int, fetched: dict[BlockKey, Block]
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
-        """Like `_joined`, for a whole state."""
         block = self._read(model, keys, keys[-1], fetched)
         return (block.payload, len(keys) * BLOCK_TOKENS, keys[-1:]) if block else (None, 0, keys[:-1])
 
@@ -458,7 +440,9 @@ class PrefixCache(BaseLlamaCache):
         return joined.data, joined.tokens, [*keys, partial_key] if partial_key and partial else keys
 
     def _evaluated(self, llama: Llama, model: Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
-        """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the context."""
+        """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the
+        context.
+        """
         live = common_length(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
             llama.reset()  # a whole state cannot be shortened
@@ -505,7 +489,6 @@ def _block_of(state: State, tokens: list[int], key: BlockKey) -> Block:
 
 
 def _copied(llama: Llama, memory: Bytes) -> Bytes:
-    """Copy the state of `llama` to `memory`, and return the part that it fills."""
     return memory[: llama_cpp.llama_state_get_data(llama.ctx, memory.ctypes.data_as(_U8), len(memory))]
 
 
@@ -533,7 +516,6 @@ class AttachedCache(BaseLlamaCache):
         return getattr(self._cache, name)
 
     def detach(self, llama: Llama) -> None:
-        """Restore the original methods of `llama`."""
         for name in _REPLACED:
             vars(llama).pop(name, None)
 
@@ -572,7 +554,6 @@ class AttachedCache(BaseLlamaCache):
         return LlamaState(llama.input_ids[: llama.n_tokens].copy(), llama.scores[:0], llama.n_tokens, b"", 0, 0)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a prefix of the tokens `key` is stored."""
         return isinstance(key, Sequence) and self._cache.has_prefix(self._owner(), key)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
@@ -626,8 +607,7 @@ class AttachedCache(BaseLlamaCache):
     def _make_room(self, llama: Llama, tokens: int) -> None:
         """Drop queued prompts if the scores of `tokens`, and of GROWTH_TOKENS more, need their memory.
 
-        With logits_all, `Llama` has a row of scores for each token, and llama.cpp one for each token of a batch; both use
-        memory only from the first access on.
+        With logits_all, `Llama` and llama.cpp have rows of scores, whose memory is used only from the first access on.
         """
         if llama._logits_all:
             tokens = min(tokens + GROWTH_TOKENS, llama.n_ctx())

@@ -35,9 +35,9 @@ _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
 class Model:
     """The model of a Llama, with its settings.
 
-    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the previous
-    block's name in the name of the first block; it is empty until the files are identified. `whole`: states cannot be cut.
-    `refused`: why nothing is restored or stored.
+    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the
+    previous block's name in the name of the first block; it is empty until the files are identified. `whole`: states
+    cannot be cut. `refused`: why nothing is restored or stored.
     """
 
     description: dict[str, Any]
@@ -57,7 +57,6 @@ class Model:
         return bool(self.root) and not self.refused
 
     def identify(self, digests: list[str]) -> None:
-        """Compute the fingerprint from the digests of `files`."""
         models = len(self.files) - (self.description["lora"] is not None)
         self.description["files"] = [
             [file.stamp.size_bytes, digest] for file, digest in zip(self.files[:models], digests, strict=False)
@@ -72,7 +71,7 @@ class Model:
 def describe(llama: Llama) -> Model:
     """Describe everything except the tokens that the keys and values of `llama` depend on. OSError.
 
-    Files are identified by all of their bytes, not by name or time, so a copy on another machine has the same fingerprint.
+    Files are identified by all of their bytes, so a copy on another machine has the same fingerprint.
     """
     paths = [*shard_names(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
     metadata, handle = llama.metadata, llama.model

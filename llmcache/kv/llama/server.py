@@ -1,7 +1,7 @@
 """Run llama-cpp-python's OpenAI-compatible server with a PrefixCache.
 
-The server's settings can select only its own two types of cache, so `serve` attaches the PrefixCache to each model that the
-server loads. The other options remain. GET /metrics returns the counters of the cache (OpenMetrics) without authentication.
+The server's settings can select only its own two types of cache, so `serve` attaches the PrefixCache to each model that
+the server loads. GET /metrics returns the counters of the cache (OpenMetrics) without authentication.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ def serve(cache: PrefixCache, arguments: Sequence[str]) -> int:
     create_app, proxy = server.create_app, app.LlamaProxy
 
     class Proxy(proxy):  # type: ignore[misc, valid-type]  # the class is imported at run time
-        """Attaches the cache to each model that the server loads."""
-
         @staticmethod
         def load_llama_from_model_settings(settings: Any) -> Any:
             try:

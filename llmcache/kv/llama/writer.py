@@ -44,8 +44,8 @@ class PrefixCounters:
 class Task:
     """Blocks to write; `tokens` are all tokens of the prompt, and `block` cuts a block when it is written.
 
-    `pushed`: also send the blocks to the shared tier (not if they come from it). `memory` has the copy of the state; it can
-    be used again when `is_done`.
+    `pushed`: also send the blocks to the shared tier. `memory` has the copy of the state; it can be used again when
+    `is_done`.
     """
 
     model: Model
@@ -74,11 +74,11 @@ class Writer:
         self._reported: dict[str, tuple[float, int]] = {}  # by kind: time of the last log line, failures since
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether `key` is queued."""
         return key in self._pending
 
     def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
-        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first use.
+        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first
+        use.
 
         If the queue or the memory is full, count `blocks` as dropped and return None. The memory is mapped separately,
         because the heap would not return it to the kernel.
@@ -109,7 +109,7 @@ class Writer:
         self.report(kind, "a prompt was not stored: %s", why)
 
     def report(self, kind: str, message: str, why: object) -> None:
-        """Log a failure, at most one of its `kind` in LOG_S; the next line has the number of failures left out."""
+        """Log a failure, at most one of its `kind` in LOG_S."""
         with self._changed:
             logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
             if time.monotonic() - logged_s < LOG_S:
@@ -119,7 +119,6 @@ class Writer:
             log.warning(message + " (%d more since the last line)" * bool(left_out), why, *([left_out] if left_out else []))
 
     def put(self, task: Task) -> None:
-        """Queue `task`, or drop it."""
         with self._changed:
             if self._closed or self._is_full(task.size_bytes):
                 task.is_done = True
@@ -141,7 +140,6 @@ class Writer:
         self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait up to `timeout_s` until the queue is empty; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 

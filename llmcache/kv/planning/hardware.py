@@ -41,8 +41,8 @@ class Hardware:
 
     `gpu_link`: host memory to GPU. `score`: keys that the host's processor scores (f_c). `device`: keys that the
     computational SSD scores (f_s), from flash; `device_memory`: from its own DRAM. `ssd`: a plain SSD read by the host.
-    `reserved`: for the system, not for models. Without a GPU (`gpu_bytes` 0) the host computes: `gpu_*` speeds are the
-    host's, and nothing crosses to a GPU.
+    `reserved`: for the system. Without a GPU (`gpu_bytes` 0) `gpu_*` speeds are the host's, and nothing crosses to a
+    GPU.
     """
 
     name: str
@@ -81,7 +81,8 @@ class Hardware:
         return min(self.ssd_bytes_per_s * request_bytes / blocks_bytes, self.ssd_requests_per_s * request_bytes)
 
     def device_score_rate(self, keys_bytes: float, cached: bool) -> float:
-        """Return the bytes/s at which the device scores `keys_bytes` of keys; `cached`: its memory caches those that fit.
+        """Return the bytes/s at which the device scores `keys_bytes` of keys; `cached`: its memory caches those that
+        fit.
 
         Source: hillinfer.txt, section 2.2: "The on-board DRAM acts as a cache for NAND flash".
         """
@@ -112,7 +113,7 @@ class Hardware:
         return Hardware.of(self.name, self.title, **known | numbers)
 
     def faster(self, **factors: float) -> Hardware:
-        """Return it with speeds multiplied, for what-if questions: faster(ssd_bytes_per_s=2)."""
+        """Return it with speeds multiplied: faster(ssd_bytes_per_s=2)."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def to_json(self) -> dict[str, Any]:

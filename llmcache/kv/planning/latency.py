@@ -73,8 +73,8 @@ class Variant:
 def hillinfer(*without: str) -> System:
     """Return HillInfer, without some of `DESIGNS`.
 
-    Without HIE the host evaluates, as in all other systems; without BKP the location of important tokens is arbitrary;
-    without APP nothing overlaps the computation, and the host's pool is as large as possible.
+    Without HIE the host evaluates; without BKP the location of important tokens is arbitrary; without APP nothing
+    overlaps the computation, and the host's pool is as large as possible.
     """
     own = Variant("hillinfer", without)
     hie, bkp, app = (part not in without for part in DESIGNS)
@@ -111,9 +111,9 @@ def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cach
 class Latency:
     """*Modelled* times (ns) of one decode step: one token of every sequence of the batch.
 
-    `stages`: evaluate, fetch, compute, each as if alone; `exposed`: the part of evaluate and fetch that nothing hides.
-    `busy`: by resource, with the names of the pipeline's timeline; the link is that of the storage. `moved`: bytes by
-    link; `device internal` never leaves the device. `prefill_ns`: for the whole context, once.
+    `stages`: each as if alone; `exposed`: the part of evaluate and fetch that nothing hides. `busy`: by resource, with
+    the names of the pipeline's timeline. `moved`: bytes by link; `device internal` never leaves the device.
+    `prefill_ns`: for the whole context, once.
     """
 
     system: System
@@ -155,9 +155,9 @@ class Latency:
 def latency(
     policy: str | System, hardware: Hardware, model: ModelShape, workload: Workload, places: Placement | None = None
 ) -> Latency:
-    """Return the modelled latency of `policy` (a name in SYSTEMS, or a system).
+    """Return the modelled latency of `policy` (a name in SYSTEMS, or a system); KeyError: no such policy.
 
-    `places`: placement of the KV cache; None: that of the system. KeyError: no such policy.
+    `places`: placement of the KV cache; None: that of the system.
     """
     system = SYSTEMS[policy] if isinstance(policy, str) else policy
     share = workload.alpha if system.sparse else 1.0
@@ -244,7 +244,7 @@ def _important_on_ssd(system: System, workload: Workload, places: Placement) -> 
 def _prefill_s(hardware: Hardware, model: ModelShape, workload: Workload, places: Placement, found: Room) -> float:
     """Return the seconds for the whole context: products and causal attention, overlapped with writing the KV cache.
 
-    Assumed: storage writes as fast as it reads. All systems are alike here, because the paper only changes decoding.
+    Assumed: storage writes as fast as it reads.
     """
     tokens = float(workload.context * workload.batch)
     products = 2.0 * model.layers * model.layer_parameters * tokens

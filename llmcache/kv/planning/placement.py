@@ -27,10 +27,10 @@ class Workload:
 
     `host_evaluates`: data that a system without in-storage evaluation reads from the SSD to score tokens. Keys are
     enough; the paper speaks of KV data (section 3.2, and figure 3a: "20% (blue) and 30% (red) of full KV cache [...]
-    for token evaluations"). `chunk_tokens`: of LeoAM's abstracts, two keys per chunk. `fetch_tokens`: adjacent tokens
-    fetched together. `important_on_ssd`: the share of the important tokens on the SSD; None: the same as of all tokens.
-    With BKP it is `important_on_ssd_bkp`; None: BKP finds no locality, its worst case. Both can be measured with
-    `llmcache kv bench`. `device_caches`: the device scores keys that fit in its own memory from there, not from flash.
+    for token evaluations"). `chunk_tokens`: of LeoAM's abstracts. `fetch_tokens`: adjacent tokens fetched together.
+    `important_on_ssd`: the share of the important tokens on the SSD; None: as of all tokens. `important_on_ssd_bkp`:
+    the same with BKP; None: BKP finds no locality. `device_caches`: the device scores keys that fit in its own memory
+    from there, not from flash.
     """
 
     context: int
@@ -83,8 +83,7 @@ def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
 class Room:
     """Memory left by the weights, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it is in the pools).
 
-    `weights_on_host`: weights that do not fit on the GPU, experts before all others. `lacking`: bytes of weights that
-    fit nowhere.
+    `weights_on_host`: weights that do not fit on the GPU, experts first. `lacking`: bytes of weights that fit nowhere.
     """
 
     gpu_kv: float
@@ -108,7 +107,6 @@ class Placement:
 
     @property
     def ssd_share(self) -> float:
-        """Share of the KV cache on the SSD, 0..1."""
         return self.ssd / self.total if self.total else 0.0
 
     @property
@@ -146,7 +144,7 @@ def rule_share(hardware: Hardware, cached: bool = False) -> float:
 
 
 def by_beta(kv_bytes: float, beta: float) -> Placement:
-    """Return the placement for a given ratio beta = Mc / Ms, for sweeps."""
+    """Return the placement for a given ratio beta = Mc / Ms."""
     host = kv_bytes * beta / (1 + beta)
     return Placement(0.0, host, kv_bytes - host)
 

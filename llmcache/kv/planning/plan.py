@@ -1,7 +1,7 @@
 """The plan of `llmcache kv plan` for one model on one machine: placement and latency per token.
 
-Every error names its option. Times are *modelled*, with speeds of a named machine: those of this machine are
-*measured*, those of its device *emulated*.
+Every error names its option. Times are *modelled*, with the speeds of a named machine, or with *measured* ones of this
+machine and *emulated* ones of its device.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class Limit:
 class KvPlan:
     """The plan. `found.host_kv` is M0; `beta_rule`: fc / fs; `m0_binds`: M0 is less than the rule's pool.
 
-    `places`: HillInfer's pools. `latencies`: *modelled*, by system; empty if it does not fit (`lacking_bytes` > 0).
-    `ssd_bytes`: free space below `ssd`, None without a directory. `profile`: the measurements, None for a named
-    machine.
+    `latencies`: by system; empty if the model does not fit (`lacking_bytes` > 0). `ssd_bytes`: free space below `ssd`.
+    `profile`: None for a named machine.
     """
 
     model: ModelShape
@@ -66,7 +65,7 @@ class KvPlan:
     profile: KnownProfile | None
 
     def speedup(self, policy: str) -> float:
-        """Return the time per token of `policy` relative to HillInfer. Modelled."""
+        """Return the time per token of `policy` relative to HillInfer."""
         by_name = {one.system.name: one.token_ns for one in self.latencies}
         return by_name[policy] / by_name["hillinfer"]
 
@@ -84,7 +83,8 @@ def plan(
     kv_dtype: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> KvPlan:
-    """Return the plan for the model with the config.json `model`, or in the directory `model`; tokens, sequences, bytes.
+    """Return the plan for the model with the config.json `model`, or in the directory `model`; tokens, sequences,
+    bytes.
 
     `ssd`: directory of the spill file; `profile`: source of speeds (None: measured with `ssd`, else a typical PC).
     UsageError names an option that is invalid or impossible to satisfy.

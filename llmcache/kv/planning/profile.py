@@ -1,10 +1,8 @@
 """The profile of this machine, *measured*: memory, scoring, computing, and the disk and a device for a given directory.
 
-A profile is valid for one processor model, number of processors, kernel and device; different values of these give
-another profile. Profiles are cached in the user's cache directory. Storage may have changed since (a fuller disk, a
-busier machine), so the age is always reported. The measurement uses a spill file written by an *emulated* computational
-SSD, with random keys and values, so that compressing storage cannot compress it. The file is in its own directory,
-which is removed in any case (only a killed process leaves it behind).
+Profiles are cached in the user's cache directory, one for each processor model, number of processors, kernel and
+device. Storage may have changed since, so the age is always reported. The measurement uses a spill file written by an
+*emulated* computational SSD, with random data that storage cannot compress. Only a killed process leaves it behind.
 """
 
 from __future__ import annotations
@@ -59,7 +57,9 @@ _SIDE = 1024  # of the multiplied matrices
 
 @dataclass(frozen=True)
 class HostSpeeds:
-    """Bytes/s and operations/s of all processors together: reading memory, scoring half-precision keys, matrix products."""
+    """Bytes/s and operations/s of all processors together: reading memory, scoring half-precision keys, matrix
+    products.
+    """
 
     memory_bytes_per_s: float
     score_bytes_per_s: float
@@ -68,7 +68,8 @@ class HostSpeeds:
 
 @dataclass(frozen=True)
 class StorageSpeeds:
-    """Bytes/s (ns for `command_ns`) of the file. `direct`: bypassing the page cache; otherwise reads may come from memory.
+    """Bytes/s (ns for `command_ns`) of the file. `direct`: bypassing the page cache; otherwise reads may come from
+    memory.
 
     `device` (keys that the *emulated* device scores), `link` (pages that cross from its process to this one) and
     `command` belong to the emulation; `sequential` and `random` (whole pages of keys, `page_bytes`) to the disk.
@@ -96,7 +97,6 @@ class ProfileKey:
 
     @property
     def in_memory(self) -> bool:
-        """True if the file system is in memory, so that the measurement is not of storage."""
         return self.filesystem in IN_MEMORY
 
 
@@ -153,7 +153,7 @@ def profile_of(
 ) -> KnownProfile:
     """Return the profile of this machine with the storage of `directory`; measure it if there is none, or if `force`.
 
-    `progress` is called with a description of each step. Errors as for `key_of` and `measure_storage`.
+    Errors as for `key_of` and `measure_storage`.
     """
     key, begin = key_of(directory), time.monotonic()
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
@@ -317,7 +317,7 @@ def device_rate(device: EmulatedCsd) -> float:
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:
-    """Return the bytes/s of READERS concurrent readers of `request_bytes` for READ_S, in sequence or `scattered`."""
+    """Return the bytes/s of READERS concurrent readers of `request_bytes` for READ_S."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     try:
         requests = os.fstat(fd).st_size // request_bytes

@@ -1,17 +1,9 @@
-"""FileIdentity: a digest of every byte of a model file, computed once in the background and remembered.
+"""FileIdentity: a digest of every byte of a model file, computed once in the background and saved.
 
-    identity = FileIdentity(path)
-    identity.digest(wait_s=2.0)  # None until the digest is known
-
-A digest of samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files,
-one at a time, with idle I/O priority. It leaves the page cache unchanged: it reads cached pages from the cache and the rest
-with O_DIRECT. On a file system without O_DIRECT, it drops the pages that it has loaded.
-
-The digest is saved in the user's cache directory, in one file for each device and inode. It is valid while the model file
-keeps its size, modification time and change time (ctime). Programs cannot set the change time, so every write to the file
-changes it. On file systems without change times, no digest is saved.
-
-If a file changes while it is read, or after its FileIdentity was created, `digest` raises MissingRequirement.
+Samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files, one at a
+time, with idle I/O priority, and leaves the page cache unchanged. The digest is saved in the user's cache directory, in
+one file for each device and inode. It is valid while the model file keeps its size, modification time and change time
+(ctime), which programs cannot set. On file systems without change times, no digest is saved.
 """
 
 from __future__ import annotations
@@ -109,8 +101,6 @@ class FileIdentity:
 
 
 class _Job:
-    """The job of hashing the file with a stamp; `problem` is the reason if that failed."""
-
     def __init__(self, path: str, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
         self.hashed_bytes, self.digest, self.problem = 0, "", ""
@@ -133,7 +123,6 @@ class _Hasher:
         self._thread: threading.Thread | None = None
 
     def job(self, path: str, stamp: Stamp) -> _Job:
-        """Return the job for the file at `path` with this stamp; create and queue it if there is none."""
         with self._lock:
             if (job := self._jobs.get(stamp)) is not None:
                 return job
@@ -174,7 +163,6 @@ def _explained() -> Iterator[None]:
 
 
 def _hash(job: _Job) -> str:
-    """Return the digest of a file, and save it. MissingRequirement: the file changed during the read, or cannot be read."""
     if abs(time.time_ns() - job.stamp.ctime_ns) < TICK_NS:
         time.sleep(TICK_NS / 1e9)
     digest, size, logged_s = hashlib.blake2b(digest_size=32), job.stamp.size_bytes, time.monotonic()
@@ -266,7 +254,6 @@ def _memory_of(stamp: Stamp) -> Path:
 
 
 def _checked(stamp: Stamp, digest: str) -> dict[str, object]:
-    """Return the contents of a saved digest, with a checksum to detect damage."""
     found: dict[str, object] = {"format": FORMAT, "stamp": list(stamp), "digest": digest}
     return {**found, "sum": hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()}
 
@@ -282,7 +269,6 @@ def remembered(stamp: Stamp) -> str | None:
 
 
 def _remember(path: str, stamp: Stamp, digest: str) -> None:
-    """Save a digest, unless the file system has no change times or the cache directory is not writable."""
     with contextlib.suppress(OSError):
         if fstype_at(path) in NO_CHANGE_TIME:
             return

@@ -1,14 +1,12 @@
 """SharedTier: blocks on a Redis-compatible server, through which several machines share them.
 
-The value of the key `llmcache:MODEL:NAME-INDEX.kind` has the contents of a block's file and is verified like it; the value
-of a link, `llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). The address contains authentication
-and TLS as in redis-py. Blocks are never removed explicitly: configure the server with `maxmemory` and `allkeys-lru`, or pass
-a `ttl`.
+The value of the key `llmcache:MODEL:NAME-INDEX.kind` has the contents of a block's file; the value of a link,
+`llmcache:MODEL:LINK-INDEX.next`, is the name of a block (kv.prefix.store). Blocks are never removed explicitly:
+configure the server with `maxmemory` and `allkeys-lru`, or pass a `ttl`. Checksums detect damage, not malice: a client
+that may write to the server can substitute other states for a prompt.
 
-Checksums detect damage, not malice: a client that may write to the server can substitute other states for a prompt.
-All other faults of the server cost only the hit, and at most the deadline: a thread runs each request, and the caller
-abandons it and closes its connection when it is late. After a late request or an error, no requests are sent for PAUSE_S;
-one log line says so.
+A failed or late request costs only the hit: the caller abandons it at the deadline. Then no requests are sent for
+PAUSE_S.
 """
 
 from __future__ import annotations
@@ -58,9 +56,8 @@ class SharedTier:
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Return the blocks of `keys` in order, up to the first one that is missing, damaged, or not received by `until_s`.
-
-        `until_s` is a time of `time.monotonic()`.
+        """Return the blocks of `keys` up to the first one that is missing, damaged, or late (`until_s`:
+        `time.monotonic()`).
         """
         found: list[tuple[BlockKey, Block]] = []
         for key in keys:
@@ -74,7 +71,7 @@ class SharedTier:
         return found
 
     def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[BlockKey, Block] | None:
-        """Return the block `index` that the first existing one of `links` points to; None if there is none."""
+        """Return the block `index` that the first existing one of `links` points to."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
         found = names if isinstance(names, list) else []
         name = next((name for name in found if isinstance(name, bytes)), b"")
@@ -83,7 +80,6 @@ class SharedTier:
         return (key, block) if key is not None and block is not None else None
 
     def push(self, key: BlockKey, block: Block, links: Sequence[str]) -> None:
-        """Send `block` to the server as `key`, and point `links` to it; skip it if the server fails or is late."""
         if len(block.payload) > LARGEST // 2:
             return
         value = b"".join(bytes(part) for part in pack(key, block))

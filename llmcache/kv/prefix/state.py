@@ -59,7 +59,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCache:
-    """One attention cache: the strips of keys and values, one for each layer, and whether values are transposed."""
+    """One attention cache: the strips of keys and values for each layer, and whether values are transposed."""
 
     transposed: bool
     keys: tuple[Strip, ...]
@@ -77,7 +77,7 @@ class StateLayout:
         return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
 
     def to_json(self) -> list[list[object]]:
-        """Return the input of `from_json`: for each attention cache a list of `transposed`, `keys` and `values`."""
+        """Return a list of `transposed`, `keys` and `values` for each attention cache."""
         return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
 
     @classmethod
@@ -99,7 +99,7 @@ class StateLayout:
         return cls(parts)
 
     def strips(self, tokens: int) -> Iterator[tuple[bytes, Strip]]:
-        """Yield the strips of a state of `tokens` tokens in their order, each after the bytes that precede it."""
+        """Yield the strips of a state of `tokens` tokens, each after the bytes that precede it."""
         head = struct.pack("<II", MAGIC, 0)
         for part in self.parts:
             cells = np.zeros(tokens, _CELL)
@@ -143,7 +143,7 @@ class State:
 
 
 def read_state(data: Bytes, architecture: str | None = None) -> State:
-    """Parse the state `data`; Uncut, with the reason, if it cannot be cut at token boundaries.
+    """Parse the state `data`; raise Uncut if it cannot be cut at token boundaries.
 
     With `architecture`, `data` is the state of a whole context (llama_state_get_data) of a model of that architecture.
     """
@@ -169,7 +169,7 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
 
 
 def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
-    """Parse the attention cache at offset `at`; return it, its number of tokens, its strips, and the offset of its end."""
+    """Return the attention cache at offset `at`, its number of tokens, its strips, and the offset of its end."""
     streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
     if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):
@@ -223,9 +223,8 @@ class Joined:
             at += len(head) + tokens * strip.token_bytes
 
     def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
-        """Copy the first `tokens` (None: all) of a block in the form of `State.block` to position `start`.
-
-        ValueError: the block does not consist of whole tokens, or the tokens do not fit.
+        """Copy the first `tokens` (None: all) of a block from `State.block` to position `start`. ValueError: they do
+        not fit.
         """
         per_token = self.layout.token_bytes
         block_tokens, rest = divmod(len(block), per_token)

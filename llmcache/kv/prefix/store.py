@@ -99,7 +99,7 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class Block:
-    """The contents of a block: its tokens, and their keys and values in `layout`; `layout` is None for a whole state."""
+    """The contents of a block: its tokens, and their keys and values in `layout`, None for a whole state."""
 
     payload: Bytes
     tokens: tuple[int, ...]
@@ -216,7 +216,7 @@ class BlockStore:
                     os.close(fd)
 
     def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
-        """Return the block `index` that the first usable one of `links` points to; None if none does."""
+        """Return the block `index` that the first usable one of `links` points to."""
         for link in links:
             with contextlib.suppress(OSError), self._opened(model) as directory:
                 key = key_of(model, os.readlink(f"{link}-{index}.next", dir_fd=directory))
@@ -227,8 +227,8 @@ class BlockStore:
     def read(self, key: BlockKey, payload: bool = True, copy_to: int | None = None) -> Block | None:
         """Return the block stored as `key`; None if it is missing or damaged. A damaged block is removed.
 
-        With `payload` False, only the header is read. `copy_to` is an empty file, open for writing: the payload is copied
-        to it in pieces instead of being returned. OSError: `copy_to` cannot be written.
+        With `payload` False, only the header is read. With `copy_to`, an empty file open for writing, the payload is
+        copied to it instead of being returned. OSError: `copy_to` cannot be written.
         """
         path = self.directory / key.file
         try:
@@ -256,7 +256,7 @@ class BlockStore:
             raw.close()
 
     def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> int:
-        """Set the time of last use of `keys`, the blocks of one prompt, to now, and return that time. OSError.
+        """Set the time of last use of `keys`, the blocks of one prompt, to now, and return it. OSError.
 
         `tokens` and `size_bytes` are added to the totals of restores; 0 tokens: nothing was restored.
         """
@@ -294,8 +294,9 @@ class BlockStore:
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Store `block` as `key`, point `links` to it, and return the size of its file.
 
-        `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too large
-        are not evicted for the last ones. None: a new time of use. MissingRequirement: no space, or writing failed.
+        `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too
+        large are not evicted for the last ones. None: a new time of use. MissingRequirement: no space, or writing
+        failed.
         """
         return self._publish(key, pack(key, block), links, block, used_ns)
 
@@ -318,7 +319,7 @@ class BlockStore:
         used_ns: int | None,
         behind: tuple[int, int] | None = None,
     ) -> int:
-        """Store `parts`, followed by the contents of the open file `behind` (descriptor, size), as described at `write`."""
+        """Store `parts`, followed by the contents of the open file `behind` (descriptor, size)."""
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
@@ -345,7 +346,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _written(self, model: str, parts: Iterable[Bytes | bytes]) -> Iterator[tuple[RawFile, int]]:
-        """Yield a new, locked file with `parts`, synced, and its open directory; remove the file unless it was renamed."""
+        """Yield a new, locked, synced file and its open directory; remove the file unless it was renamed."""
         temporary, at = self.directory / model / f"new-{secrets.token_hex(8)}.tmp", 0
         with contextlib.ExitStack() as stack:
             with self._account():  # so that a sweep, or `_forget` of a model without blocks, never sees it unlocked
@@ -388,8 +389,8 @@ class BlockStore:
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
         """Remove the blocks of `model` (None: of all models), and return the totals. OSError.
 
-        With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently used
-        ones until at most that many bytes remain; without both, all. Metadata of models without blocks is removed too.
+        With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently
+        used ones until at most that many bytes remain; without both, all.
         """
         if keep_bytes is None:
             keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # -1: also remove empty files
@@ -428,7 +429,6 @@ class BlockStore:
         return described if isinstance(described, dict) else {}
 
     def uses(self, model: str) -> Uses:
-        """Return the totals of the restores of `model`."""
         try:
             return Uses(*_USES.unpack(self._small_file(model, "uses")))
         except (OSError, struct.error):
@@ -448,7 +448,6 @@ class BlockStore:
             os.close(fd)
 
     def _small_file(self, model: str, name: str) -> bytes:
-        """Return up to _MOST_DESCRIBED bytes of a metadata file of `model`. OSError."""
         with self._opened(model) as directory:
             fd = os.open(name, _READING | os.O_CLOEXEC, dir_fd=directory)
         with open(fd, "rb") as file:
@@ -503,10 +502,7 @@ class BlockStore:
         account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
     def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
-        """Remove entries unused for longer than `unused_ns`, and more until at most `keep_bytes` remain; return them.
-
-        `entries` are in the order of `_aged`. Dangling links are removed too.
-        """
+        """Remove `entries`, ordered as by `_aged`, and dangling links; return the removed ones."""
         now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
             if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
@@ -547,7 +543,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _account(self) -> Iterator[_Account]:
-        """Yield the account of the directory while holding its lock; write it back at the end. OSError."""
+        """Yield the account while holding the lock of the directory; write it back at the end. OSError."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, files.PRIVATE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -624,7 +620,8 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
 def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
     """Remove blocks below `directory`: unused for longer than `unused`, and the least recently used above `keep` bytes.
 
-    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid one.
+    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid
+    one.
     """
     if unused is None and keep is None and model is None:
         raise UsageError(
@@ -665,13 +662,12 @@ def _packed_head(key: BlockKey, size: int, crc: int, tokens: tuple[int, ...], la
 
 
 def unpack(data: Bytes, key: BlockKey, where: object) -> Block:
-    """Return the block that `pack` packed as `key`; DataError, which names `where`, if the data is damaged."""
+    """Return the block that `pack` packed as `key`; DataError names `where` if the data is damaged."""
     end, crc, block = _head(data[:_MOST_HEAD].tobytes(), len(data), key, where)
     return _filled(block, data[end:], crc, where)
 
 
 def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
-    """Return the first bytes of a file, with all of its header unless that is too long for its kind."""
     data = raw.read(_MOST_HEAD, 0)
     if key.kind == WHOLE and len(data) >= _HEAD.size:
         wanted = _HEAD.size + _HEAD.unpack_from(data)[2]
@@ -681,7 +677,7 @@ def _head_bytes(raw: RawFile, key: BlockKey) -> bytes:
 
 
 def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
-    """Yield the bytes from `start` to `end` of an open file, in a buffer that is reused. DataError: truncated; OSError."""
+    """Yield the bytes from `start` to `end` in a buffer that is reused. DataError: truncated."""
     buffer = aligned(min(_COPY_BYTES, max(1, end - start)))
     while start < end:
         count = os.preadv(fd, [buffer[: min(len(buffer), end - start)].data], start)
@@ -692,7 +688,7 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
 
 
 def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
-    """Append the bytes from `start` to `end` to the file `copy_to`; DataError if the checksum is wrong. OSError."""
+    """Append the bytes from `start` to `end` to the file `copy_to`; DataError if the checksum is wrong."""
     sum_ = RunningChecksum()
     for piece in _pieces(raw.fd, start, end, raw.path):
         sum_.add(piece)
@@ -704,10 +700,7 @@ def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
 
 
 def _head(data: bytes, size_bytes: int, key: BlockKey, where: object) -> tuple[int, int, Block]:
-    """Parse the header at the start of `data`; return its size, the payload's checksum, and the block without payload.
-
-    DataError: it is not a valid header of `key` in a file of `size_bytes`.
-    """
+    """Return the size of the header of `data`, the payload's checksum, and the block without payload; DataError."""
     if len(data) < _HEAD.size:
         raise DataError(f"{where}: truncated")
     magic, version, length, crc = _HEAD.unpack_from(data)

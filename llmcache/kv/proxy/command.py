@@ -160,8 +160,6 @@ def _report(served: Served) -> None:
 
 
 class _Refusals:
-    """Reports each reason for which a server cannot be identified once."""
-
     def __init__(self) -> None:
         self._reported: set[str] = set()
 

@@ -1,7 +1,6 @@
 """HTTP/1.1 over asyncio's streams, for a proxy that forwards bodies unchanged.
 
-Each request to the upstream server has its own connection, with `Connection: close`. An answer ends with its connection, and
-when a client disconnects, its connection to the server is closed.
+Each request to the upstream server has its own connection, which ends with the answer or when the client disconnects.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ class Head:
         return cls(line, headers)
 
     def get(self, name: str) -> str | None:
-        """Return the value of a header; None if there is none."""
         wanted = name.lower().encode()
         return next((value.decode("latin-1") for key, value in self.headers if key.lower() == wanted), None)
 
     def encode(self, **changed: str | int) -> bytes:
-        """Return the head as bytes, without hop-by-hop headers; `changed` headers are set (Content_Length=3)."""
+        """Return the head without hop-by-hop headers; `changed` headers are set (Content_Length=3)."""
         new = {name.replace("_", "-").encode(): str(value).encode() for name, value in changed.items()}
         omitted = _HOP_BY_HOP | {name.lower() for name in new}
         kept = [pair for pair in self.headers if pair[0].lower() not in omitted]
@@ -103,7 +101,7 @@ class Request:
         return "close" not in connection and (self.version == "HTTP/1.1" or "keep-alive" in connection)
 
     async def read_body(self, most_bytes: int) -> None:
-        """Read up to about `most_bytes` into `body`; afterwards, `is_whole` is set if that was all. BadRequest; OSError."""
+        """Read up to about `most_bytes` into `body`; `is_whole` is then set if that was all. BadRequest; OSError."""
         parts, size = [self.body], len(self.body)
         async for part in self.rest():
             parts.append(part)
@@ -206,7 +204,6 @@ class Answer:
         return not self.has_body or self._length is None or self._length == str(self.read_bytes)
 
     async def json(self) -> Any:
-        """Return the decoded JSON body. ValueError; OSError."""
         data = b"".join([part async for part in self.parts()])
         if not self.is_whole:
             raise ValueError("the answer ends too early")
@@ -238,7 +235,7 @@ class Address:
 
     @contextlib.asynccontextmanager
     async def sent(self, request: Request) -> AsyncIterator[Answer]:
-        """Send a request with its body, and yield the answer; close the connection afterwards. OSError; BadRequest."""
+        """Yield the answer to a request; close the connection afterwards. OSError; BadRequest."""
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=MOST_HEAD)
         try:
             is_chunked = request.head.body_bytes is None and not request.is_whole
@@ -255,7 +252,6 @@ class Address:
             writer.transport.abort()
 
     def request(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> Request:
-        """Return a request of the proxy's own, with a JSON body and `headers`."""
         data = b"" if body is None else json.dumps(body).encode()
         named = {"Host": str(self), "Content-Type": "application/json", **(headers or {})}
         if body is not None:
@@ -266,7 +262,7 @@ class Address:
     async def call(
         self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body and `headers`. OSError; ValueError."""
+        """Return status and JSON of the answer to a request with a JSON body. OSError; ValueError."""
         async with self.sent(self.request(method, target, body, headers)) as answer:
             return answer.head.status, await answer.json()
 

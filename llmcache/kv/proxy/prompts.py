@@ -1,12 +1,11 @@
-"""StoredPrompts: the slot files of a llama-server, each stored as a whole state in a BlockStore and named by its tokens.
+"""StoredPrompts: the slot files of a llama-server, each stored as a whole state in a BlockStore and named by its
+tokens.
 
-A slot file has no checksum, and another request may have used the slot before it was saved, so the tokens are read from the
-file. Two formats of the token list are supported: the plain list, and since version 4 of llama.cpp's sequence files -1, 1,
-the length, the list, 0. Files in other formats are not stored.
-
-States are not cut into blocks, because their layout differs between versions of llama.cpp. The state of an attention cache
-can be used up to any token, so storing a prompt removes stored prefixes of it. States with sliding windows or recurrent
-layers can be used only to their end, or partly from the server's checkpoints, so prefixes are kept.
+A slot file has no checksum, and another request may have used the slot before it was saved, so the tokens are read from
+the file. Two formats of the token list are supported: the plain list, and since version 4 of llama.cpp's sequence files
+-1, 1, the length, the list, 0. States are not cut into blocks, because their layout differs between versions of
+llama.cpp. The state of an attention cache can be used up to any token, so storing a prompt removes stored prefixes of
+it, except with sliding windows or recurrent layers.
 """
 
 from __future__ import annotations
@@ -68,13 +67,17 @@ def tokens_of(path: Path) -> Tokens:
 
 
 def uses_states(model: str) -> bool:
-    """Return whether the GGUF model has sliding windows or recurrent layers, whose states can be used only to their end."""
+    """Return whether the GGUF model has sliding windows or recurrent layers, whose states can be used only to their
+    end.
+    """
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         return any(data.find(word, 0, _MODEL_HEAD_BYTES) >= 0 for word in _STATES_ONLY)
 
 
 class StoredPrompts:
-    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only` is the result of `uses_states`."""
+    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only` is the result of
+    `uses_states`.
+    """
 
     def __init__(self, store: BlockStore, fingerprint: str, described: dict[str, Any], states_only: bool) -> None:
         self.store, self.fingerprint, self.states_only = store, fingerprint, states_only
@@ -86,7 +89,7 @@ class StoredPrompts:
         sum_.result()
 
     def longest(self, tokens: Tokens) -> Found | None:
-        """Return the stored prompt with the most tokens usable for `tokens`; None if nothing is stored."""
+        """Return the stored prompt with the most tokens usable for `tokens`."""
         found = [Found(key, stored, common(stored, tokens)) for key, stored in self._known()]
         return max(found, key=self.usable, default=None)
 
@@ -96,7 +99,6 @@ class StoredPrompts:
         return found.common
 
     def _known(self) -> list[tuple[BlockKey, Tokens]]:
-        """Return all stored prompts, including those of other processes."""
         names = set()
         with contextlib.suppress(OSError):
             names = set(os.listdir(self.store.directory / self.fingerprint))
@@ -117,7 +119,8 @@ class StoredPrompts:
             return known
 
     def export(self, found: Found, path: Path) -> int:
-        """Write the state of a stored prompt to the new file `path`, and return its size; 0 if it is missing or damaged.
+        """Write the state of a stored prompt to the new file `path`, and return its size; 0 if it is missing or
+        damaged.
 
         A damaged state is removed from the store. OSError.
         """
@@ -135,7 +138,6 @@ class StoredPrompts:
         return size
 
     def record_use(self, found: Found, tokens: int, size_bytes: int) -> None:
-        """Record that `tokens` of a stored prompt were restored."""
         with contextlib.suppress(OSError):
             self.store.used([found.key], tokens, size_bytes)
 

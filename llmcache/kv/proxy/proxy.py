@@ -2,14 +2,12 @@
 
 The proxy processes a completion in these steps:
 
-1. The server computes the tokens (/apply-template, /tokenize). If an idle slot has the beginning of the text, as in a
-   continued conversation, the completion gets this slot without tokens, and step 4 follows.
+1. The server computes the tokens (/apply-template, /tokenize), unless an idle slot has the beginning of the text.
 2. The completion gets the idle slot with the longest prefix of the prompt, or one into which a longer stored prompt is
    restored.
 3. If many tokens are not in the slot, a request without an answer evaluates all but the last. Then the slot is saved; a save
-   during an answer would wait in the server until the answer ends. The last token is left out because every answer starts by
-   evaluating one token. This way, answers from a new, a warm and a restored slot are bit-identical. (With a sliding window,
-   the server evaluates the last five tokens of a restored slot again.)
+   during an answer would wait until the answer ends. Every answer starts by evaluating one token, so answers from a new, a
+   warm and a restored slot are bit-identical. (With a sliding window, the server evaluates the last five tokens again.)
 4. The request is forwarded with `id_slot`, otherwise unchanged; the answer is returned byte for byte.
 5. After the answer, the slot is saved again if enough of its tokens are new.
 
@@ -185,10 +183,7 @@ class Proxy:
         return keeps
 
     async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
-        """Forward a request to the server and the answer to the client; append the answer to `seen`.
-
-        Return whether the client's connection stays open.
-        """
+        """Forward the answer to the client; return whether the client's connection stays open."""
         head_sent = False
         try:
             async with self.address.sent(request) as answer:
@@ -254,7 +249,7 @@ class Proxy:
         return turn
 
     async def _check_slots(self, served: Served, headers: dict[str, str]) -> None:
-        """Clear the records of slots that the server has cleared, which it does for other requests if slots share memory."""
+        """Clear the records of slots that the server has cleared for other requests because slots share memory."""
         if not served.slots.is_doubtful(time.monotonic()):
             return
         counts: dict[int, int] = {}
@@ -306,7 +301,7 @@ class Proxy:
         return found if found and served.prompts.usable(found) >= LEAST_GAIN else None
 
     async def _restore(self, turn: _Turn, found: Found) -> int:
-        """Restore a stored prompt into the slot; return how many tokens of the request it provides, 0 on failure."""
+        """Return how many tokens of the request the restored prompt provides, 0 on failure."""
         started, served = time.perf_counter(), turn.served
         with self.spool.file() as path:
             try:
@@ -334,7 +329,7 @@ class Proxy:
         return found.common
 
     async def _taken(self, turn: _Turn, found: Found, path: Path) -> bool:
-        """Let the server restore the file at `path`; return whether it succeeds. Remove a stored prompt that it rejects.
+        """Return whether the server restores the file at `path`. Remove a stored prompt that it rejects.
 
         If slots share the memory for keys, a large prompt may need that of the idle slots: erase these, and try again.
         """
@@ -385,7 +380,6 @@ class Proxy:
             turn.restored = 0
 
     async def _finish(self, turn: _Turn) -> None:
-        """After the answer, save the slot if enough of it is new, and release it."""
         try:
             answer = turn.answers[0] if turn.answers else None
             if answer is None or answer.head.status != 200 or not len(turn.tokens):
@@ -418,7 +412,7 @@ class Proxy:
     # Saving
 
     async def _save(self, turn: _Turn) -> bool:
-        """Let the server save the slot, and store the file in the background; return whether the save succeeded."""
+        """Let the server save the slot, and store the file in the background."""
         served = turn.served
         if served.failed_saves >= MOST_FAILURES:  # for example, with a projector for images
             return False
@@ -472,7 +466,6 @@ class Proxy:
             self._waiting -= 1
 
     async def _slot(self, turn: _Turn, action: str, path: Path) -> tuple[int, dict[str, Any]]:
-        """Send a save, restore or erase `action` for the slot of a request. OSError; ValueError."""
         target = f"{self.prefix}/slots/{turn.slot.number}?action={action}"
         status, answer = await self.address.call("POST", target, {"filename": path.name}, turn.headers)
         if not isinstance(answer, dict):
@@ -480,7 +473,7 @@ class Proxy:
         return status, answer
 
     async def _is_same(self, served: Served) -> bool:
-        """Return whether the server still has the settings of its identity; clients can change adapters while it runs."""
+        """Return whether the server still has the same settings; clients can change adapters while it runs."""
         if self.served is not served:
             return False
         return not served.adapters or await self._adapters() == served.adapters
@@ -649,7 +642,6 @@ def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
 
 
 def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:
-    """Return the body of a request with `id_slot`, otherwise unchanged."""
     if "id_slot" in body:
         return json.dumps({**body, "id_slot": slot}).encode()
     before, brace, rest = data.partition(b"{")
@@ -657,7 +649,6 @@ def _with_slot(data: bytes, body: dict[str, Any], slot: int) -> bytes:
 
 
 def _timings(tail: bytes) -> dict[str, Any] | None:
-    """Return the last timings at the end of an answer; None if there are none."""
     try:
         timings = json.loads(_TIMINGS.findall(tail)[-1])
         return timings if all(type(timings[name]) is int for name in ("cache_n", "prompt_n", "predicted_n")) else None

@@ -1,9 +1,8 @@
 """Identify the llama-server behind the proxy: its process, and everything except the tokens that its keys depend on.
 
-A saved slot is valid for a server with the same model, build and settings, which a fingerprint covers:
+A saved slot is valid for a server with the same fingerprint, which covers:
 
-- the digests of all bytes of the model and of every other file that the command line names (LoRA adapters, control vectors,
-  a projector), independent of their paths
+- the digests of all bytes of the model and of every other file that the command line names, independent of their paths
 - the number of the build, and the digests of the program and its libraries
 - all words of the command line and all variables of llama.cpp, except those known not to change keys and values. An unknown
   setting, or another order or spelling of options, leads to another fingerprint, never to wrong prompts.
@@ -75,7 +74,7 @@ class Options:
     environment: Mapping[str, str]
 
     def value(self, *names: str, variable: str = "") -> str | None:
-        """Return the last value of an option, or the value of its variable; None if neither is set."""
+        """Return the last value of an option, or the value of its variable."""
         places = [place for place, word in enumerate(self.words[:-1]) if word in names]
         return self.words[places[-1] + 1] if places else self.environment.get(variable) or None
 
@@ -109,13 +108,13 @@ class Options:
 
     @property
     def own_cache(self) -> str | None:
-        """Option or variable that enables a persistent prompt cache of the server itself; None if there is none."""
+        """Option or variable that enables a persistent prompt cache of the server itself."""
         named = [*(word for word in self.words if word.startswith("--")), *self.environment]
         return next((name for name in named if _PERSISTENT.fullmatch(name.replace("-", "_").replace("__", "--", 1))), None)
 
     @property
     def unsupported(self) -> str | None:
-        """First option that the proxy does not support; None if there is none."""
+        """First option that the proxy does not support."""
         return next((word for word in self.words if word in _UNSUPPORTED), None)
 
     def behind(self, address: Address, spool: str) -> list[str]:
@@ -217,7 +216,8 @@ class Identity:
 def identify(
     process: Process, props: dict[str, Any], adapters: Any, context_tokens: int, ended: threading.Event
 ) -> Identity:
-    """Return the identity of a server with these /props, /lora-adapters and tokens per slot. Waits until files are hashed.
+    """Return the identity of a server with these /props, /lora-adapters and tokens per slot; wait until files are
+    hashed.
 
     MissingRequirement: the server cannot be identified, or `ended` was set; OSError.
     """

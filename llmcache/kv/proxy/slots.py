@@ -1,8 +1,8 @@
 """SlotTable: the tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
 
-The server does not report the tokens of a slot. The table records the tokens that were restored, evaluated by requests of
-the proxy, or listed in a saved slot file. It may be out of date if clients bypass the proxy. This costs time for unnecessary
-restores and evaluations but never changes an answer, because the server compares the tokens of a request with its slot.
+The server does not report the tokens of a slot, so the table records those that the proxy restored, evaluated or saved.
+If clients bypass the proxy, it may be out of date. This costs time but never changes an answer, because the server
+compares the tokens of a request with its slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Slot:
     is_busy: bool = False
 
     def record(self, tokens: Tokens, text: str = "") -> None:
-        """Record that the slot contains `tokens`, of the prompt `text`, if known."""
         self.stored = min(self.stored, common(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 
@@ -72,7 +71,9 @@ class SlotTable:
             return lease
 
     def lease_continued(self, text: str) -> Slot | None:
-        """Lease an idle slot with nearly all of the prompt `text`, which need not be tokenized then; None: there is none."""
+        """Lease an idle slot with nearly all of the prompt `text`, which need not be tokenized then; None: there is
+        none.
+        """
         slot = max(
             (slot for slot in self.slots if not slot.is_busy and slot.text and text.startswith(slot.text)),
             key=lambda slot: len(slot.text),
@@ -85,7 +86,6 @@ class SlotTable:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """End the lease of `slot`."""
         async with self._freed:
             slot.is_busy = False
             self._last_s = time.monotonic()
@@ -107,7 +107,7 @@ class SlotTable:
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Clear the records of idle slots that have fewer now; `counts` has the server's numbers by slot (default 0)."""
+        """Clear the records of idle slots that have fewer tokens in `counts`, the server's numbers by slot (default 0)."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.record(NONE)
@@ -122,8 +122,8 @@ class SlotTable:
 def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
     """Return the `idle` slot with the longest prefix of the prompt, unless restoring `stored` tokens saves more.
 
-    For a restore, and for a prompt without a prefix in any slot, return the slot whose loss costs least: preferably an empty
-    one, then one whose tokens are stored, then the least recently used one.
+    For a restore, and for a prompt without a prefix in any slot, prefer an empty slot, then one whose tokens are
+    stored, then the least recently used one.
     """
     best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
     held = common(best.tokens, tokens)

@@ -1,12 +1,12 @@
-"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of texts.
+"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of
+texts.
 
 Source: the words of passkey retrieval are from Mohtashami and Jaggi (2023); the needles, variable tracking, common and
 frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs
-from all: contexts have an exact number of tokens; the question is only about the first of the common and the frequent
-words, and about variables in their order, so that each answer is right or wrong word for word.
+from all: contexts have an exact number of tokens, and each answer is right or wrong word for word.
 
-Texts are those on the machine: documentation of Debian packages, their licenses, and manual page sources. They depend
-on the installed packages, so each names its source; with the same packages, the same seed gives the same texts.
+Texts are files of installed Debian packages, so each names its source; with the same packages, the same seed gives the
+same texts.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ def texts(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes contexts of `tokens`, which begin with `first`."""
-
     rng: np.random.Generator
     tokens: int
     encode: Encode
@@ -137,7 +135,6 @@ class _Writer:
     def probe(
         self, needles: Sequence[tuple[str, float]], asked: Sequence[tuple[str, str]], depth: float | None = None
     ) -> Probe:
-        """Return a context with `needles` (text, depth) in noise, and questions with their answers."""
         ids = [*self.first, *self.encode(INTRODUCTION)]
         parts = [list(self.encode(text)) for text, _ in needles]
         room = self.tokens - len(ids) - sum(map(len, parts))

@@ -1,11 +1,9 @@
 """Questions about a long context with known answers, in a language of symbols for the recall model.
 
-A policy that evicts the relevant tokens answers wrongly. The language has 641 tokens: a beginning, 512 keys, 64 values,
-64 words of noise; a model of 460 000 parameters has learned it. Pairs of a key and a value are scattered in noise, and
-questions about them follow (associative recall, passkey, several keys): the answer to a key is the value that followed
-it. In a chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt,
-sections 4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought), with the same questions in
-English, as in `tasks.english`.
+The language has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise; a model of 460 000 parameters has
+learned it. Pairs of a key and a value are scattered in noise; the answer to a key is the value that followed it. In a
+chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt, sections
+4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought).
 
 Questions and answers are decoded token by token, so that the policy selects tokens at every step. Differs from
 icecache.txt, section 5.2, where the question ends the prompt, which has exact attention.
@@ -63,10 +61,7 @@ def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64
 
 
 def passkey(rng: np.random.Generator, batch: int, tokens: int, *, depth: float) -> Questions:
-    """Return contexts of noise and one pair, the passkey, after the share `depth` (0..1) of tokens.
-
-    UsageError if it does not fit.
-    """
+    """Return contexts of noise and one pair, after the share `depth` (0..1) of tokens. UsageError if it does not fit."""
     if tokens < 3:
         raise UsageError(f"tokens: must be at least 3 for a passkey, not {tokens}")
     keys, values = _pairs(rng, batch, 1)
@@ -84,7 +79,6 @@ def _pairs(rng: np.random.Generator, batch: int, pairs: int) -> tuple[Int64s, In
 
 
 def _contexts(rng: np.random.Generator, keys: Int64s, values: Int64s, tokens: int) -> Int64s:
-    """Return texts of `tokens` with the pairs at random positions in the noise, in their order."""
     batch, pairs = keys.shape
     places = tokens - 1 - pairs  # a pair has two tokens, but takes one place
     if places < pairs:

@@ -20,7 +20,6 @@ _WHERE = {"SpillCache": "cache", "disable": "attention", "enable": "attention"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `name` after checking the versions of torch and transformers."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_versions()

@@ -1,8 +1,7 @@
 """Hooks that `enable` installs in a model: attention over a SpillCache, checks around a forward pass, and lookahead.
 
 Lookahead estimates the queries of layer i+1 from the input of layer i, so that layer i+1 is evaluated while layer i
-computes (hillinfer.txt, section 3.3, APP). The estimate is InfiniGen's: the inputs of consecutive layers differ little,
-so the norm, query projection and rotary embedding of layer i+1 applied to the input of layer i give nearly its queries.
+computes (hillinfer.txt, section 3.3, APP). The estimate is InfiniGen's: the inputs of consecutive layers differ little.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _R = TypeVar("_R")
 def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return `function` so that Ctrl-C always raises KeyboardInterrupt.
 
-    numba runs Python code while it converts a result to an array, and reports an interrupt there as SystemError.
+    numba reports an interrupt while it converts a result to an array as SystemError.
     """
 
     @functools.wraps(function)
@@ -53,7 +52,6 @@ def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
-    """Run the eager attention function of the model family of `module`."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if function is None:
         raise UsageError(f"model: the attention of {type(module).__name__} cannot be replaced", "use another model")
@@ -81,8 +79,9 @@ def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
 def enable(model: Any) -> Any:
     """Make `model`, any causal language model of transformers, work with a SpillCache, and return it.
 
-    The attention becomes "llmcache", which is transformers' own for keys of other caches: eager if the model used eager or
-    caps its logits (Gemma 2), else sdpa. A second call has no further effect. UsageError: the attention cannot be replaced.
+    The attention becomes "llmcache", which is transformers' own for keys of other caches: eager if the model used eager
+    or caps its logits (Gemma 2), else sdpa. A second call has no further effect. UsageError: the attention cannot be
+    replaced.
     """
     if not any(_uses_interface(part) for part in model.modules()):
         raise _not_replaceable(model, "it does not go through transformers' AttentionInterface")
@@ -113,7 +112,6 @@ def enable(model: Any) -> Any:
 
 
 def _uses_interface(part: Any) -> bool:
-    """Return whether the family of `part` looks up its attention in transformers' AttentionInterface."""
     return hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -139,7 +137,6 @@ def _passed_cache(options: dict[str, Any]) -> Any:
 
 @_interruptible
 def _begin_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Check the cache before a forward pass, and record the ids and positions of the new tokens."""
     cache = _passed_cache(options)
     if not isinstance(cache, SpillCache):
         return
@@ -170,10 +167,7 @@ def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any],
 
 
 def look_ahead(following: Any) -> Hook:
-    """Return a hook for a decoder layer that starts the evaluation of the `following` layer.
-
-    The hook does nothing with another cache, or while a prompt is processed.
-    """
+    """Return a hook for a decoder layer that starts the evaluation of the `following` layer in decode steps."""
 
     @_interruptible
     def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -219,5 +213,4 @@ def _can_be_estimated(layer: Any, following: Any) -> bool:
 
 
 def _kind(layer: Any) -> Any:
-    """Return the attention type of a decoder layer; None if the layer has none, or the family has only one."""
     return getattr(layer, "attention_type", None) or getattr(getattr(layer, "self_attn", None), "layer_type", None)

@@ -1,7 +1,7 @@
 """SpillCache: a KV cache for transformers' models that keeps keys and values in memory and SSD tiers.
 
-Each new token attends to a part of them. Layers with full attention are spilled and share a `Conversation`; layers with a
-sliding window or a recurrent state stay transformers' own.
+Layers with full attention are spilled and share a `Conversation`; layers with a sliding window or a recurrent state
+stay transformers' own.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class SpillCache(Cache):
         return self.conversation.ids
 
     def check(self) -> None:
-        """Raise DataError if a forward pass stopped between a spilled layer and another one, which cannot be rolled back."""
+        """Raise DataError if a forward pass stopped between a spilled layer and another one, which cannot be rolled
+        back.
+        """
         if self.conversation.in_step and any(isinstance(layer, _RECURRENT) for layer in self.layers):
             raise broken_off()
         if any(layer.get_seq_length() != self.conversation.length for layer in self._sliding()):
@@ -188,10 +190,7 @@ class SpillCache(Cache):
     # Saving and restoring
 
     def save(self) -> None:
-        """Write everything to the spill file, so that `restore` continues from here. Call it between steps only.
-
-        The conversation can continue afterwards.
-        """
+        """Write everything to the spill file, so that `restore` continues from here. Call it between steps only."""
         self._refuse_recurrent("save")
         self.conversation.save(self._sliding())
 
@@ -271,7 +270,6 @@ class SpillLayer(CacheLayerMixin):
         return self.conversation.length + (query.shape[0] if torch.is_tensor(query) else int(query)), 0
 
     def get_max_length(self) -> int:
-        """Return -1: the length is unlimited."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name up to transformers 5.0
@@ -287,7 +285,8 @@ class SpillLayer(CacheLayerMixin):
 
 
 def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in autocast's type, to which attention would cast them; UsageError if the types differ without autocast.
+    """Return both in autocast's type, to which attention would cast them; UsageError if the types differ without
+    autocast.
 
     Under autocast, rotary embeddings produce float32 keys, while values are in half precision.
     """

@@ -3,9 +3,9 @@
 A conversation starts in `DenseLayers`, with full attention. When the context exceeds `SpillSettings.full_tokens`, the
 store takes over between two steps.
 
-A prompt gets full attention by transformers' own function; so do several new tokens at once (chunked prefill, assisted
-decoding, the next turn), over all stored tokens. A single new token attends to the tokens that the policy chooses. Each
-layer stores its new keys and values right after its attention.
+Prompts and several new tokens at once (chunked prefill, assisted decoding, the next turn) get full attention over all
+stored tokens. A single new token attends to the tokens that the policy chooses. Each layer stores its new keys and
+values right after its attention.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 class Conversation:
     """A batch of sequences of equal length. It begins with the first token or a restored file, and ends with `close`.
 
-    `layers` is the number of spilled layers. `alone` is True if the model has no others, so that a failed step can be rolled
-    back.
+    `layers` is the number of spilled layers. `alone` is True if the model has no others, so that a failed step can be
+    rolled back.
     """
 
     def __init__(self, settings: SpillSettings, layers: int, alone: bool = True) -> None:
@@ -95,7 +95,6 @@ class Conversation:
 
     @property
     def store(self) -> KvStore:
-        """The store; UsageError before the first token."""
         if self._store is None:
             raise UsageError("cache: it is empty", "run the model with it first")
         return self._store
@@ -117,7 +116,6 @@ class Conversation:
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
     def describe(self) -> str:
-        """Return the policy, the tokens, the memory and the spill file in effect, for `repr` and the log."""
         name = self.settings.policy.name
         if self._store is None or self.engine is None:
             return f"{name}, empty"
@@ -183,7 +181,6 @@ class Conversation:
             raise UsageError("cache: two threads use it at the same time", "give each thread a cache of its own")
 
     def attend(self, layer: int, call: Call) -> Output:
-        """Return the output of attention in spilled layer `layer`, and store its keys and values."""
         self._check_thread()
         self._expected = None
         engine = self.engine or self._begin(call)
@@ -223,7 +220,6 @@ class Conversation:
         return tokens <= self._most_full
 
     def _fit(self, tokens: int) -> None:
-        """Divide the memory for a context of `tokens` tokens, unless the present division is valid for it."""
         if self._budget is None or tokens <= self._fitted:
             return
         if self._dense is None:
@@ -302,7 +298,6 @@ class Conversation:
         return output if unseen is None else (with_unseen(output[0], *unseen), output[1])
 
     def _update_padding(self, policy: KvPolicy, mask: torch.Tensor | None) -> None:
-        """Pass the first token of each sequence to the policy, in each step until every sequence has one."""
         if not self._padding_known:
             policy.pad(first_tokens(mask, self.store.batch))
             self._padding_known = mask is None or bool((policy.first < mask.shape[3]).all())
@@ -374,7 +369,6 @@ class Conversation:
         return most
 
     def _file(self) -> Path | None:
-        """Return the path of the spill file; in a directory, that of a new temporary file."""
         path = self.settings.path
         if path is None or not path.is_dir():
             return path
@@ -443,7 +437,6 @@ class Conversation:
     # Changing sequences
 
     def crop(self, tokens: int) -> None:
-        """Cut every sequence to its first `tokens`."""
         if self._store is not None and tokens < self.length:
             self._cut(tokens)
 
@@ -497,8 +490,9 @@ _break_evens: dict[Any, int] = {}
 def break_even(settings: SpillSettings, call: Call) -> int:
     """Return the largest context, in tokens, at which full attention is faster than choosing tokens.
 
-    *Measured* on random keys with the shapes of `call`, once in a process for each combination of settings, shapes, type and
-    device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same result.
+    *Measured* on random keys with the shapes of `call`, once in a process for each combination of settings, shapes,
+    type and device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same
+    result.
     """
     settings = dataclasses.replace(
         settings,
@@ -556,7 +550,6 @@ def _remove_orphans(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a temporary spill file, and the files whose names end with its name, such as page tables."""
     for other in path.parent.iterdir():
         if other.name.endswith(f"-{path.name}"):
             other.unlink(missing_ok=True)

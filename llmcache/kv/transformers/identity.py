@@ -1,7 +1,7 @@
 """The identity of a model: a digest of everything except the tokens that determines its keys and values.
 
-It covers all bytes of the weights and buffers of the model's body, and the configuration without the settings that do not
-affect keys. The path of the model has no effect, so a copy of a model restores the spill files of the original.
+It covers all bytes of the weights and buffers of the model's body, and the configuration without the settings that do
+not affect keys. The model's path has no effect.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CACHED = "_llmcache_identity"
 def identity_of(model: Any, fresh: bool = False) -> str:
     """Return the identity of `model`: its type and 32 hexadecimal digits.
 
-    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes about
-    1 s for each 10 GB of weights. UsageError: some weights cannot be read.
+    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes
+    about 1 s for each 10 GB of weights. UsageError: some weights cannot be read.
     """
     body = model.base_model
     tensors = dict(_tensors(body))
@@ -51,7 +51,7 @@ def identity_of(model: Any, fresh: bool = False) -> str:
 
 
 def _tensors(body: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a module by name: its buffers and its state, which includes the scales of quantized layers."""
+    """Yield the buffers of a module and its state, which includes the scales of quantized layers."""
     found: dict[str, Any] = {**dict(body.named_buffers()), **body.state_dict()}
     for name, tensor in sorted(found.items()):
         if not torch.is_tensor(tensor):
@@ -69,7 +69,6 @@ def _unidentified(name: str, why: str) -> UsageError:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in `config`, nested ones included, that may affect keys."""
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in config.items()

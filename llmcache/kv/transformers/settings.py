@@ -83,7 +83,7 @@ class SpillSettings:
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
         """Return the configuration of the store for a model of `shape`, with the spill file `path`.
 
-        The policy sets the sink and window by default. With a spill file, the pools are the smallest possible, until a
+        The policy sets the sink and window by default. With a spill file, the pools are the smallest possible until a
         `MemoryBudget` sets their size, unless `cpu_pages` does.
         """
         if self.ssd not in ("file", "csd"):
@@ -137,8 +137,7 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
 class MemoryBudget:
     """The host memory of a cache: how much a context needs, and how many pages fit.
 
-    It counts what stays in memory between steps: short contexts (`DenseLayers`), pools, cached rows, the index of the
-    policy, page tables, checksums and token ids. `flexible`: the pools always have room for the token budget, even if
+    It counts what stays in memory between steps. `flexible`: the pools always have room for the token budget, even if
     that exceeds `memory_bytes`.
     """
 

@@ -1,7 +1,7 @@
 """Calls of attention functions: conversions between tensors and numpy arrays without copies, masks, and the GPU tier.
 
-Numpy has no bfloat16, so its bits are passed as uint16. The GPU tier caches the pages last sent to the device: one pair
-of arrays with one LRU order for all layers, so that a layer that needs more pages can take slots of another.
+Numpy has no bfloat16, so its bits are passed as uint16. The GPU tier has one pair of arrays with one LRU order for all
+layers, so that a layer that needs more pages can take slots of another.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> 
 def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
     """Return the first token of each sequence [batch] that is not padding, from the newest query's row of `mask`.
 
-    `mask` [batch or 1, heads or 1, queries, tokens] is boolean or additive; None means no padding. For a sequence of padding
-    only, the result is the number of tokens.
+    `mask` [batch or 1, heads or 1, queries, tokens] is boolean or additive; None means no padding. For a sequence of
+    padding only, the result is the number of tokens.
     """
     if mask is None:
         return np.zeros(batch, np.int64)
@@ -71,8 +71,8 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
 def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) -> torch.Tensor | None:
     """Return the mask [batch, heads, 1, k] of the chosen `positions` [batch, kv_heads, k], with `repeated` ones hidden.
 
-    `mask` [batch or 1, heads or 1, 1, tokens] is returned unchanged if all tokens are chosen. `query` [batch, heads, 1, dim]
-    gives the heads, type and device. Returns None if no token is hidden.
+    `mask` [batch or 1, heads or 1, 1, tokens] is returned unchanged if all tokens are chosen. `query` [batch, heads, 1,
+    dim] gives the heads, type and device. Returns None if no token is hidden.
     """
     (batch, kv_heads, count), heads = positions.shape, query.shape[1]
     is_repeated = repeated(positions)
@@ -94,8 +94,8 @@ def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) 
 class Call:
     """Arguments of a call of an attention function: `stock` is transformers' own, `options` its further arguments.
 
-    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only; `mask`
-    is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
+    `query` [batch, heads, tokens, dim], `key` and `value` [batch, kv_heads, tokens, dim] are of the new tokens only;
+    `mask` is [batch or 1, heads or 1, tokens, all tokens], or None if only future tokens are masked.
     """
 
     module: Any
@@ -111,13 +111,13 @@ class Call:
         return int(self.query.shape[2])
 
     def run(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Output:
-        """Return the output of the stock attention for the given keys, values and mask."""
         return self.stock(self.module, self.query, key, value, mask, **self.options)
 
     def run_chosen(self, gathered: Gathered, length: int, weighed: bool) -> tuple[Output, Floats | None]:
-        """Return the output for the gathered rows of a context of `length` tokens and, if `weighed`, the attention weights.
+        """Return the output for the gathered rows of a context of `length` tokens and, if `weighed`, the attention
+        weights.
 
-        On a GPU, not with cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer.
+        It avoids cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer.
         """
         keys, values = self.tensors(gathered)
         mask = cut_mask(self.mask, gathered.positions, self.query)
@@ -174,7 +174,9 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
 
 
 class TorchFastTier:
-    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; the first page that is put sets the page size."""
+    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; the first page that is put sets the page
+    size.
+    """
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dtype, self.device = pages, dtype, device
@@ -199,7 +201,8 @@ class TorchFastTier:
         self._values = self._write(self._values, slots, values)
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [batch, kv_heads, k, dim] on the device, of the rows `offsets` in `pages`, both [..., k].
+        """Return keys and values [batch, kv_heads, k, dim] on the device, of the rows `offsets` in `pages`, both [...,
+        k].
 
         ValueError: a page of the same gather was evicted.
         """
@@ -218,7 +221,6 @@ class TorchFastTier:
             self._free.append(self._slots.pop(key))
 
     def _slot(self, layer: int, page: int) -> int:
-        """Return the slot for a page: its own, a free one, or that of the least recently used page."""
         if (layer, page) in self._slots:
             slot = self._slots.pop((layer, page))
         elif self._free:

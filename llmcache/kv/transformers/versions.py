@@ -27,7 +27,7 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def check_versions() -> None:
-    """Raise MissingRequirement if torch or transformers cannot be imported, or if the version is not supported."""
+    """Raise MissingRequirement if torch or transformers is missing or has an unsupported version."""
     try:
         import torch  # noqa: F401
         import transformers
@@ -44,7 +44,7 @@ def check_transformers(version: str) -> None:
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """Return `cache`, which may be None, as the keyword argument that the installed transformers expects."""
+    """Return `cache` as the keyword argument that the installed transformers expects."""
     import transformers
 
     name = "cache" if version_of(transformers.__version__) >= CACHE_ARGUMENT_SINCE else "past_key_values"
