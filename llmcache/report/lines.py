@@ -1,7 +1,6 @@
 """Figures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios.
 
-A line is level from each known size to the next: where a loop begins to fit, hits jump, and a slope would suggest
-values for sizes that were never computed.
+A line is level from each known size to the next, because a slope would suggest values that were never computed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: `values` at cache sizes `sizes_bytes` (ascending, same length), with its label and look.
+    """A curve over cache sizes `sizes_bytes` (ascending).
 
     `marked`: indices of the points with a marker; None for evenly spaced ones.
     """
@@ -47,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with the lines of one trace. `marks`: sizes in bytes with a name, such as the footprint.
+    """One set of axes with the lines of one trace. `marks`: sizes in bytes with a name.
 
     `linear`: never use a logarithmic axis of sizes; for lines with evenly spaced points.
     """
@@ -64,7 +63,7 @@ def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLi
 
 
 def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:
-    """Return a curve for each of `bandwidths` (bytes/s), slowest first and darkest; `latencies_s` in the same order."""
+    """Return a curve for each of `bandwidths` (bytes/s), slowest first and darkest."""
     sizes = np.asarray(sizes_bytes, float)
     by_speed = sorted(zip(bandwidths, latencies_s, strict=True), key=lambda item: item[0])
     return [
@@ -74,7 +73,7 @@ def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies
 
 
 def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
-    """Return a figure of ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
+    """Return ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
     figure, axes = grid_of(len(panels))
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
@@ -86,9 +85,9 @@ def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
 
 
 def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
-    """Return a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
+    """Return fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
 
-    `comparable`: all panels share one scale of latencies, for panels of the same trace.
+    `comparable`: all panels share one scale of latencies.
     """
     figure, axes = grid_of(len(panels))
     longest = max(float(line.values.max()) for panel in panels for line in panel.lines)

@@ -1,11 +1,7 @@
 """The figure of a trace (`llmcache plot`): accessed blocks over time, as in figures 1 and 2 of io_caching.
 
-Reads, writes and page faults of mappings have one color each, classes tint their blocks, and the right edge labels
-files, or tensors and layers if they are known.
-
-The figure is drawn from counts per cell, in two passes over a trace of any length, with memory proportional to the
-figure: `survey` finds files and times, `AccessGrid` counts. A run is counted in every cell it covers, by marks at its
-two ends, whose cumulative sums give the counts.
+It is drawn from counts per cell, in two passes over a trace of any length, with memory proportional to the figure: `survey`
+finds files and times, `AccessGrid` counts.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Accesses of a trace to file `file`: within blocks `first` .. `end` - 1, `accesses` blocks in all."""
+    """Accesses to file `file`: within blocks `first` .. `end` - 1, `accesses` blocks in all."""
 
     file: int
     first: int
@@ -61,7 +57,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Survey:
-    """Summary of a trace: times in ns (first and last row), number of rows, and each accessed file, by id."""
+    """Summary of a trace: times in ns, number of rows, and each accessed file, by id."""
 
     t0_ns: int
     t1_ns: int
@@ -70,7 +66,6 @@ class Survey:
 
     @property
     def accesses(self) -> int:
-        """Blocks accessed, repeats included."""
         return sum(span.accesses for span in self.spans)
 
 
@@ -85,12 +80,11 @@ class Band:
     top: float
 
     def height(self, block: float) -> float:
-        """Return the height (0..1 of the figure) at which `block` begins."""
         return self.bottom + (block - self.first) / (self.end - self.first) * (self.top - self.bottom)
 
 
 def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Survey:
-    """Return the summary of `batches` for the files `only` (ids; None: all); DataError if there are no accesses."""
+    """Return the summary of `batches` for the files `only` (None: all); DataError if there are no accesses."""
     spans: dict[int, FileSpan] = {}
     t0_ns, t1_ns, rows = -1, 0, 0
     for batch in batches:
@@ -108,7 +102,7 @@ def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Surv
 
 
 def chosen(batch: Trace, only: frozenset[int] | None) -> NDArray[np.bool_]:
-    """Return which rows of `batch` belong to the files `only` (bool, one per row)."""
+    """Return which rows of `batch` belong to the files `only`."""
     if only is None:
         return np.ones(len(batch), bool)
     return np.isin(batch.file, np.array(sorted(only), np.uint32))
@@ -133,7 +127,7 @@ def _joined(known: FileSpan | None, new: FileSpan) -> FileSpan:
 
 
 def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Return those of `spans` that have at least a share `WORTH_A_BAND` of all accesses, or of all blocks."""
+    """Return the `spans` with at least a share `WORTH_A_BAND` of all accesses, or of all blocks."""
     accesses = WORTH_A_BAND * sum(span.accesses for span in spans)
     blocks = WORTH_A_BAND * sum(span.end - span.first for span in spans)
     return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
@@ -142,7 +136,7 @@ def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
 def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
     """Return a band for each of the `MOST_BANDS` most accessed files, by id from the bottom.
 
-    Heights are proportional to blocks, but at least `LEAST_SHARE` of the figure before they are scaled to fill it.
+    Heights are proportional to blocks, but at least `LEAST_SHARE` before they are scaled.
     """
     kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:MOST_BANDS], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)
@@ -159,10 +153,7 @@ class AccessGrid:
     """Counts the runs that cover each of `height` x `width` cells, separately for each op."""
 
     def __init__(self, found: Survey, places: Sequence[Band], by_time: bool, width: int = 420, height: int = 300) -> None:
-        """`found`: the summary of the trace; `places`: the bands of its files (files without a band are left out).
-
-        `by_time`: columns are times; otherwise they are the blocks accessed so far.
-        """
+        """If not `by_time`, columns are the blocks accessed so far."""
         self.width, self.height, self.by_time = width, height, by_time
         self._survey = found
         self._accesses = 0
@@ -201,7 +192,6 @@ class AccessGrid:
         return columns
 
     def _heights(self, place: Counts, first: NDArray[np.float64], count: NDArray[np.float64]) -> tuple[Counts, Counts]:
-        """Return the lowest and highest cell of each run: at least one cell, and none beyond its band."""
         base, scale = self._bottom[place], self._scale[place]
         last = np.ceil(self._top[place]).astype(np.int64) - 1
         low = np.floor(base + (first - self._first[place]) * scale + EDGE).astype(np.int64)
@@ -233,7 +223,7 @@ STRIP = (1.004, 0.016)  # begin and width of the strip of classes at the right e
 
 @dataclass(frozen=True)
 class Shade:
-    """Blocks `first` .. `end` - 1 of a file belong to class `kind` (SEQ, LOOP or HOT)."""
+    """Blocks `first` .. `end` - 1 of a file belong to class `kind`."""
 
     file: int
     first: int
@@ -253,7 +243,7 @@ class Landmark:
 
 @dataclass(frozen=True)
 class AccessPicture:
-    """All data of a figure of accesses. `names`: label of each file by id."""
+    """All data of a figure of accesses."""
 
     title: str
     survey: Survey
@@ -265,7 +255,7 @@ class AccessPicture:
 
 
 def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
-    """Return the figure, `width` x `height` inches. Call it in `theme.style()`."""
+    """Return the figure (inches). Call it in `theme.style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     by_time = picture.grid.by_time
@@ -322,10 +312,7 @@ def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> N
 
 
 def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
-    """Tint the rows by class, and draw a strip of classes at the right edge.
-
-    In the strip each class has its own width too, so that it is readable without colors: SEQ is narrow, HOT is wide.
-    """
+    """Tint the rows by class, and draw a strip of classes at the right edge, where widths distinguish them too."""
     colours = np.array([(*to_rgb(CLASS_COLOURS[kind]), 1.0) for kind in CLASSES] + [(0.0, 0.0, 0.0, 0.0)])
     tints = colours[rows][:, np.newaxis]
     strip = np.repeat(tints, len(CLASSES), axis=1)
@@ -363,10 +350,7 @@ def _round_blocks(band: Band) -> list[int]:
 
 
 def _right_edge(axes: Axes, picture: AccessPicture) -> None:
-    """Label files, or the landmarks in them, at the right; overlapping labels are left out, those of files last.
-
-    The name of a file with landmarks is inside, at the top of its band.
-    """
+    """Label files, or the landmarks in them, at the right; overlapping labels are left out, those of files last."""
     known = {mark.file for mark in picture.landmarks}
     of_files: list[tuple[float, str]] = []
     taken: list[tuple[float, str]] = []
@@ -386,7 +370,6 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
 
 
 def _by_room(picture: AccessPicture) -> list[tuple[float, str]]:
-    """Return height and name of the visible landmarks: those tall enough for a label before the others."""
     found: list[tuple[bool, float, str]] = []
     for band in picture.bands:
         for mark in picture.landmarks:
@@ -428,7 +411,7 @@ STRIP_TEXT = "tinted; the strip at the right edge is narrow for SEQ, medium for 
 
 
 def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
-    """Return the ids of the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
+    """Return the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
     if pattern is None:
         return None
     found = frozenset(
@@ -469,7 +452,7 @@ def _timed(found: Survey, source: Trace | TraceReader) -> bool:
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
-    """Return the conditions of recording and drawing, as names and values."""
+    """Return the conditions of recording and drawing."""
     found, provenance = picture.survey, source.provenance
     facts = [
         ("source", provenance.tier),
@@ -490,7 +473,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
-    """Return a short caption with the most important of `conditions`."""
+    """Return the most important of `conditions`."""
     facts = dict(conditions(picture, source))
     text = f"Source: {facts['source']}. {facts['accesses']}"
     text += f" in {facts['duration']}" if picture.grid.by_time else ""
@@ -500,7 +483,7 @@ def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
 
 
 def alt_text(picture: AccessPicture) -> str:
-    """Return the data of the figure as text, for screen readers."""
+    """Return the data of the figure for screen readers."""
     parts = []
     for band in picture.bands:
         span = next(span for span in picture.survey.spans if span.file == band.file)
@@ -524,7 +507,6 @@ def _cell(picture: AccessPicture) -> str:
 
 
 def _left_out(picture: AccessPicture) -> str:
-    """Return the share of accesses in files without a band, as text; "" if there are none."""
     shown = {band.file for band in picture.bands}
     rest = [span for span in picture.survey.spans if span.file not in shown]
     if not rest:
@@ -557,7 +539,7 @@ def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
 
 
 def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
-    """Return the classes of `files` as a table of at most `MOST_ROWS` rows; the caption counts the others."""
+    """Return at most `MOST_ROWS` classes of `files`; the caption counts the others."""
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
     names = [names_line(row) for row in shown]
@@ -598,9 +580,7 @@ def plot(
 ) -> Written:
     """Draw the trace in the file `trace` as `output`, and return the file.
 
-    `names` maps a file table to models; `progress` is called while the classes are computed. `files`: a glob of the
-    files to draw, None for all; `classes`: whether to tint them.
-
+    `names` maps a file table to models. `files`: a glob of the files to draw, None for all; `classes`: whether to tint them.
     UsageError for an unsupported extension, or an existing output; DataError for the trace.
     """
     form = form_of("-o", output, force)

@@ -1,8 +1,7 @@
 """The style of all figures: one color, dash and marker per policy and per class.
 
-The colors are from palettes for color-blind readers (Okabe and Ito; Tol). Color alone cannot distinguish all policies,
-so no two share dash and marker; that also keeps them distinct in gray. Figures have a light background, also on dark
-pages, where these colors would be hard to see.
+The colors are from palettes for color-blind readers (Okabe and Ito; Tol). No two policies share dash and marker, so they are
+distinct without color. Figures have a light background, also on dark pages.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ _RC = {
 
 
 def style() -> AbstractContextManager[None]:
-    """Return a context in which matplotlib draws in this style; nothing outside it changes."""
+    """Return a context in which matplotlib draws in this style."""
     return mpl.rc_context(_RC)
 
 
@@ -152,7 +151,7 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
 
 
 def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], label: str) -> None:
-    """Make the x axis logarithmic (base 2), with a tick and its label at each of `values`; `label` names the axis."""
+    """Make the x axis logarithmic (base 2), with a labelled tick at each of `values`."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(values, list(labels))
     panel.minorticks_off()
@@ -167,7 +166,7 @@ class PlainLog(LogFormatter):
 
 
 def logarithmic(panel: Axes, axes: str) -> None:
-    """Make the axes named in `axes` ("x", "y" or "xy") logarithmic, with plain numbers."""
+    """Make the axes named in `axes` ("x", "y" or "xy") logarithmic."""
     for name in axes:
         (panel.set_xscale if name == "x" else panel.set_yscale)("log")
         axis = panel.xaxis if name == "x" else panel.yaxis
@@ -183,7 +182,7 @@ Curve = tuple[Look, dict[float, float]]
 def curves_figure(
     panels: Mapping[str, Mapping[str, Curve]], along: str, ylabel: str, doubling: bool = False, log: bool = False
 ) -> Figure:
-    """Return a panel for each title, with its curves by label, over an x axis named `along`. Call it in `style()`.
+    """Return a panel for each title, with its curves by label. Call it in `style()`.
 
     `doubling`: places double from one to the next. `log`: the y axis is logarithmic; otherwise it begins at 0.
     """
@@ -202,7 +201,7 @@ def curves_figure(
 
 
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
-    """Put one legend under all panels, each label once, in as many columns as fit.
+    """Put one legend under all panels, each label once.
 
     `long`: size columns by the longest label; otherwise by `LEGEND_INCHES`.
     """
@@ -217,7 +216,7 @@ def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> No
 
 
 def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
-    """Return `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
+    """Return `figure` as "png" or "svg", without a date: the same data, the same bytes."""
     target = io.BytesIO()
     with style(), warnings.catch_warnings():
         # Paths may contain letters that no font here has; figures show a box, and tables of pages show them.
@@ -234,7 +233,7 @@ def embedded(figure: Figure, alt: str, caption: str) -> Picture:
 
 
 def captioned(figure: Figure, caption: str, form: str) -> bytes:
-    """Return `figure` with its caption below, as a file of the format `form` ("png" or "svg")."""
+    """Return `figure` with its caption below, as "png" or "svg"."""
     lines = textwrap.wrap(caption, int(figure.get_figwidth() * LETTERS_PER_INCH))
     with style():
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)

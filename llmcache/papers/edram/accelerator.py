@@ -1,12 +1,8 @@
 """The accelerator model: latency and energy of configurations, by component. All results are modelled.
 
-A roofline of bytes and cycles with constants from the paper (`constants`, `systems`); nothing is fitted to the paper's
-results. Assumptions that the paper does not state: DRAM delivers its full bandwidth, loads overlap with computing, the part
-of the KV cache that fits stays on the chip in all steps, and all of the KV eDRAM is refreshed all the time, in four groups
-of equal size.
-
-`evaluate` models many configurations at once, `compared` relates them to a baseline, `Axes` makes the configurations of a
-sweep, and `roofline_of` computes figure 16a for one of them.
+A roofline of bytes and cycles with constants from the paper; nothing is fitted to the paper's results. Assumptions that the
+paper does not state: DRAM delivers its full bandwidth, loads overlap with computing, the part of the KV cache that fits
+stays on the chip in all steps, and all of the KV eDRAM is refreshed all the time, in four groups of equal size.
 """
 
 from __future__ import annotations
@@ -57,21 +53,17 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """The time of prefill and decode (s)."""
         return sum(self.latencies_s.values())
 
     @property
     def energy_j(self) -> float:
-        """The energy of prefill and decode (J)."""
         return sum(self.energies_j.values())
 
     @property
     def refresh_j(self) -> float:
-        """The energy of all refreshes (J)."""
         return sum(self.energies_j[name] for name in REFRESH)
 
     def by_kind(self) -> dict[str, float]:
-        """Return the energy (J) by `energy.KINDS`."""
         return {kind: sum(self.energies_j[name] for name in names) for kind, names in KINDS.items()}
 
 
@@ -99,7 +91,6 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 
 
 def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
-    """Return columns [n] by name as n mappings."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
@@ -113,15 +104,14 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> di
 
 
 def _total(steps: Steps, values: Doubles) -> Doubles:
-    """Return the sum of `values` per step ([n, groups] or [n, 1]) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
 def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
     """Return the largest memory of weights and KV cache ([n]), with `share` of the cached tokens stored as inputs.
 
-    The peak is after the last step or at the end of the prefill. With eviction, the cache of a layer is reduced before the
-    next layer is computed (section 8.4.1), so only one layer holds the whole context.
+    With eviction, the cache of a layer is reduced before the next layer is computed (section 8.4.1), so only one layer holds
+    the whole context.
     """
     end = columns.context + columns.decode
     first, last = (np.where(columns.evict, np.minimum(n, columns.budget), n) for n in (columns.context, end))
@@ -156,7 +146,7 @@ class Compared:
 def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
     """Return each of `configurations` compared with the same model, workload and energies on `baseline`.
 
-    All are evaluated at once, equal baselines only once. ValueError if there are none.
+    ValueError if there are none.
     """
 
     def shared(one: Configuration) -> tuple[object, ...]:
@@ -261,13 +251,12 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """The operations per byte from which on the array is the limit."""
+        """Return the operations per byte from which on the array is the limit."""
         return self.peak_ops_per_s / self.dram_bytes_per_s
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Return the roofline of `configuration` without recomputation, with the best share, and with too large a share (the
-    declared one).
+    """Return the roofline of `configuration` without recomputation, with the best share, and with the declared one.
 
     Recomputation has its first-principles cost.
     """
@@ -282,7 +271,6 @@ def roofline_of(configuration: Configuration) -> Roofline:
 
 
 def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
-    """Return the point with `share` of the cached tokens (0..1) recomputed in the `last` step."""
     step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights

@@ -1,12 +1,9 @@
 """AERP: each key-value head keeps the tokens with the most attention, and popular tokens are stored as x and recomputed.
 
-Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. An `AerpLayer` is one attention layer of one sequence, in eDRAM
-that may lose bits; it takes a prompt and then single tokens. `Slots` decide which tokens each head keeps. All heads hold
-equally many, each its own, and a new token takes over the slot of the token that it evicts, because attention does not
-depend on the order of slots (equations 1 and 2). `InputRows` store x, the normed inputs of the layer, in place of keys and
-values. All heads that retain a token share its row, which remains until the last of them drops the token. It may therefore
-become larger than the keys and values that it replaces; it is not converted back. Evicted tokens are lost. Losses of bits
-are modelled, not measured.
+Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. All heads hold equally many tokens, and a new token takes over the
+slot of the token that it evicts, because attention does not depend on the order of slots (equations 1 and 2). All heads that
+retain a token share its x row, which remains until the last of them drops the token. The row may therefore become larger
+than the keys and values that it replaces. Losses of bits are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ class AerpSettings:
     stored as x, the input of their projections: "none", those of the "prefill", or also those of "decode".
 
     Differs from the paper: equation 3 as printed sums a row of weights, which is 1 for every token; column sums are meant,
-    as in section 4.1.1 for the prefill. Tokens within sinks or window are never replaced by x: all heads retain them, so
-    every x would seem to be smaller. In "decode", x is stored in addition to keys and values until the token leaves the
-    window, and these bytes are counted.
+    as in section 4.1.1. Tokens within sinks or window are never replaced by x: all heads retain them, so every x would seem
+    to be smaller. In "decode", x is stored in addition to keys and values until the token leaves the window, and these bytes
+    are counted.
     """
 
     budget: int
@@ -56,7 +53,9 @@ class AerpSettings:
 
     @property
     def recent(self) -> int:
-        """The window, or the rest of the budget after the sinks if that is smaller; then the policy equals StreamingLLM."""
+        """Return the window, or the rest of the budget after the sinks if that is smaller; the policy then equals
+        StreamingLLM.
+        """
         return min(self.window, self.budget - self.sinks)
 
 
@@ -64,7 +63,7 @@ class AerpSettings:
 class LayerShape:
     """One attention layer: query heads [H], key-value heads, and the sizes of a head [d_h] and of the input x [C].
 
-    `channels` 0: there is no x, and nothing can be recomputed.
+    With `channels` 0, there is no x.
     """
 
     heads: int
@@ -82,8 +81,8 @@ class LayerShape:
     def x_pays(self, retaining: int) -> bool:
         """Return whether x is smaller than the keys and values of `retaining` key-value heads.
 
-        With MHA, this needs more than half of the heads. With GQA it is often impossible, because all keys and values of a
-        token are no larger than x. Source: kelle.txt, section 4.1.2 (for MHA, with both "at least 50%" and "> 50%").
+        With MHA, this needs more than half of the heads. With GQA it is often impossible. Source: kelle.txt, section 4.1.2
+        (for MHA, with both "at least 50%" and "> 50%").
         """
         return 0 < self.channels < 2 * self.head_dim * retaining
 
@@ -112,7 +111,7 @@ class Slots:
     def fill(self, sums: Doubles) -> Int64s:
         """Fill the slots from a prompt with column sums [kv_heads, n]; return the kept positions [kv_heads, count].
 
-        Kept are sinks, window, and of the others those with the highest sums; of equal ones the newer.
+        Of equal sums, the newer token is kept.
         """
         if self.newest != NONE:
             raise ValueError("sums: the layer already has tokens, but a prompt must come first")
@@ -131,7 +130,6 @@ class Slots:
         """Add the next token and `gains` [kv_heads, count + 1] to the scores; its own gain is the last.
 
         If all slots are in use, evict the token with the lowest score between sinks and window; of equal ones the oldest.
-        There always is one, because at most `budget` tokens are protected.
         """
         heads = len(self.positions)
         self.newest += 1
@@ -157,14 +155,13 @@ class Slots:
         return slots, evicted
 
     def protected_at(self, newest: int, positions: Int64s | None = None) -> Flags:
-        """Return which slots (or `positions`) are sinks or in the window if `newest` is the last token [kv_heads, n]."""
+        """Return which slots (or `positions`) are protected if `newest` is the last token [kv_heads, n]."""
         at = self.positions if positions is None else positions
         kept: Flags = (at != NONE) & ((at > newest - self.settings.recent) | (at < self.settings.sinks))
         return kept
 
     @property
     def used(self) -> Flags:
-        """The slots that hold a token [kv_heads, budget]."""
         used: Flags = self.positions != NONE
         return used
 
@@ -172,9 +169,9 @@ class Slots:
 def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles]:
     """Return the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
 
-    `queries` [heads, dim]; `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots are used.
-    The query heads of one key-value head are adjacent. Products are scaled by 1/sqrt(dim). Sums are float64 in the order of
-    the slots, so that equal slots give equal bits. Source: kelle.txt, equations 1 and 2 (which omit the scale).
+    `queries` [heads, dim]; `keys` and `values` [kv_heads, slots, dim], float32. The query heads of one key-value head are
+    adjacent. Products are scaled by 1/sqrt(dim). Sums are float64 in the order of the slots, so that equal slots give equal
+    bits. Source: kelle.txt, equations 1 and 2 (which omit the scale).
     """
     heads, dim = queries.shape
     out, weights = np.empty((heads, values.shape[2]), np.float32), np.empty((heads, count))
@@ -189,7 +186,7 @@ _QUERIES = 256
 def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles]:
     """Return causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
 
-    Arguments as for `attend`, [n, heads, dim]. Fused kernels cannot be used, because they do not return weights.
+    Fused kernels cannot be used, because they do not return weights.
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]
@@ -245,7 +242,7 @@ class Rope:
     theta: float = 10_000.0
 
     def turn(self, rows: Floats, positions: Int64s) -> Floats:
-        """Return `rows` [n, heads, dim] rotated by their `positions` [n]."""
+        """Rotate `rows` [n, heads, dim] by their `positions` [n]."""
         half = rows.shape[2] // 2
         speeds = self.theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = positions[:, None] * speeds
@@ -256,7 +253,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Projections:
-    """W_K and W_V [channels, kv_heads * head_dim] of a layer, their biases, and its rotation. A `Recompute` function."""
+    """W_K and W_V [channels, kv_heads * head_dim] of a layer, their biases, and its rotation."""
 
     key_weight: Floats
     value_weight: Floats
@@ -277,9 +274,9 @@ def _projected(x: Floats, weight: Floats, bias: Floats | None) -> Floats:
 
 
 class InputRows:
-    """x rows: `positions` of their tokens (-1: free), the number of `retaining` heads, and their `keys` and `values`.
+    """The x rows: `positions` of their tokens (-1: free), the number of `retaining` heads, and their `keys` and `values`.
 
-    `waiting`: rows stored in addition to keys and values, until the token leaves the window (see `AerpSettings`).
+    `waiting` rows are stored in addition to keys and values (see `AerpSettings`).
     """
 
     def __init__(self, shape: LayerShape, cells: CellSettings, recompute: Recompute | None) -> None:
@@ -298,7 +295,6 @@ class InputRows:
 
     @property
     def lost_bits(self) -> int:
-        """The number of bits in x rows that read wrongly, modelled."""
         return self._cells.lost_bits(self.used)
 
     def put(self, positions: Int64s, rows: Floats, names: Names, retaining: Int64s, waiting: Flags) -> Int64s:
@@ -335,7 +331,7 @@ class InputRows:
     def settle(self, hst: Flags) -> Int64s:
         """Set the groups of the rows for a step; return the rows whose keys and values changed.
 
-        The accelerator recomputes every row at every step. Here, only rows whose result can differ are recomputed.
+        The accelerator recomputes every row at every step; here, only rows whose result can differ are recomputed.
         """
         (changed,) = self._cells.settle(hst, self.used)
         self._project(changed)
@@ -346,10 +342,10 @@ _KEY, _VALUE, _INPUT = range(3)
 
 
 class AerpLayer:
-    """Keys and values of a layer: at most `settings.budget` tokens per key-value head, some of them stored as x.
+    """Keys and values of a layer of one sequence: at most `settings.budget` tokens per head, some of them stored as x.
 
-    `cells`: the format and the losses of vectors. `layer`: makes the losses of layers with one seed differ. `recompute` is
-    required unless `settings.recompute` is "none". ValueError names an argument that does not fit.
+    `layer` makes the losses of layers with one seed differ. `recompute` is required unless `settings.recompute` is "none".
+    ValueError names an argument that does not fit.
     """
 
     def __init__(
@@ -373,10 +369,7 @@ class AerpLayer:
         self.inputs = InputRows(shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
-        """Store a prompt: `keys`, `values` [n, kv_heads, head_dim], column `sums` [kv_heads, n], and `x` [n, channels].
-
-        The caller computes the attention of the prompt.
-        """
+        """Store a prompt: `keys`, `values` [n, kv_heads, head_dim], column `sums` [kv_heads, n], and `x` [n, channels]."""
         wanted = (len(keys), self.shape.kv_heads, self.shape.head_dim)
         if keys.shape != wanted or values.shape != wanted:
             raise ValueError(f"keys, values: shapes must be {wanted}, not {keys.shape} and {values.shape}")
@@ -390,8 +383,7 @@ class AerpLayer:
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
         """Return the attention outputs [heads, head_dim] of the next token, which attends to the cached tokens and itself.
 
-        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after rotation; `x` [channels]. Its weights are
-        added to the scores of the cached tokens. If the slots are full, each head evicts one token.
+        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after rotation; `x` [channels].
         """
         inputs = _given(x) if self.settings.recompute == "decode" else None
         count, group = self.slots.count, self.shape.heads // self.shape.kv_heads
@@ -436,7 +428,6 @@ class AerpLayer:
         return self.inputs.put(positions, x, names, retaining, np.full(len(x), waiting))
 
     def _convert(self, indices: Int64s) -> None:
-        """Free the keys and values of the tokens of these x rows, which are recomputed from now on."""
         for index in indices:
             heads, slots = np.nonzero(self.slots.positions == self.inputs.positions[index])
             self.x_index[heads, slots] = index
@@ -472,8 +463,8 @@ class AerpLayer:
     def high_scores(self) -> Flags:
         """Return which slots are high-score tokens in the next step [kv_heads, budget].
 
-        Their score is at least the median of the head's scores, or they are protected (sink or window), because every new
-        token has a low score. Differs from the paper: section 4.2 names no threshold.
+        Their score is at least the median of the head's scores, or they are protected, because every new token has a low
+        score. Differs from the paper: section 4.2 names no threshold.
         """
         slots, count = self.slots, self.slots.count
         high: Flags = np.zeros(slots.positions.shape, np.bool_)
@@ -490,18 +481,16 @@ class AerpLayer:
 
     @property
     def in_kv(self) -> Flags:
-        """The slots that hold keys and values of their own [kv_heads, budget]."""
         own: Flags = self.slots.used & (self.x_index[:, :-1] == NONE)
         return own
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in eDRAM: keys, values and x rows of 16 bits. Scales of int16 vectors are stored elsewhere."""
+        """Return the bytes in eDRAM, with 16 bits per number; the scales of int16 vectors are stored elsewhere."""
         return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * int(self.inputs.used.sum()))
 
     @property
     def lost_bits(self) -> int:
-        """The number of bits in eDRAM that read wrongly, modelled."""
         return self.keys.lost_bits(self.in_kv) + self.values.lost_bits(self.in_kv) + self.inputs.lost_bits
 
 

@@ -5,8 +5,8 @@ sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array delivers the product
 same cycle register S_i adds it to the token's score, and in the next one the chain M compares the sum with the smallest one
 before it.
 
-Lifetimes: section 6, equations 4 to 8, figure 12, in the order of work of the baseline and of the Kelle scheduler. The
-equations are for MHA and add times regardless of sizes; the energy of refreshes is computed from bytes (`energy`).
+Lifetimes: section 6, equations 4 to 8, figure 12. The equations are for MHA and add times regardless of sizes; the energy of
+refreshes is computed from bytes (`energy`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmcache.papers.edram.systems import AcceleratorSystem, Configuration
 
 @dataclass(frozen=True)
 class Area:
-    """Square millimetres on the chip by part; DRAM is not on the chip."""
+    """Square millimetres on the chip by part."""
 
     array_mm2: float
     sram_mm2: float
@@ -62,7 +62,7 @@ class EvictorCost:
     """The modelled cost of evicting in a decode step, with the evictor and with a search after the scores are complete.
 
     `stall_ns` and `joules` belong to the evictor. `search_ns` is the scan of the scores by one comparator, one score per
-    cycle, which also reads every score from its registers and writes it back (`search_bytes`).
+    cycle, which also reads every score and writes it back (`search_bytes`).
     """
 
     register_bytes: float
@@ -75,8 +75,8 @@ class EvictorCost:
 def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
     """Return the cost of evicting in a decode step of `configuration` with a full cache that takes `step_ns`.
 
-    The evictor draws its power during the whole step. Area and power are those of the paper (0.06 mm², 28 mW: section
-    8.1.4); its "5%" of energy and "7%" of latency depend on an unstated baseline and are not used.
+    Area and power are those of the paper (0.06 mm², 28 mW: section 8.1.4); its "5%" of energy and "7%" of latency depend on
+    an unstated baseline and are not used.
     """
     shape, workload = configuration.model, configuration.workload
     searches = shape.kv_heads * shape.layers * workload.batch
@@ -96,7 +96,7 @@ Time = TypeVar("Time", float, Doubles)
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The modelled time from computing X, Q, K and V to using them, during which they are in eDRAM, ns."""
+    """The modelled time from computing X, Q, K and V to using them, ns."""
 
     x_ns: float
     q_ns: float
@@ -105,7 +105,6 @@ class Lifetimes:
 
     @property
     def total_ns(self) -> float:
-        """The sum, L of equations 7 and 8."""
         return self.x_ns + self.q_ns + self.k_ns + self.v_ns
 
 
@@ -123,7 +122,7 @@ def access_ns(configuration: Configuration) -> tuple[float, float]:
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
-    """Return the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
+    """Return the lifetimes in the last decode step, in the order of work of the system."""
     order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
     return Lifetimes(*order(*access_ns(configuration)))
 

@@ -19,7 +19,7 @@ GROUPS = ("hst_msb", "hst_lsb", "lst_msb", "lst_lsb")
 
 @dataclass(frozen=True)
 class RefreshIntervals:
-    """Refresh intervals of the four groups (ns), in the order of `GROUPS`. Source: Kelle, sections 4.2 and 7.1."""
+    """Refresh intervals of the four groups (ns). Source: Kelle, sections 4.2 and 7.1."""
 
     hst_msb_ns: float
     hst_lsb_ns: float
@@ -33,16 +33,14 @@ class RefreshIntervals:
 
     @classmethod
     def uniform(cls, interval_ns: float) -> RefreshIntervals:
-        """Return the same interval (ns) for all groups."""
         return cls(interval_ns, interval_ns, interval_ns, interval_ns)
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Return the intervals (ns) in the order of `GROUPS`."""
         return self.hst_msb_ns, self.hst_lsb_ns, self.lst_msb_ns, self.lst_lsb_ns
 
     @property
     def mean_ns(self) -> float:
-        """The harmonic mean (ns): the uniform interval with the same number of refreshes, for groups of equal size.
+        """Return the harmonic mean: the uniform interval with the same number of refreshes, for groups of equal size.
 
         The paper's "average retention time of 1.05 ms" (section 7.1) and all uniform intervals of table 4 are this mean.
         """
@@ -162,21 +160,17 @@ class Profile:
 
     @property
     def sram_j_per_byte(self) -> float:
-        """The energy of reading or writing a byte of SRAM (J)."""
         return self.sram_access_j / self.access_bytes
 
     @property
     def edram_j_per_byte(self) -> float:
-        """The energy of reading or writing a byte of eDRAM (J)."""
         return self.edram_access_j / self.access_bytes
 
     @property
     def refresh_j_per_byte(self) -> float:
-        """The energy of refreshing a byte of eDRAM once (J)."""
         return self.refresh_pass_j / self.array_bytes
 
     def refresh_w(self, capacity_bytes: float, interval_ns: float) -> float:
-        """Return the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
         return self.refresh_j_per_byte * capacity_bytes / (interval_ns * 1e-9)
 
 

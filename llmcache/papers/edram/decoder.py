@@ -1,8 +1,7 @@
 """A decoder in numpy whose attention layers run under AERP, for Llama, Mistral and Qwen2 models of the size of a test.
 
-It reads a model directory: config.json and one model.safetensors in float32, without scaled rotations. The prompt is
-computed once with dense attention and stored in all compared variants of the cache; the tokens after it are computed one by
-one for each. Needs neither torch nor transformers.
+A model directory has config.json and one model.safetensors in float32, without scaled rotations. The prompt is computed once
+with dense attention and stored in all compared variants of the cache. Needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Config:
 
     @classmethod
     def parse(cls, data: Any) -> Config:
-        """Return the sizes in the data of a config.json; DataError naming a missing or unsupported field."""
+        """Raise a DataError that names a missing or unsupported field."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
@@ -69,7 +68,7 @@ class Config:
 
 
 def parse_tensors(raw: bytes) -> dict[str, Floats]:
-    """Return the tensors of a float32 safetensors file; DataError naming an invalid one."""
+    """Return the tensors of a float32 safetensors file; DataError names an invalid one."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
         raise DataError(f"model.safetensors: a header of {length} bytes does not fit in a file of {len(raw)} bytes", _HINT)
@@ -111,9 +110,7 @@ def _number(data: dict[str, Any], name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """The results of one layer for a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums of
-    attention weights [kv_heads, n].
-    """
+    """One layer's x [n, hidden], keys and values [n, kv_heads, dim], and sums of attention weights [kv_heads, n]."""
 
     x: Floats
     keys: Floats

@@ -84,7 +84,7 @@ def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]
 
 
 def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, Doubles]:
-    """Return the energy of bytes and cycles in all decode steps. Data from DRAM is written on the chip, then read."""
+    """Count data from DRAM as written on the chip, then read."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     weights, kv_token_bytes = c.read_weights * CHIP.weight_bytes, c.layers * c.kv_layer_bytes
     resident = step.stored_bytes - step.off_chip_bytes

@@ -1,12 +1,10 @@
 """Bit flips of 2DRP: reads of eDRAM whose four groups are refreshed at their own intervals, determined by a seed.
 
-Format: 16-bit cells hold integers with one scale per vector, or fp16 numbers. Differs from the paper, which only says "16
-bits". The choice determines the result: a lost exponent bit of an fp16 number ruins the model at rates that hardly affect
-integers, so integers are the default.
+16-bit cells hold integers with one scale per vector, or fp16 numbers; the paper only says "16 bits". Integers are the
+default, because a lost exponent bit of an fp16 number ruins the model at rates that hardly affect integers.
 
-Random numbers: one uniform number per stored bit, a hash of its location, so that their order does not matter. A bit is lost
-in a group if its number is below the group's rate. The number does not depend on the rate, so bits lost at a short interval
-are also lost at every longer one, and two runs with one seed differ only by their rates.
+A bit is lost in a group if its number, a hash of its location, is below the group's rate. Bits lost at a short interval are
+therefore also lost at every longer one, and two runs with one seed differ only by their rates.
 
 A loss is determined at the write and remains until the next write: retention failures are weak cells, and refreshing a wrong
 bit keeps it wrong. By default a bit that is lost while its token has a low score remains lost when the token is promoted
@@ -58,7 +56,7 @@ def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
 
 @dataclass(frozen=True)
 class FlipRates:
-    """The probability that a stored bit is lost, for the four groups: high- and low-score tokens, bits 15-8 and 7-0."""
+    """The probability that a stored bit is lost: high- and low-score tokens, bits 15-8 and 7-0."""
 
     hst_msb: float = 0.0
     hst_lsb: float = 0.0
@@ -96,8 +94,8 @@ NO_FLIPS = FlipRates()
 def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Return the rates of the uniform interval with the same number of refreshes as `intervals`: their harmonic mean.
 
-    Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 claims "the same
-    average failure rate", but with the curve used here 2DRP loses several times more bits. `iso_failure` has equal rates.
+    Source: kelle.txt, table 4. Differs from the paper: section 7.2 claims "the same average failure rate", but with the
+    curve used here 2DRP loses several times more bits.
     """
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
@@ -126,7 +124,7 @@ def one_sided(side: str, rate: float) -> FlipRates:
 
 
 def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
-    """Return the rates that `text` specifies; UsageError naming the part that is invalid.
+    """Return the rates that `text` specifies; UsageError names the part that is invalid.
 
     "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
     "interval=1050us" or the four intervals in the order of `GROUPS`.
@@ -161,9 +159,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def name_rows(*parts: int | Int64s) -> Names:
-    """Return one 64-bit name per row, hashed from the numbers that identify it (seed, layer, head, position...),
-    broadcast.
-    """
+    """Return one 64-bit name per row, hashed from the numbers that identify it (seed, layer, head, position...)."""
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
         for part in parts:
@@ -219,7 +215,7 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """The format and the losses of vectors (`sticky`: see the module). The format "exact" rounds and loses nothing."""
+    """The format and the losses of vectors. The format "exact" rounds and loses nothing."""
 
     format: Format = "int16"
     rates: FlipRates = NO_FLIPS
@@ -269,8 +265,7 @@ class Cells:
     def settle(self, hst: Flags, used: Flags) -> Where:
         """Set the groups of the `used` rows for a step (`hst`); return the places whose readings may have changed.
 
-        Both arguments are [*places], or cover a prefix of each axis; other places are not in use. Does nothing if no bit can
-        be lost.
+        Both arguments are [*places], or cover a prefix of each axis; other places are not in use.
         """
         if not self.settings.rates.any:
             return np.nonzero(np.zeros(hst.shape, np.bool_))
@@ -284,7 +279,6 @@ class Cells:
         return changed
 
     def _lost(self, at: Where) -> Bits:
-        """Return the bits that the rows at `at` have lost in all their groups since the write."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
         return lost.astype(np.uint16)

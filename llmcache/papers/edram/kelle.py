@@ -26,7 +26,7 @@ class KelleRecorder(RunRecorder):
         policy.record(self, step_ns)
 
     def run(self, title: str = "", **settings: Any) -> EdramRun:
-        """End the recording and return the run. ValueError if nothing was recorded."""
+        """Raise ValueError if nothing was recorded."""
         policy = self._policy
         policy.end_record()
         clock = "unknown" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} per step"
@@ -37,7 +37,7 @@ class KelleRecorder(RunRecorder):
 def record_stream(setup: Setup, policy: str | None, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
     """Return the rows that Kelle keeps in each step of the benchmark `setup`; UsageError if `policy` is another one.
 
-    The run has no clock, because the duration of a step on an accelerator with eDRAM cannot be measured here.
+    The run has no clock, because the duration of a step with eDRAM cannot be measured here.
     """
     variants = variants_of(policy or DEFAULT_POLICIES)
     if [variant.policy for variant in variants] != [Kelle.name]:

@@ -1,22 +1,17 @@
 """Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
 
-Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from the tiles of an
-array and the memories on the chip.
+Speeds are derived from the tiles of an array and the memories on the chip. The array is weight-stationary with hidden
+loading: a tile of weights stays for the cycles of the rows that pass through it, or of loading the next tile, whichever is
+longer. Memories have their printed bandwidth.
 
-Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
-(`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
-with one mean; after eviction keeps it at its budget, all steps are one group. Costs are linear in the cached tokens and in
-the rows of array tiles that they fill, and a group has the exact means of both. The exceptions are groups in which another
-resource becomes the slowest, or an activation lives one interval longer; there the mean is an approximation (energies are
-within 1e-4).
+While the cache grows, consecutive decode steps form groups with one mean; after eviction keeps it at its budget, all steps
+are one group. Costs are linear in the cached tokens and in the rows of array tiles that they fill, so means are exact,
+except where the slowest resource or the number of refresh intervals changes within a group (energies are within 1e-4).
 
-The array is weight-stationary with hidden loading: a tile of weights stays for the cycles of the rows that pass through it,
-or of loading the next tile, whichever is longer. Memories have their printed bandwidth.
-
-As many cached tokens are stored as inputs and recomputed as the array can hide behind DRAM traffic. Differs from the paper,
+As many cached tokens are recomputed as the array can hide behind DRAM traffic (`first-principles`). Differs from the paper,
 which says that recomputing a KV vector takes 3.2 us and loading one takes 1.1 us (section 8.3.2), so that every fourth would
-be recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for their 16
-KiB. Both variants exist: `first-principles` and `declared`.
+be recomputed (`declared`). Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us
+for their 16 KiB.
 """
 
 from __future__ import annotations
@@ -34,9 +29,8 @@ from llmcache.papers.edram.systems import Configuration
 
 
 class ConfigurationColumns:
-    """Attributes of many configurations as columns [n, 1]; ValueError if there are none.
+    """Attributes of many configurations as columns [n, 1], float64 or bool, by name; ValueError if there are none.
 
-    An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit, float64 or bool.
     `refresh_hz` is [n, 4], in the order of `constants.GROUPS`; `matrices` is [n, 3 * kinds].
     """
 
@@ -67,7 +61,7 @@ class Steps:
     """Groups of decode steps, float64 [n, groups + 1] each; the last group has the steps at the budget.
 
     `cached`: mean number of tokens that a step attends to, including its own. `row_tiles`: mean number of tiles of
-    `array_rows` tokens that they fill, including a partial one. `count`: steps of the group, 0 if it is empty.
+    `array_rows` tokens that they fill, including a partial one. `count`: steps of the group.
     """
 
     cached: Doubles
@@ -76,7 +70,7 @@ class Steps:
 
 
 def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
-    """Return the decode steps of `columns` in `groups` groups and one more; None: one group per step of the longest."""
+    """Return the decode steps in `groups` groups and one more; None: one group per step of the longest."""
     end = columns.context + columns.decode
     kept = np.where(columns.evict, np.minimum(end, columns.budget), end)
     growing = np.clip(kept - columns.context, 0, columns.decode)
@@ -153,7 +147,7 @@ def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Do
 
 
 def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the time (s) of the products with keys and values in one step, [n, groups]."""
+    """Return the time of the products with keys and values in one step, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
     load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
@@ -164,8 +158,8 @@ def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
 class Step:
     """One decode step: bytes, tokens, and the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
 
-    `recomputed`: tokens per layer, over the batch. `stored_bytes`: of the KV cache; `off_chip_bytes` of them are read from
-    DRAM, the others are in the KV memory. `new_bytes`: written to DRAM.
+    `recomputed`: tokens per layer, over the batch. `off_chip_bytes` of the `stored_bytes` are read from DRAM. `new_bytes`:
+    written to DRAM.
     """
 
     recomputed: Doubles
@@ -209,9 +203,6 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the time (s) by which the search for tokens to evict stalls a step with a full cache; see
-    `chip.EvictorCost`.
-    """
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
@@ -225,7 +216,7 @@ def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
     """Return the time (s) that a step waits for each of `RESOURCES`, [n, groups]; the step takes their sum.
 
     Without overlap, weights and KV are two phases, each as long as its slowest resource. The Kelle scheduler merges them
-    (section 6); DRAM and array then serve both.
+    (section 6).
     """
     weights = _slowest(step.dram_weights_s, step.linear_s, step.sram_s)
     kv = _slowest(step.dram_kv_s, step.attention_s, step.kv_memory_s)
@@ -247,7 +238,7 @@ def _slowest(*times_s: Doubles) -> list[Doubles]:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The cost of the prefill, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
+    """The cost of the prefill, [n, 1] each; array and DRAM overlap."""
 
     weight_bytes: Doubles
     activation_bytes: Doubles
@@ -269,7 +260,7 @@ class Prefill:
 def prefill_of(c: ConfigurationColumns) -> Prefill:
     """Return the prefill of `c`. Only the last token of a sequence needs the head.
 
-    The inputs of a matrix are read once for each part of it that fits into the weight memory; its outputs are written once.
+    The inputs of a matrix are read once for each part of it that fits into the weight memory.
     """
     rows = c.batch * c.context
     weight_bytes = c.read_weights * CHIP.weight_bytes
@@ -297,10 +288,7 @@ def _values_per_row(c: ConfigurationColumns) -> Doubles:
 
 
 def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
-    """Return the bytes of activations that all layers, without the head, read and write on the chip for `rows` rows.
-
-    Inputs are read once per column of tiles.
-    """
+    """Return the bytes of activations that all layers, without the head, read and write on the chip for `rows` rows."""
     inputs, outputs, many = _matrices(c)
     values = (many * (inputs * np.ceil(outputs / c.array_rows) + outputs)).sum(axis=1, keepdims=True)
     return np.asarray(c.layers * rows * CHIP.value_bytes * values)
@@ -327,7 +315,6 @@ def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
 def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
     """Return the share with which a step is shortest, from the costs of array and DRAM.
 
-    Tokens are recomputed until the array is as busy as DRAM, until DRAM is no longer the slowest, or until none are left.
     Sinks and window are stored as KV, because their scores are not known yet, and tokens on the chip need no DRAM.
     """
     tokens = c.batch * steps.cached

@@ -1,4 +1,4 @@
-"""Output of `llmcache edram report`: the refresh cost of a recorded run, as tables and as JSON; all modelled."""
+"""Output of `llmcache edram report`, as tables and as JSON; all modelled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def accounted(
 ) -> RefreshReport:
     """Return the accounts of the run in the file `source`; UsageError and DataError name an invalid option or field.
 
-    `step_ns`: duration of a step, instead of that in the run; `capacity_bytes`: capacity of the eDRAM.
+    `step_ns` replaces the duration of a step in the run.
     """
     profiles = listed("profile", read_constants(constants).profiles, profile)
     if rule not in RULES:
@@ -140,7 +140,7 @@ def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccou
 
 
 def document(found: RefreshReport) -> dict[str, Any]:
-    """Return `found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
+    """Return `found` as JSON-ready values."""
     run = found.run
     return {
         "schema": SCHEMA,

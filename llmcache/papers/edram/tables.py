@@ -70,7 +70,7 @@ def compare(
 ) -> list[Compared]:
     """Return the results for the options of `llmcache edram model`: all systems for each profile in turn.
 
-    `changes`: numbers that replace those of the workload. UsageError names an invalid option.
+    `changes` replace numbers of the workload. UsageError names an invalid option.
     """
     known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
@@ -101,7 +101,7 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> list[Acceler
 
 
 def show(rows: Sequence[Compared], as_json: bool) -> None:
-    """Print the result of `compare` on stdout."""
+    """Print the result of `compare`."""
     output.show(as_json, lambda: document(rows), _parts(rows))
 
 
@@ -169,7 +169,7 @@ AREA_NAMES = {"sram_mm2": "SRAM", "edram_mm2": "eDRAM", "sfu_mm2": "SFU"}
 
 
 def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
-    """Return, by system, the cost of eviction in a step with a full cache, for systems with the systolic evictor."""
+    """Return the cost of eviction in a step with a full cache, for systems with the systolic evictor."""
     found: dict[str, EvictorCost] = {}
     for row in rows:
         one = row.configuration
@@ -214,7 +214,7 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """Return the result of `compare` as JSON-ready values: seconds, joules, bytes, mm²; ratios against the baseline."""
+    """Return the result of `compare` as JSON-ready values."""
     by_profile = _by_profile(rows)
     own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
@@ -245,7 +245,7 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
 
 
 def row_values(row: Compared) -> dict[str, Any]:
-    """Return the configuration and the totals of a result as JSON-ready values."""
+    """Return the totals of a result as JSON-ready values."""
     one, outcome = row.configuration, row.outcome
     return {
         "model": one.model.name,
@@ -275,7 +275,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweptSystems:
-    """Every configuration of some axes with its modelled cost; `seconds` is the computing time on this machine."""
+    """Every configuration with its modelled cost; `seconds` is the computing time on this machine."""
 
     rows: tuple[Compared, ...]
     baseline: str
@@ -283,7 +283,7 @@ class SweptSystems:
 
 
 def swept(axes: Axes, baseline: AcceleratorSystem) -> SweptSystems:
-    """Return all configurations of `axes`, compared with `baseline`; UsageError if there are too many."""
+    """Return all configurations, compared with `baseline`; UsageError if there are too many."""
     start = time.perf_counter()
     rows = tuple(compared(axes.configurations(), baseline))
     return SweptSystems(rows, baseline.name, time.perf_counter() - start)
@@ -300,7 +300,7 @@ def axes_of(
 ) -> tuple[Axes, AcceleratorSystem]:
     """Return the axes for the options of `llmcache edram sweep`, and the baseline system.
 
-    `numbers`: the numeric axes of `Axes`. UsageError names an invalid option.
+    UsageError names an invalid option.
     """
     known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
@@ -309,7 +309,7 @@ def axes_of(
 
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
-    """Print `sweep` on stdout."""
+    """Print `sweep`."""
     output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
@@ -335,7 +335,7 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
-    """Return `sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
+    """Return `sweep` as JSON-ready values."""
     return {
         "schema": SWEEP_SCHEMA,
         "kind": MODELLED,
