@@ -101,8 +101,8 @@ class Algorithm1(Policy):
 class SequenceState(NamedTuple):
     """State: `cells` by block, `known` by sequence, and lists.
 
-    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ,
-    oldest first, and in HOT, latest first (head: `blocks` + the class). `loops`: those in LOOP with resident blocks.
+    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ and
+    in HOT (head: `blocks` + the class). `loops`: those in LOOP with resident blocks.
     """
 
     cells: Int64s
@@ -177,7 +177,6 @@ def _evict(state: SequenceState, hot_limit: int) -> None:
 
 @subroutine
 def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
-    """Make {block} a new sequence, which may reuse the number of its previous one."""
     _, held, _, known, _, numbers = state
     resident = is_linked(held, block)
     _leave(state, block)

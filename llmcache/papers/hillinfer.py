@@ -1,10 +1,8 @@
 """Efficient Long-Context LLM Inference on the Edge with Hierarchical KV Eviction using SmartSSD (HillInfer), recomputed.
 
-Anonymous ACL submission. Its figures have no numbers, so its words are quoted and judged (`hillinfer.toml`). Its machine is
-not available here: its results, the latency model's for that machine, and measurements with an emulated device (`tools/bench
-papers`) are kept separate.
-
-Several readings of the setup that the paper leaves open are judged; none was chosen for its result.
+Anonymous ACL submission. Its figures have no numbers, so its words are quoted and judged (`hillinfer.toml`). Several
+readings of the setup that the paper leaves open are judged; none was chosen for its result. The paper's results, the
+model's, and measurements with an emulated device are separate.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ Cases = Mapping[tuple[str, int], Mapping[str, Latency]]
 
 
 def cases_of(reading: Reading) -> Cases:
-    """Return the latencies of the paper's models at every context up to their limits."""
+    """Return the latencies of the paper's models at every context."""
     return {
         (model.name, context): {name: reading.latency(name, model, context) for name in SYSTEMS}
         for model in MODELS.values()
@@ -88,13 +86,13 @@ def cases_of(reading: Reading) -> Cases:
 
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
-    """Return the latency of `baseline` as a multiple of HillInfer's. Source: 4.3, "end-to-end latency"."""
+    """Return the latency of `baseline` as a multiple of HillInfer's (section 4.3)."""
     own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
     return other / own
 
 
 def speedups(cases: Cases) -> dict[str, list[float]]:
-    """Return HillInfer's speed-ups over each baseline for all cases."""
+    """Return HillInfer's speed-ups over each baseline."""
     return {baseline: [speedup(latencies, baseline) for latencies in cases.values()] for baseline in BASELINES}
 
 
@@ -129,7 +127,7 @@ Transfers = Mapping[float, dict[float, float]]
 
 
 def modelled_transfers(reading: Reading) -> Transfers:
-    """Return figure 3a by the latency model, on the machine of `reading`."""
+    """Return figure 3a by the latency model."""
     model, rate = MODELS[QWEN], reading.machine.ssd_bytes_per_s
     return {share: {context: share * model.kv_bytes(context, BATCH) / rate for context in CONTEXTS} for share in SHARES}
 
@@ -193,9 +191,9 @@ def speedup_values(cases: Cases) -> Claims:
 
 
 def needed(reading: Reading) -> dict[str, tuple[float, float]]:
-    """Return, by baseline, the range of SSD speeds (bytes/s) that gives the paper's speed-ups; NaN for unreachable ends.
+    """Return, by baseline, the SSD speeds (bytes/s) that give the paper's speed-ups; NaN for unreachable ends.
 
-    For Qwen-7B at 4 K. HillInfer itself does not read that SSD, so a slower one increases its speed-up.
+    HillInfer itself does not read that SSD, so a slower one increases its speed-up.
     """
 
     def rate_for(baseline: str, wanted: float) -> float:
@@ -261,7 +259,7 @@ def beta_sweep() -> dict[str, list[float]]:
 
 
 def sweep_values(times: Sequence[float]) -> Values:
-    """Return the distance, in steps of the sweep, of the least latency from beta = fc / fs."""
+    """Return the distance, in steps, of the least latency from beta = fc / fs."""
     best, place = times.index(min(times)), STEPS.index(1.0)
     by_step = {f"at {step:g} fc/fs_ns": time for step, time in zip(STEPS, times, strict=True)}
     away = {"excess_at_rule": times[place] / min(times) - 1, "steps_away": abs(best - place)}
@@ -293,7 +291,7 @@ def run_values(bench: Bench) -> Claims:
 
 
 def beta_values(bench: Bench) -> Values:
-    """Return the distance, in steps of the sweep, of the least latency from the expected beta."""
+    """Return the distance, in steps, of the least latency from the expected beta."""
     rows = sorted((row.beta or 0.0, row.token_ns) for row in bench.rows)
     betas, times = [beta for beta, _ in rows], [time for _, time in rows]
     expected = bench.marks.expected if bench.marks is not None else 0.0

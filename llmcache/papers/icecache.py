@@ -1,7 +1,7 @@
 """IceCache (ICLR 2026) recomputed: the claims of its tables and figures, measured with a small recall model.
 
-The paper's models and data sets are not downloaded, so its tables are shown as printed, separate from ours
-(`icecache.toml`). `tools/bench papers` measured our values; `llmcache kv bench --task … --model DIR` does so with any model.
+The paper's models and data sets are not downloaded, so its tables are shown as printed (`icecache.toml`). `llmcache kv bench
+--task … --model DIR` measures any model.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def kept(bench: TaskBench, policy: str) -> Values:
 
 
 def quarter(bench: TaskBench, policy: str) -> Values:
-    """Return the lead of a budget of 64 over the best other policy with 256."""
+    """Return the lead of a budget of 64 over others with 256."""
     own, others = row_of(bench, policy, 64), [row_of(bench, rival, 256) for rival in RIVALS]
     return {"lead": own.answers.share - max(row.answers.share for row in others), **_answers([own, *others])}
 
 
 def outperforms(bench: TaskBench, policy: str) -> Values:
-    """Return the lead over each other policy at equal budgets."""
+    """Return the lead over each other policy."""
     leads = {
         f"{rival} {budget}": row_of(bench, policy, budget).answers.share - row_of(bench, rival, budget).answers.share
         for budget in _budgets(bench)
@@ -77,7 +77,7 @@ def outperforms(bench: TaskBench, policy: str) -> Values:
 
 
 def near_exact(bench: TaskBench, policy: str) -> Values:
-    """Return the loss of answers compared with an exact scan of all keys, at each budget."""
+    """Return the loss of answers compared with a scan of all keys."""
     losses = {
         str(budget): row_of(bench, ICE, budget).answers.share - row_of(bench, policy, budget).answers.share
         for budget in _budgets(bench)
@@ -103,9 +103,9 @@ ANSWERS: dict[str, dict[str, Callable[[TaskBench, str], Values]]] = {
 
 
 def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
-    """Return the values for the claims about time and memory, mostly at the longest context.
+    """Return the values for the claims about time and memory.
 
-    Differs from the paper: it counts the GPU's memory, and its index is in host memory; here there is only one memory.
+    Differs from the paper, which counts the GPU's memory and has its index in host memory.
     """
     by_policy = {
         name: sorted((row for row in rows if row["policy"] == name), key=lambda row: int(row["tokens"]))

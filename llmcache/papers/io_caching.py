@@ -1,8 +1,8 @@
 """Rethinking I/O Caching for Large Language Model Inference on Resource-Constrained Mobile Platforms, recomputed.
 
 H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, modeled on
-its text. Figures 4 and 5 have no printed numbers, so its words are quoted and judged (`io-caching.toml`). The verdicts are
-about whether our detector, which has no information about the construction of the traces, finds their patterns.
+its text. Figures 4 and 5 have no printed numbers, so its words are judged (`io-caching.toml`). The verdicts are about
+whether our detector finds the patterns without information about the construction of the traces.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Apps = Mapping[str, App]
 
 
 def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
-    """Return the applications called `names`, in this order."""
+    """Return the applications called `names`."""
     return [apps[name] for name in names]
 
 
@@ -109,7 +109,7 @@ def higher_than_lru(apps: Apps, aware: str) -> Values:
 
 
 def lru_stands_still(apps: Apps, aware: str) -> Values:
-    """Return the share of applications in which LRU has a long range without gain, and `aware` a shorter one."""
+    """Return in how many applications LRU has a long flat range, and `aware` a shorter one."""
     flat = {f"{policy}.{app.title}": flat_share(app, policy) for policy in ("lru", aware) for app in on_device(apps)}
     pairs = [(flat[f"lru.{app.title}"], flat[f"{aware}.{app.title}"]) for app in on_device(apps)]
     both = sum(lru >= 0.2 and own <= lru / 2 for lru, own in pairs)
@@ -160,13 +160,13 @@ def lecar_sometimes(apps: Apps, aware: str, name: str) -> Values:
 
 
 def outperforms_lecar(apps: Apps, aware: str) -> Values:
-    """Return the gain in hit ratio of `aware` over LeCaR in AI Translate."""
+    """Return the gain of `aware` over LeCaR in AI Translate."""
     gain = apps[TRANSLATE].hit_ratio[aware] - apps[TRANSLATE].hit_ratio["lecar"]
     return {"mean_gain": float(gain.mean()), "share_of_sizes": float((gain >= -VISIBLE).mean())}
 
 
 def higher_overall(apps: Apps, aware: str) -> Values:
-    """Return in how many of two applications `aware` has a higher mean hit ratio over sizes than LeCaR."""
+    """Return in how many applications `aware` beats LeCaR."""
     gains = {
         app.title: float((app.hit_ratio[aware] - app.hit_ratio["lecar"]).mean())
         for app in on_device(apps, (EMBEDDER, CLASSIFICATION))
@@ -242,7 +242,7 @@ def size_counts_less(apps: Apps, aware: str) -> Values:
 
 
 def translate_is_sensitive(apps: Apps, aware: str) -> Values:
-    """Return the gain of AI Translate from cache compared with the others, and its fastest gains by bandwidth."""
+    """Return the gain of AI Translate, and its fastest gains."""
     gains = {
         app.title: float(1 - (app.latency_s[aware][:, -1] / app.latency_s[aware][:, 0]).mean())
         for app in on_device(apps, (TRANSLATE, *BY_BANDWIDTH))
@@ -326,8 +326,7 @@ LOOP_SIZES = (100, 250, 500, 750, 900)
 def loop_hits(policy: str) -> Values:
     """Return the mean hits per settled pass over an undisturbed loop, by blocks of cache.
 
-    `missing`: the largest shortfall of hits per pass compared with the blocks of the cache; `share_of_sizes`: share without
-    hits.
+    `missing`: the largest shortfall of hits per pass; `share_of_sizes`: share without hits.
     """
     first, count = np.zeros(PASSES, np.int64), np.full(PASSES, BLOCKS, np.int64)
     hits = {size: float(policy_class(policy)(size, BLOCKS).replay(first, count)[-SETTLED:].mean()) for size in LOOP_SIZES}
@@ -348,7 +347,7 @@ FEWEST_BITS = 2  # per weight: below this, no quantization in use leaves a model
 
 
 def hardware() -> dict[str, Values]:
-    """Return the values for the claims about device classes, AI Notes' loops, and formula (1)."""
+    """Return the values for device classes, loops, and formula (1)."""
     # Settings of formula (1), with the paper's T.
     on_watch, on_phone = (SizingParameters(one.bandwidth, PAPER.period_ns, one.hot_bytes) for one in (WATCH, PHONE))
     loop = largest_loop(WATCH.cache_bytes, on_watch)

@@ -1,8 +1,8 @@
 """Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
 
-T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Every number here is modelled, from the constants printed in
-the paper and from named public ones; if a number does not follow from those, its claim says so. Figures 13 to 16 have no
-numbers, so only the text about them is judged (`kelle.toml`).
+T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Every number is modelled, from constants in the paper and
+named public ones; otherwise its claim says so. Figures 13 to 16 have no numbers, so only the text about them is judged
+(`kelle.toml`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def same(system: AcceleratorSystem) -> AcceleratorSystem:
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
-    """Return `system` with changed hardware."""
+    """Return a changed copy."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
@@ -128,7 +128,7 @@ WITH_MODES = ("kelle", "aerp")
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
-    """Return the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
+    """Return the mean gains of `PARTS` in latency and energy."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
         name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
@@ -137,7 +137,7 @@ def mean_gains(profile: Profile, recompute: str = "first-principles", change: Ch
 
 
 def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
-    """Return the cost of `system` with each model and task of the averages."""
+    """Return the costs over all models and tasks."""
     return outcomes(
         *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
     )
@@ -149,7 +149,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
-    """Return a measure for each energy profile."""
+    """Return a measure for each profile."""
     return {name: measure(profile) for name, profile in PROFILES.items()}
 
 
@@ -231,13 +231,13 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Return the lifetimes of activations in a decode step of LLaMA2-7B on PG19: sequential, and scheduled by Kelle."""
+    """Return the lifetimes of activations: sequential, and scheduled by Kelle."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
 
 def recompute_s() -> float:
-    """Return the time of the array for K and V of a token in one layer of LLaMA2-7B."""
+    """Return the time of K and V of a token in one layer."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
 
@@ -300,7 +300,7 @@ def _peak_gib(system: AcceleratorSystem) -> Values:
 
 
 def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Values]]]:
-    """Return the claims of tables 7, 8 and 9 with the model's values: each value, then each relative to the first."""
+    """Return the claims of tables 7, 8 and 9 with the model's values."""
     claims: list[Claim] = []
     found: dict[str, dict[str, float | Values]] = {f"table {place}": {} for place in (7, 8, 9)}
     why, shapes = paper.data["why"], paper.data["shape"]
@@ -392,7 +392,7 @@ def experiments() -> dict[str, float | Values]:
 
 
 def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
-    """Return the mean power of the components whose names begin with one of `prefixes`."""
+    """Return the mean power of some components."""
     return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
 
 
@@ -402,7 +402,6 @@ def chip_w(outcome: Outcome) -> float:
 
 
 def _motivation() -> dict[str, float | Values]:
-    """Return values for section 3: twice the SRAM, and eDRAM refreshed at the retention time."""
     lengths = (512, 2048, 8192)  # the decoding lengths of figure 3 are only in the image
     works = [
         GenerationWorkload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths
@@ -431,7 +430,6 @@ def _motivation() -> dict[str, float | Values]:
 
 
 def _evictor() -> dict[str, float | Values]:
-    """Return values for 8.1.4: compared with a single comparator that scans the scores after they are computed."""
     without = with_hardware(OURSELF, systolic_evictor=False)
     pairs = list(zip(of_all(OURSELF, PAPER), of_all(without, PAPER), strict=True))
     saved_time = [1 - one.latency_s / two.latency_s for one, two in pairs]
@@ -465,7 +463,7 @@ STRATEGIES: dict[str, tuple[RefreshIntervals, bool]] = {
 
 
 def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
-    """Return the energy of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
+    """Return the energy by refresh strategy (figure 15b)."""
     configurations = []
     for name, (intervals, scheduler) in STRATEGIES.items():
         interval_ns = RETENTION_NS if name == "Org" else intervals.hst_msb_ns
@@ -515,7 +513,7 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
 
 def facts() -> dict[str, Any]:
-    """Return the numbers for the templates of reasons."""
+    """Return the numbers for templates."""
     apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()

@@ -156,7 +156,7 @@ def _on_device(title: str, figure: str) -> str:
     },
 )
 def ai_notes(app: Application) -> None:
-    """AI Notes: scan, hot set near 7500, write loop over 10,000-15,000, read loop 15,000-25,000."""
+    """AI Notes: scan, hot set, write loop, read loop."""
     hot = app.shuffled(7400, 7700)
     app.scan(0, 7500)
     for turn in range(12):
@@ -179,7 +179,7 @@ def ai_notes(app: Application) -> None:
     },
 )
 def ai_translate(app: Application) -> None:
-    """AI Translate: two read loops and database copies at 600-700."""
+    """AI Translate: two read loops and database copies."""
     hot = app.shuffled(200, 260)
     app.scan(0, 250)
     for turn in range(60):
@@ -205,7 +205,7 @@ def ai_translate(app: Application) -> None:
     },
 )
 def text_embedder(app: Application) -> None:
-    """Text Embedder: model files copied repeatedly, and hot reads between the copies."""
+    """Text Embedder: model files copied repeatedly, and hot reads."""
     hot = app.shuffled(1300, 1400)
     app.scan(0, 1500)
     for _ in range(15):
@@ -374,7 +374,7 @@ SHAPES["kilobytes"] = kilobytes
     },
 )
 def model_switch(app: Application) -> None:
-    """Model A read in a loop, then B, then A again, then C."""
+    """Models read in a loop: A, B, A again, C."""
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
     for start, blocks, passes in ((10_000, 4000, 12), (30_000, 9000, 12), (10_000, 4000, 8), (50_000, 6000, 12)):
@@ -396,7 +396,7 @@ def model_switch(app: Application) -> None:
     },
 )
 def prefill_decode(app: Application) -> None:
-    """Six requests: prefill reads the whole model; each token then reads 70 % of every layer."""
+    """Prefill reads the whole model; each token then reads 70 % of every layer."""
     layers, embeddings = np.arange(10_000, 19_600).reshape(24, 400), np.arange(5000, 7000)
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
@@ -427,7 +427,7 @@ _MOE_LAYER_BLOCKS = _MOE_BLOCKS * (1 + _MOE_EXPERTS)
     },
 )
 def moe_routing(app: Application) -> None:
-    """A mapped MoE model: per token and layer the shared part and 2 of 16 experts, skewed and sticky."""
+    """A mapped MoE model: per token and layer 2 of 16 experts, skewed and sticky."""
     hot = app.shuffled(0, 200)
     app.scan(0, 2000)
     weights: Doubles = 1 / np.arange(1, _MOE_EXPERTS + 1) ** 0.8
@@ -455,7 +455,7 @@ def moe_routing(app: Application) -> None:
     {"/app/engine.idx": (0, 200), "/app/setup.bin": (200, 2000), "/app/model.gguf": (10_000, 19_600)},
 )
 def page_order(app: Application) -> None:
-    """A loop in which four threads read each layer together: blocks are out of order within a window of 32."""
+    """Four threads read each layer together: blocks are out of order within a window of 32."""
     hot = np.arange(200)
     app.scan(0, 2000)
     for _ in range(15):
@@ -485,7 +485,7 @@ def random(app: Application) -> None:
     },
 )
 def multi_loop(app: Application) -> None:
-    """Four interleaved loops of different periods: every turn, every 2nd, 5th and 11th."""
+    """Four interleaved loops of different periods."""
     hot = app.shuffled(0, 200)
     app.scan(0, 1500)
     for turn in range(44):

@@ -109,7 +109,7 @@ def _notes(row: Classification) -> str:
 
 
 def names_line(row: Classification) -> str:
-    """Return a summary of the tensors in a row, and of the experts that have slices in it."""
+    """Return a summary of the tensors and experts of a row."""
     return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
 
 
@@ -135,7 +135,6 @@ def _tensors(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,7" for 0, 1, 2, 3, 7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -146,7 +145,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def summary(found: TraceClasses) -> list[str]:
-    """Return the totals of the classes, as in section 3.3 of io_caching, and a matching `llmcache size` command."""
+    """Return the totals of the classes (io_caching, section 3.3), and a matching `llmcache size` command."""
     totals = found.totals
     reads = (
         f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
@@ -173,7 +172,7 @@ LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
 def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
-    """Yield, for each file, a heading, a table, and a line about layers beyond `MOST_LAYERS`."""
+    """Yield the tables of each file; `MOST_LAYERS` limits their rows."""
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
@@ -212,7 +211,7 @@ EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
 def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Table]:
-    """Yield, for each MoE model, a heading, tables, and remarks."""
+    """Yield the tables of each MoE model."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)

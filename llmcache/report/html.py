@@ -55,7 +55,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Badge:
-    """A table cell with a verdict: a mark and a word, so that color is not the only sign. `kind`: good, fair or bad."""
+    """A table cell with a verdict: a mark and a word. `kind`: good, fair or bad."""
 
     text: str
     kind: str
@@ -129,7 +129,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that are collapsed until the reader opens them."""
+    """Blocks that are collapsed at first."""
 
     summary: str
     blocks: Sequence[HtmlBlock]
@@ -152,7 +152,7 @@ class Section:
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """Return a whole page, with a table of contents if there is more than one section."""
+    """Return a whole page."""
     anchors = [f"section-{number}" for number in range(1, len(sections) + 1)]
     links = "".join(
         f'<li><a href="#{anchor}">{_text(section.title)}</a></li>' for anchor, section in zip(anchors, sections, strict=True)

@@ -63,14 +63,14 @@ def kind_of(bench: Bench) -> str:
 
 
 def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
-    """Return the settings, without those that are None and details of the synthetic stream."""
+    """Return the settings, without those that are None."""
     settings = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
     settings += [("note", note) for note in bench.notes if notes]
     return [(name.replace("_", " "), str(value)) for name, value in settings if value is not None]
 
 
 def latency_cells(bench: Bench) -> Iterator[list[str]]:
-    """Yield headings, then rows: time by stage if it ran alone; time not hidden by computation; relative time."""
+    """Yield headings, then rows: time by stage alone, time not hidden by computation, relative time."""
     yield ["policy", "beta", "per token", *STAGES, "exposed", "idle", "vs fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
@@ -81,7 +81,7 @@ def latency_cells(bench: Bench) -> Iterator[list[str]]:
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
-    """Yield the speed-ups of the variants of HillInfer over each baseline."""
+    """Yield HillInfer's speed-ups over each baseline."""
     baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
     for row in bench.rows:
         if row not in baselines and baselines:
@@ -90,7 +90,7 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 
 
 def traffic_table(bench: Bench) -> Table:
-    """Return bytes of a step over the SSD link by reason, the share of selected tokens in memory, and pages moved."""
+    """Return the bytes of a step over the SSD link by reason, the tokens in memory, and pages moved."""
     links = [f"link: {name}" for name in _REASONS]
     rows = []
     for row in bench.rows:
@@ -122,7 +122,7 @@ TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00",
 
 
 def beta_figure(bench: Bench, source: str) -> Figure:
-    """Return latency and evaluation time over beta; DataError if `bench` is no sweep."""
+    """Return latency over beta; DataError if `bench` is no sweep."""
     rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
     if bench.marks is None or len(rows) < 2:
         raise DataError(f"{source}: marks: not a sweep of beta", "create one with 'llmcache kv bench --sweep-beta --json'")
@@ -150,7 +150,7 @@ _HEIGHT = 0.72  # of a bar; resources are 1 apart
 
 
 def timeline_figure(bench: Bench, source: str) -> Figure:
-    """Return a panel for each policy, all at one scale; DataError if `bench` has no timelines."""
+    """Return a panel for each policy; DataError without timelines."""
     shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
     if not shown:
         raise DataError(f"{source}: rows: a {bench.kind} run has no timeline", "draw a run of '--profile measured'")
@@ -191,7 +191,7 @@ _LEAD = "KV cache policies choose the keys and values that a decode step attends
 
 
 def plot(run: str, output: str, force: bool) -> Written:
-    """Draw the file `run`, from 'llmcache kv bench --json', as `output` (.png, .svg or .html), and return the latter.
+    """Draw the file `run`, from 'llmcache kv bench --json', as `output` (.png, .svg or .html).
 
     UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """

@@ -111,7 +111,7 @@ def _latencies(plan: KvPlan) -> Table:
 
 
 def document(plan: KvPlan) -> dict[str, Any]:
-    """Return `plan` as JSON-ready values: bytes, ns, tokens; null if not requested, or for an infinite ratio."""
+    """Return JSON-ready values: bytes, ns, tokens; null if not requested, or for an infinite ratio."""
     places = plan.places.to_json()
     return {
         "schema": SCHEMA,

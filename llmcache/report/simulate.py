@@ -43,7 +43,7 @@ def latency_note(model: FetchModel) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """Return one line on a trace: its size and source."""
+    """Return the size and source of a trace."""
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} block accesses ({summary.reads} reads, {summary.writes} writes) to "
@@ -52,7 +52,7 @@ def headline(summary: Summary) -> str:
 
 
 def table(rows: list[Result]) -> Table:
-    """Return the rows of one trace as a table."""
+    """Return the rows of one trace."""
     headings = ("policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
     return plain_table(*headings, rows=([title, *_cells(row)] for title, row in _titled(rows)), gap=1, keys=2)
 
@@ -76,12 +76,12 @@ def _cells(row: Result) -> Iterator[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """Format in seconds instead of minutes, so that columns stay narrow and comparable."""
+    """Format like `format_duration`, but in seconds instead of minutes, so that columns stay narrow and comparable."""
     return format_duration(seconds * 1e9) if seconds < 59 else f"{seconds:.0f} s"
 
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
-    """Return in how many slices of T storage is too slow, and the total delay."""
+    """Return the slices of T in which storage is too slow, and the total delay."""
     headings = ("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls))
     cells = [["(any cache)", "", *_stall_cells(summary.cold_stalls)]]
     cells += [[title, format_size(row.cache_bytes), *_stall_cells(row.stalls)] for title, row in _titled(rows)]
@@ -98,7 +98,7 @@ def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
 
 
 def curve_line(item: TraceCurve) -> str:
-    """Return the maximum of a curve, and the sizes that reach shares of it."""
+    """Return the maximum of a curve, and the sizes that reach parts of it."""
     curve = item.curve
     best = int(curve.hits[-1])
     if best == 0:

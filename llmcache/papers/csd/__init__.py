@@ -1,9 +1,8 @@
-"""An *emulated* computational SSD: a process that owns a spill file, scores keys where they are, and sends the scores.
+"""An *emulated* computational SSD: a process owns a spill file, scores keys where they are, and sends the scores.
 
-Shared memory stands for the link, and a model gives the speeds. Reports separate bytes (counted), modelled time and wall
-time. Terms are those of SNIA's computational storage API and NVMe's Computational Programs: CSx (the device), CSE (its
-engine), CSF (the function it runs), FDM (the function's memory). "Gather" reads pages into the FDM and sends only the
-requested rows over the link.
+Bytes are counted, time is modelled, wall time is separate. Terms are those of SNIA's computational storage API and NVMe's
+Computational Programs: CSx (the device), CSE (its engine), CSF (the function it runs), FDM (the function's memory). "Gather"
+reads pages into the FDM and sends only the requested rows.
 """
 
 from llmcache.papers.csd.host import EmulatedCsd

@@ -1,6 +1,6 @@
-"""The process that stands for a computational SSD (*emulated*): it owns a spill file and executes commands of the host.
+"""The process that stands for a computational SSD (*emulated*) and executes commands of the host.
 
-Run `python -m llmcache.papers.csd.device PIPE MEMORY` with two inherited descriptors; it ends when the host does.
+Run `python -m llmcache.papers.csd.device PIPE MEMORY` with two inherited descriptors.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Device:
     def _scored(
         self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None
     ) -> Iterator[tuple[int, Floats, int]]:
-        """The function that the engine runs (CSF): score one buffer of keys while a thread reads the next.
+        """Score one buffer of keys while a thread reads the next: the function that the engine runs (CSF).
 
         Yields the position of the first token, scores [kv_heads, tokens], and the bytes read for them.
         """
@@ -169,7 +169,6 @@ class Device:
         self._end.send(data)
 
     def _room(self, size_bytes: int) -> tuple[int, Bytes]:
-        """Return the offset and memory of `size_bytes` in the ring; wait until the host has consumed enough."""
         counters = self._shared.counters
         at = int(counters[0])
         if at % RING_BYTES + size_bytes > RING_BYTES:

@@ -219,8 +219,7 @@ class EmulatedCsd:
     ) -> Iterator[ScoreBlock]:
         """Start to score the keys of a layer (or of `pages`), and return an iterator over the score blocks.
 
-        `queries` [heads, head_dim] float32; heads is a multiple of kv_heads. The iteration raises the errors of the device.
-        A run of adjacent pages takes 8 bytes on the link.
+        `queries` [heads, head_dim] float32. The iteration raises the errors of the device.
         """
         if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [heads, {self.shape.head_dim}], not {queries.dtype} {queries.shape}")
@@ -287,7 +286,7 @@ class EmulatedCsd:
         """Read single rows of a layer over the link; the device reads their pages.
 
         `positions`: ascending token numbers of each key head. Returns keys and values [all, dim], ordered by head.
-        ValueError: a token does not exist; DataError: a page is damaged.
+        DataError: a page is damaged.
         """
         rows = [np.empty(*form) for form in self.shape.forms(sum(map(len, positions)))]
         if len(rows[0]):
@@ -319,7 +318,7 @@ class EmulatedCsd:
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:
-    """Return runs [n, 2] of `pages`: the first page, and the number of consecutive pages."""
+    """Return `pages` as runs [n, 2]: first page and number of pages."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     counts = np.diff(starts, append=len(pages))
     return np.stack([pages[starts], counts], axis=1).astype(np.uint32)

@@ -46,7 +46,7 @@ PROFILES: dict[str, CsdProfile] = {
 
 @dataclass
 class Report:
-    """Totals of commands to an *emulated* device. Bytes are counted, `modelled_ns` is modelled, `wall_ns` is measured.
+    """Totals of commands to an *emulated* device: counted bytes, `modelled_ns`, and measured `wall_ns`.
 
     `link_*`: between host and device, with headers; `internal_*`: between flash and the device's memory.
     """
@@ -66,10 +66,7 @@ class Report:
 
 
 class ModelledClock:
-    """Modelled time (ns) of one command: its latency, then a pipeline that reads, computes and sends buffers.
-
-    A buffer is read when the FDM has room, which may require that an earlier buffer has been computed.
-    """
+    """Modelled time (ns) of one command: its latency, then a pipeline that reads, computes and sends buffers."""
 
     def __init__(self, profile: CsdProfile) -> None:
         self.profile = profile

@@ -1,15 +1,14 @@
-"""The protocol between host and *emulated* device: shared memory for data, and a pipe of multiprocessing for messages.
+"""The protocol between host and *emulated* device: shared memory for data, and a pipe for messages.
 
-A command is its name and arguments; the replies are `Data` in a ring, and finally a dict or an error. The shared memory has
-no name (memfd), so nothing remains after a crash. Only the device changes `produced`, and only the host changes `consumed`,
-each by an aligned store of 8 bytes; the host owns the bytes between them.
+A command is its name and arguments; the replies are `Data` in a ring, and finally a dict or an error. Only the device
+changes `produced`, and only the host changes `consumed`, each by an aligned store of 8 bytes; the host owns the bytes
+between them.
 
-Scores are sent in blocks of up to n adjacent tokens, 4n bytes and a header. Source: hillinfer.txt, section 3.2 (<Token pos,
-Score>) and 4.4. Differs from the paper: fp16 cannot represent all positions above 2048, so a block contains 16-bit offsets
-from a position in its header. Scores outside the range of fp16 are clamped.
+Scores are sent in blocks of up to n adjacent tokens, 4n bytes and a header. Source: hillinfer.txt, sections 3.2 and 4.4.
+Differs from the paper: fp16 cannot represent all positions above 2048, so a block contains 16-bit offsets from a position in
+its header. Scores outside the range of fp16 are clamped.
 
-For a gather, both ends divide a request into the same batches of pages that fit the ring, with the rows of a batch in the
-order of heads.
+For a gather, both ends divide a request into the same batches of pages, with the rows of a batch in the order of heads.
 """
 
 from __future__ import annotations

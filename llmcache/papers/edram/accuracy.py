@@ -1,11 +1,11 @@
-"""The effect of eviction and lost bits on a model's answers: the paper's experiments with any model that `decoder` supports.
+"""The effect of eviction and lost bits on a model's answers: the paper's experiments with other models.
 
 Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Differs from the
 paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, `iso-power` and
 `iso-failure`, because its uniform intervals have the power of 2DRP while its text claims equal failure rates.
 
-Answers are measured on a real model; losses are modelled. All variants get the same questions and seeds, so differences
-between variants are paired, with a standard error over sequences.
+Answers are measured; losses are modelled. All variants get the same questions and seeds, so differences are paired, with a
+standard error over sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmcache.units import format_duration
 
 @dataclass(frozen=True)
 class CacheVariant:
-    """One cache to compare: its eviction settings, and how its cells store and lose bits."""
+    """One cache to compare."""
 
     name: str
     settings: AerpSettings
@@ -43,9 +43,9 @@ class CacheVariant:
 
 @dataclass(frozen=True)
 class VariantAnswers:
-    """Answers with one variant [sequences, questions]: whether they are right, and the loss of the right answer in nats.
+    """Answers with one variant [sequences, questions]: whether they are right, and the loss in nats.
 
-    `stored_bytes` [sequences]: bytes in eDRAM at the end; `lost_bits` [sequences]: number of bits that read wrongly.
+    `stored_bytes` and `lost_bits` [sequences] are counted at the end.
     """
 
     right: Flags
@@ -81,10 +81,7 @@ def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
 def evaluate(
     decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
-    """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
-
-    After each question the model gets the right answer.
-    """
+    """Return the outcome of each of `variants`. After each question the model gets the right answer."""
     shape = asked.asked.shape
     found = {
         variant.name: VariantAnswers(np.zeros(shape, np.bool_), np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0]))
@@ -140,7 +137,7 @@ class AccuracySetup:
 
 
 def budgets(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return AEP at each budget N', and the same budget spent only on sinks and the last tokens (table 3)."""
+    """Return AEP at each budget N', and StreamingLLM with the same budgets (table 3)."""
     cells = CellSettings(setup.format)
     found = []
     for size in BUDGETS:
@@ -150,7 +147,7 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return one rate for all bits, in both formats (figure 8a)."""
+    """Return one rate for all bits (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
@@ -158,15 +155,14 @@ def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
 def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
     """Return losses in one half of the bits (figure 8c), and in one group of tokens (figure 8b).
 
-    A token that changes its group gets the losses of its current group, because the experiment measures wrong values in such
-    tokens.
+    A token that changes its group gets the losses of its current group.
     """
     sides = {side: one_sided(side, SIDED_RATE) for side in ("msb", "lsb", "hst", "lst")}
     return [setup.losing(f"{side} {SIDED_RATE:g}", rates, sticky=False) for side, rates in sides.items()]
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return the columns of table 4: 2DRP, the uniform interval of equal power, and the uniform rate of equal failures."""
+    """Return the columns of table 4."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
         name = f"{printed // 1000} us"
@@ -194,7 +190,7 @@ def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
 
 @dataclass(frozen=True)
 class VariantAccuracy:
-    """One variant: measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
+    """Measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
 
     experiment: str
     variant: str
@@ -207,7 +203,7 @@ class VariantAccuracy:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The results of a run. Accuracy is measured on this model and task; losses of bits are modelled."""
+    """The results of a run."""
 
     sequences: int
     questions: int
@@ -232,7 +228,7 @@ def run(
     variants: dict[str, list[CacheVariant]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
-    """Return the results of all `variants` and of the baseline, from one pass over the sequences."""
+    """Return the results of all `variants` and of the baseline."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, progress)
     base = found[BASELINE]
@@ -248,7 +244,7 @@ def run(
 def record_run(
     decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
-    """Return the rows in eDRAM while the questions are answered, all sequences at the same time, one step per token.
+    """Return the rows in eDRAM while the questions are answered, all sequences at the same time.
 
     `step_ns`: duration of a step on the *modelled* accelerator; None: the reader of the run chooses it.
     """

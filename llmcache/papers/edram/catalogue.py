@@ -57,7 +57,7 @@ class Catalogue:
 
 
 def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
-    """Return the entry of `known` called `name`, in any case; UsageError naming the option `--kind`."""
+    """Return an entry by name, in any case; UsageError names the option `--kind`."""
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
@@ -65,7 +65,7 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Return the distinct entries that `text` names, separated by commas, or "all"; errors as for `named`."""
+    """Return the distinct entries of a list separated by commas, or "all"; errors as for `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
@@ -76,7 +76,7 @@ WANTED = {"bool": "true or false", "str": "a string", "int": "a whole number", "
 
 
 def read_constants(path: str | Path | None) -> Catalogue:
-    """Return the paper's catalogue with the additions and changes of the TOML file `path`, if any.
+    """Return the paper's catalogue with the changes of the TOML file `path`.
 
     UsageError for unknown keys and invalid values; DataError if the file is not TOML.
     """
@@ -115,7 +115,6 @@ def _check_key(where: str, key: str, known: Iterable[str]) -> None:
 
 
 def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> Any:
-    """Return a changed copy of `base`; the keys of a system belong to several of its parts."""
     if isinstance(base, AcceleratorSystem):
         parts = [base.hardware, base.policy, base.policy.intervals]
         hardware, policy, intervals = _changed(parts, changes, where)

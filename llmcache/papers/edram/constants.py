@@ -1,7 +1,7 @@
 """The numbers of the Kelle paper with the sections that they come from, and three profiles of energies.
 
 Base units: bytes, nanoseconds, bytes/s, joules, watts, mm². Kelle: T. Xia and S. Q. Zhang, MICRO 2025,
-doi:10.1145/3725843.3756071. Nothing is fitted to the paper's results.
+doi:10.1145/3725843.3756071.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class RefreshIntervals:
 
     @property
     def mean_ns(self) -> float:
-        """Return the harmonic mean: the uniform interval with the same number of refreshes, for groups of equal size.
-
-        The paper's "average retention time of 1.05 ms" (section 7.1) and all uniform intervals of table 4 are this mean.
-        """
+        """Return the harmonic mean, as the paper does in table 4 and for "1.05 ms" (section 7.1)."""
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
     def scaled(self, factor: float) -> RefreshIntervals:
@@ -68,8 +65,7 @@ FAILURE_RATE = 2e-3
 class Macro:
     """A 4 MB memory of table 1 (65 nm, 105 °C, from Destiny). The areas are too small for 65 nm: use only their ratios.
 
-    `refresh_j` has no denominator in the paper. It is read as the energy of one pass over the whole array, because Destiny
-    reports that under this name.
+    `refresh_j` has no denominator in the paper; it is read as the energy of one pass over the array, as in Destiny.
     """
 
     capacity_bytes: int
@@ -85,7 +81,7 @@ EDRAM_4MB = Macro(4 * MIB, 3.2, 84.8e-12, 0.154, 1.14e-3)
 
 @dataclass(frozen=True)
 class Chip:
-    """The Kelle accelerator as described in section 8; comments name other sections."""
+    """The Kelle accelerator (section 8)."""
 
     array_rows: int = 32  # RSA of 32 x 32 processing elements
     baseline_rows: int = 24  # 8.1.1: of the SRAM system with the same area
@@ -117,7 +113,7 @@ CHIP = Chip()
 
 @dataclass(frozen=True)
 class Aerp:
-    """Defaults of the eviction and recomputation policy. Budgets and windows belong to the workloads."""
+    """Defaults of the eviction and recomputation policy."""
 
     sinks: int = 10  # 7.1
     score_bits: int = 4  # 5.1: of the score registers
@@ -131,7 +127,7 @@ AERP = Aerp()
 class Profile:
     """Energies of the model. `access_j` of both memories is for `access_bytes` bytes: never mix two granularities.
 
-    Leakage and refresh are for `array_bytes`; a refresh pass refreshes the whole array once.
+    Leakage and refresh are for `array_bytes`.
     """
 
     name: str

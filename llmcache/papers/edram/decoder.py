@@ -1,7 +1,6 @@
-"""A decoder in numpy whose attention layers run under AERP, for Llama, Mistral and Qwen2 models of the size of a test.
+"""A decoder in numpy whose attention layers run under AERP, for small Llama, Mistral and Qwen2 models.
 
-A model directory has config.json and one model.safetensors in float32, without scaled rotations. The prompt is computed once
-with dense attention and stored in all compared variants of the cache. Needs neither torch nor transformers.
+A model directory has config.json and one model.safetensors in float32, without scaled rotations.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Config:
 
     @classmethod
     def parse(cls, data: Any) -> Config:
-        """Raise a DataError that names a missing or unsupported field."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
@@ -123,7 +121,7 @@ Prompt = tuple[LayerPrompt, ...]
 
 
 class Decoder:
-    """The weights of a model, by their names in safetensors, and the computation of tokens."""
+    """The weights of a model, and the computation of tokens."""
 
     def __init__(self, config: Config, tensors: dict[str, Floats]) -> None:
         self.config, self._tensors = config, tensors
@@ -133,7 +131,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Return the model in `directory`; UsageError if it cannot be read, DataError naming invalid content."""
+        """Raise a UsageError if `directory` cannot be read, DataError for invalid content."""
         root = Path(directory)
         try:
             config = json.loads((root / "config.json").read_bytes())
@@ -181,7 +179,7 @@ class Decoder:
         return logits
 
     def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
-        """Return the prompt `ids` [n] as input for caches, and the logits [n, vocabulary] of dense attention."""
+        """Return the prompt as input for caches, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]
         for layer, project in enumerate(self.projections):
@@ -202,7 +200,6 @@ class Decoder:
         return layers
 
     def step(self, token: int, cache: list[AerpLayer]) -> Floats:
-        """Return the logits [vocabulary] after `token`, the next token of the text in `cache`."""
         position = np.array([cache[0].slots.newest + 1])
         hidden = self._tensor("model.embed_tokens.weight")[[token]]
         for number, layer in enumerate(cache):

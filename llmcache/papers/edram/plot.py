@@ -55,7 +55,7 @@ class SavedResult:
 
 @dataclass(frozen=True)
 class RoofPoint:
-    """A point under a roof: operations per byte, and per second."""
+    """Operations per byte, and per second."""
 
     name: str
     intensity: float
@@ -64,7 +64,7 @@ class RoofPoint:
 
 @dataclass(frozen=True)
 class Roof:
-    """A saved roofline: its limits and its points."""
+    """The limits and points of a roofline."""
 
     peak_ops_per_s: float
     dram_bytes_per_s: float
@@ -73,7 +73,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Saved:
-    """A document: its results, and the rooflines by system."""
+    """Results, and rooflines by system."""
 
     schema: str
     results: tuple[SavedResult, ...]
@@ -86,7 +86,7 @@ class Saved:
 
 
 def saved(document: Any, source: str = "") -> Saved:
-    """Return `document` after validation; DataError, naming `source` and the field, if it is invalid."""
+    """Validate `document`; DataError names `source` and the field."""
     with invalid(source, HINT):
         check_schema(document, MODEL_SCHEMA, SWEEP_SCHEMA)
         found: Saved = from_json(Saved, document)
@@ -137,12 +137,12 @@ MOST_LINES = 8
 
 
 def look_of_system(system: str, place: int) -> Look:
-    """Return the look of `system` in every figure; a user-defined system gets a look by its place."""
+    """Return the look of `system`; one that the user defined gets a look by its place."""
     return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
 
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
+    """Return energy (kJ) by component. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
@@ -161,7 +161,7 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return bars of speed-up and energy efficiency against `baseline`. Call it in `theme.style()`."""
+    """Return speed-up and efficiency. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
@@ -181,7 +181,7 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return bars of the share of refresh in the energy of systems with eDRAM. Call it in `theme.style()`."""
+    """Return the share of refresh. Call it in `theme.style()`."""
     of = [row for row in rows if row.mean_interval_ns is not None]
     profiles = list(dict.fromkeys(row.profile for row in of))
     systems = list(dict.fromkeys(row.system for row in of))
@@ -201,7 +201,7 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
-    """Return rooflines, a panel per system (figure 16a). Call it in `theme.style()`."""
+    """Return rooflines (figure 16a). Call it in `theme.style()`."""
     figure, axes = grid_of(len(roofs))
     for panel, (system, roof) in zip(axes, roofs.items(), strict=True):
         ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
@@ -247,7 +247,7 @@ SYSTEM = "system"
 
 
 def varied_most(rows: Sequence[SavedResult]) -> str:
-    """Return the axis (of `AXES`) with the most values among rows of the same names; or `SYSTEM`."""
+    """Return the axis (of `AXES`) with the most values, or `SYSTEM`."""
     found = max(AXES, key=lambda name: _values(rows, name))
     return found if _values(rows, found) > 1 else SYSTEM
 
@@ -304,10 +304,10 @@ class Drawing:
 
 
 def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
-    """Draw the document in the file `source` as `output`, and return the file.
+    """Draw the document in the file `source`.
 
-    `what`: the figure, unless the form is a page; None for the first one. UsageError for an unsupported extension, an
-    unknown figure, or an existing file.
+    `what`: the figure, unless the form is a page. UsageError for an unsupported extension, an unknown figure, or an existing
+    file.
     """
     form = form_of("-o", output, force)
     found = saved(read_json(source, HINT), source)
@@ -324,7 +324,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
-    """Return the figures that `found` has data for, by name."""
+    """Return the figures that have data."""
     rows, baseline = found.results, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
