@@ -1,7 +1,4 @@
-"""What reproduces the four papers: claims and verdicts, the eDRAM accelerator, the emulated computational SSD, traces.
-
-`reproduce` computes the pages; each paper has a module and a table of claims (`NAME.toml`), and measurements (`NAME.json`).
-"""
+"""Reproduces the four papers: each has a module, a table of claims (`NAME.toml`) and measurements (`NAME.json`)."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ class Algorithm1(Policy):
     The printed algorithm is followed even where it performs badly (hit ratios of Algorithm 1, LRU, Belady from
     `tests/unit/test_cache_policies.py`):
 
-    - interleaved streams are never sequences (0.000 0.000 0.475), nor are descending or strided ones (0.000 0.000
-      0.475);
+    - interleaved, descending and strided streams are never sequences (0.000 0.000 0.475);
     - fragments of a loop get periods of their own (0.299 0.055 0.484);
     - a block accessed twice in a row becomes a LOOP (0.214 0.214 0.554);
     - an old loop never ages (0.198 0.158 0.524);
@@ -60,20 +59,18 @@ class Algorithm1(Policy):
 
     Choices where the paper is silent:
 
-    - G1 "HOT is full": HOT has at least 10 % of the capacity (at least one block) resident. Section 4.1 reserves "a
-      dedicated portion" without a number.
-    - G2 The period of a LOOP BS is the number of references since the last reference to its first block, measured once,
-      when the BS is created.
-    - G3 BS(b) survives the eviction of b: "undefined" means never accessed. So metadata grows with every distinct
-      block, which contradicts the "O(1) per cache block" of section 4.1; but if BS(b) ended with b's eviction, no loop
-      larger than the cache could ever be found.
+    - G1 HOT is full if at least 10 % of the capacity (at least one block) is resident in it (section 4.1: "a dedicated
+      portion").
+    - G2 The period of a LOOP BS is the number of references since the last one to its first block, measured once.
+    - G3 BS(b) survives the eviction of b; otherwise no loop larger than the cache could be found. This contradicts the "O(1)
+      per cache block" of section 4.1.
     - G4 A block that is added to a BS is removed from its previous one.
     - G5 If the chosen class has no resident block: HOT if LOOP is empty, LOOP if HOT is.
     - G6 The oldest BS in SEQ is the one that became SEQ first; if LOOP BSs have equal periods, the oldest loses a block.
     - G7 Evict comes last in an access: b is already in its BS, whose other blocks may be evicted.
 
-    Reads and writes are the same (the paper speaks of accesses). 88 bytes per block, because of G3, and 24 per place.
-    O(1) per access, except when a BS enters or leaves LOOP (a heap: logarithmic in their number).
+    Reads and writes are the same. The state takes 88 bytes per block, because of G3, and 24 per place. An access is O(1),
+    unless a BS enters or leaves LOOP (a heap).
 
     Source: io_caching section 4.1, Algorithm 1.
     """
@@ -102,11 +99,10 @@ class Algorithm1(Policy):
 
 
 class SequenceState(NamedTuple):
-    """State: `cells`, the sequence of each block and the time of its last reference; `known`, facts about each sequence.
+    """State: `cells` by block, `known` by sequence, and lists.
 
-    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in
-    SEQ, oldest first, and in HOT, latest first (head: `blocks` + the class). `loops`: the sequences in LOOP with
-    resident blocks.
+    `held`: the resident blocks of each sequence, ascending (head: `blocks` + its number). `order`: the sequences in SEQ and
+    in HOT (head: `blocks` + the class). `loops`: those in LOOP with resident blocks.
     """
 
     cells: Int64s
@@ -181,7 +177,6 @@ def _evict(state: SequenceState, hot_limit: int) -> None:
 
 @subroutine
 def _begin(state: SequenceState, block: int, kind: int, period: int) -> None:
-    """Make {block} a new sequence, which may reuse the number of its previous one."""
     _, held, _, known, _, numbers = state
     resident = is_linked(held, block)
     _leave(state, block)
@@ -212,7 +207,6 @@ def _join(state: SequenceState, block: int, sequence: int, resident: bool) -> No
 
 @subroutine
 def _leave(state: SequenceState, block: int) -> None:
-    """Remove a block from its sequence, if it has one (G4), and free a sequence that becomes empty."""
     cells, held, order, known, _, numbers = state
     sequence = cells[block, OF]
     if sequence == NO_SEQUENCE:
@@ -229,7 +223,6 @@ def _leave(state: SequenceState, block: int) -> None:
 
 @subroutine
 def _enter(state: SequenceState, block: int) -> None:
-    """Make a block resident, so that it can be evicted from its sequence."""
     cells, held, order, known, loops, numbers = state
     sequence = cells[block, OF]
     numbers[RESIDENT] += 1

@@ -1,14 +1,8 @@
 """Efficient Long-Context LLM Inference on the Edge with Hierarchical KV Eviction using SmartSSD (HillInfer), recomputed.
 
-Anonymous ACL submission. Its figures print curves and bars without numbers, so its words are quoted and judged
-(`llmcache/papers/hillinfer.toml`). The paper measures a machine that is not available here. The paper's results, the
-latency model's results for that machine, and the small measurements of `tools/bench papers` with an emulated device are
-kept separate.
-
-The paper leaves open what determines its speed-ups, so several readings of its setup are judged; none was chosen for
-its result. The first takes the machine as section 4.2 states it. The others put the share of the KV cache that figure
-3a mentions on the SSD, regardless of the memory; two of them take the speed of the SSD from the paper of the framework
-that the baselines are built on.
+Anonymous ACL submission. Its figures have no numbers, so its words are quoted and judged (`hillinfer.toml`). Several
+readings of the setup that the paper leaves open are judged; none was chosen for its result. The paper's results, the
+model's, and measurements with an emulated device are separate.
 """
 
 from __future__ import annotations
@@ -59,7 +53,6 @@ class Reading:
     workload: Workload = _STATED
 
     def latency(self, system: str | System, model: ModelShape, context: int) -> Latency:
-        """Return the modelled latency of `system`, a name or a system."""
         workload = replace(self.workload, context=context)
         kv_bytes = model.kv_bytes(context, workload.batch)
         places = None if self.ssd_share is None else by_ssd_share(kv_bytes, self.ssd_share)
@@ -83,7 +76,7 @@ Cases = Mapping[tuple[str, int], Mapping[str, Latency]]
 
 
 def cases_of(reading: Reading) -> Cases:
-    """Return the latencies of the paper's models at every context up to their limits."""
+    """Return the latencies of the paper's models at every context."""
     return {
         (model.name, context): {name: reading.latency(name, model, context) for name in SYSTEMS}
         for model in MODELS.values()
@@ -93,13 +86,13 @@ def cases_of(reading: Reading) -> Cases:
 
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
-    """Return the latency of `baseline` as a multiple of HillInfer's. Source: 4.3, "end-to-end latency"."""
+    """Return the latency of `baseline` as a multiple of HillInfer's (section 4.3)."""
     own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
     return other / own
 
 
 def speedups(cases: Cases) -> dict[str, list[float]]:
-    """Return HillInfer's speed-ups over each baseline for all cases."""
+    """Return HillInfer's speed-ups over each baseline."""
     return {baseline: [speedup(latencies, baseline) for latencies in cases.values()] for baseline in BASELINES}
 
 
@@ -113,7 +106,7 @@ BY_CONTEXT, BY_BATCH = (1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
 
 
 def memory_values() -> Claims:
-    """Return our values for the claims about memory."""
+    """Return the values for the claims about memory."""
     uses = {model: memory_use(MODELS[model], MEMORY_CONTEXT, BATCH) for model in SAID}
     found: dict[str, Values] = {}
     for model, takes, exceeds in ((QWEN, "qwen-30-gb", "qwen-beyond-the-gpu"), (LLAMA, "llama-51-gb", "llama-beyond-a-pc")):
@@ -134,19 +127,19 @@ Transfers = Mapping[float, dict[float, float]]
 
 
 def modelled_transfers(reading: Reading) -> Transfers:
-    """Return figure 3a by the latency model, on the machine of `reading`."""
+    """Return figure 3a by the latency model."""
     model, rate = MODELS[QWEN], reading.machine.ssd_bytes_per_s
     return {share: {context: share * model.kv_bytes(context, BATCH) / rate for context in CONTEXTS} for share in SHARES}
 
 
 def transfers_document(kind: str, layers: int, seconds: Transfers) -> dict[str, Any]:
-    """Return transfers for a JSON document. `layers`: number of layers read."""
+    """Return transfers as JSON-ready values; `layers`: number of layers read."""
     rows = [{"share": s, "context": c, "seconds": one} for s, row in seconds.items() for c, one in row.items()]
     return {"kind": kind, "layers": layers, "rows": rows}
 
 
 def transfer_values(seconds: Transfers) -> Claims:
-    """Return our values for the claims about transfer times by context and by share."""
+    """Return the values for the claims about transfer times."""
     growth = min(after / before for row in seconds.values() for before, after in pairwise(row.values()))
     times = {f"{share:.0%} at {n}_ns": 1e9 * one for share, row in seconds.items() for n, one in row.items()}
     low, high = (seconds[share] for share in SHARES)
@@ -161,7 +154,7 @@ def transfer_values(seconds: Transfers) -> Claims:
 
 
 def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
-    """Return our values for the claims about answers: `full` with the whole cache, `by_system[system][alpha]`, as shares."""
+    """Return the values for the claims about answers, as shares: `full`, and `by_system[system][alpha]`."""
     rows = {float(alpha): share for alpha, share in found["by_system"][system].items()}
     full = found["full"]
     least = min((alpha for alpha, share in rows.items() if full - share <= 0.01), default=1.0)
@@ -176,7 +169,7 @@ def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
 
 
 def speedup_values(cases: Cases) -> Claims:
-    """Return our values for the claims about speed-ups, for one reading."""
+    """Return the values for the claims about speed-ups."""
     rows = speedups(cases)
     every = [value for row in rows.values() for value in row]
     inside = sum(LEAST <= value <= MOST for value in every)
@@ -198,14 +191,12 @@ def speedup_values(cases: Cases) -> Claims:
 
 
 def needed(reading: Reading) -> dict[str, tuple[float, float]]:
-    """Return, by baseline, the range of SSD speeds (bytes/s) that gives the paper's speed-ups; NaN for unreachable ends.
+    """Return, by baseline, the SSD speeds (bytes/s) that give the paper's speed-ups; NaN for unreachable ends.
 
-    For Qwen-7B at 4 K; everything else is as in `reading`. HillInfer itself does not read that SSD, so a slower one
-    increases its speed-up.
+    HillInfer itself does not read that SSD, so a slower one increases its speed-up.
     """
 
     def rate_for(baseline: str, wanted: float) -> float:
-        """Return the rate for the speed-up `wanted`, by bisection: the speed-up falls as the SSD gets faster."""
 
         def at(rate: float) -> float:
             factor = rate / reading.machine.ssd_bytes_per_s
@@ -241,7 +232,7 @@ BETA_RULE = PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s
 
 
 def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
-    """Return our values for the claims about the parts of HillInfer and their overhead, for one reading."""
+    """Return the values for the claims about the parts of HillInfer and their overhead."""
     times = {f"{part}, s": one.token_ns / 1e9 for part, one in found.items()}
     whole, model = found[WHOLE], MODELS[QWEN]
     tokens = whole.places.ssd / model.token_bytes
@@ -255,7 +246,7 @@ def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
 
 
 def beta_sweep() -> dict[str, list[float]]:
-    """Return figure 11b by the model, ns per token at each of `STEPS`; host memory is unlimited, so the rule decides."""
+    """Return figure 11b by the model, ns per token at each of `STEPS`, with unlimited host memory."""
     model, workload = MODELS[QWEN], Workload(PART_CONTEXT)
     places = [by_beta(model.kv_bytes(PART_CONTEXT, BATCH), step * BETA_RULE) for step in STEPS]
     return {
@@ -268,7 +259,7 @@ def beta_sweep() -> dict[str, list[float]]:
 
 
 def sweep_values(times: Sequence[float]) -> Values:
-    """Return the distance, in steps of the sweep, of the least latency from beta = fc / fs."""
+    """Return the distance, in steps, of the least latency from beta = fc / fs."""
     best, place = times.index(min(times)), STEPS.index(1.0)
     by_step = {f"at {step:g} fc/fs_ns": time for step, time in zip(STEPS, times, strict=True)}
     away = {"excess_at_rule": times[place] / min(times) - 1, "steps_away": abs(best - place)}
@@ -279,7 +270,7 @@ def sweep_values(times: Sequence[float]) -> Values:
 
 
 def run_values(bench: Bench) -> Claims:
-    """Return our values for the claims about speed-ups, parts and traffic, from a benchmark of all systems."""
+    """Return the values for the claims about speed-ups, parts and traffic."""
     rows = {row.policy: row for row in bench.rows}
     gains = {name: rows["hillinfer"].speedup_over(rows[name]) for name in BASELINES}
     times = {f"{name}_ns": rows[name].token_ns for name in ("prefetch", "hillinfer-no-app", "hillinfer")}
@@ -300,7 +291,7 @@ def run_values(bench: Bench) -> Claims:
 
 
 def beta_values(bench: Bench) -> Values:
-    """Return the distance, in steps of the sweep, of the least latency from the beta expected by rule and memory."""
+    """Return the distance, in steps, of the least latency from the expected beta."""
     rows = sorted((row.beta or 0.0, row.token_ns) for row in bench.rows)
     betas, times = [beta for beta, _ in rows], [time for _, time in rows]
     expected = bench.marks.expected if bench.marks is not None else 0.0
@@ -315,10 +306,7 @@ def beta_values(bench: Bench) -> Values:
 
 
 class HillInferResults:
-    """All modelled results, computed in less than a second, and the measured ones.
-
-    Missing measurements are None; `measured["missing"]` gives the reasons.
-    """
+    """All results; missing measurements are None, and `measured["missing"]` gives the reasons."""
 
     def __init__(self, paper: Paper, measured: Mapping[str, Any]) -> None:
         self.paper, self.measured = paper, measured
@@ -424,7 +412,7 @@ class HillInferResults:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed. `quick` has no effect: measurements are stored."""
+    """Return the paper recomputed; `quick` has no effect."""
     progress("evaluating the models")
     paper = read_paper("hillinfer")
     results = HillInferResults(paper, measurements("hillinfer"))
@@ -465,7 +453,6 @@ def _blocks(found: HillInferResults) -> Blocks:
 
 
 def _why(found: HillInferResults) -> Iterator[HtmlBlock]:
-    """Yield the differences between the speed-ups and the paper, and their causes, most important first."""
     paper, ssd, device = found.paper, PAPER_PC.ssd_bytes_per_s, PAPER_PC.device_bytes_per_s
     moved = {
         name: READINGS["flexgen-20"].latency(name, MODELS[QWEN], 4096).moved["ssd to host"] / 1e9
@@ -508,7 +495,6 @@ SYSTEM_LOOKS = {name: KV_LOOKS[name] for name in ("full", "h2o", "prefetch", "le
 
 
 def _memory_figure() -> Figure:
-    """Return figure 2: GiB over context and over batch, the paper's numbers as crosses."""
 
     def curves(places: Sequence[int], said_at: int, use: Callable[[ModelShape, int], MemoryUse]) -> dict[str, Curve]:
         found: dict[str, Curve] = {}
@@ -530,7 +516,6 @@ def _memory_figure() -> Figure:
 
 
 def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
-    """Return figure 3a, modelled and measured: seconds over context."""
     panels = {
         kind.capitalize(): {
             f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)
@@ -541,7 +526,6 @@ def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
 
 
 def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
-    """Return figure 10: end-to-end speed-ups at every point, one panel per reading."""
     figure, axes = grid_of(len(cases))
     for panel, (name, found) in zip(axes, cases.items(), strict=True):
         panel.axhspan(LEAST, MOST, color=FAINT, zorder=0, label=f"paper: {LEAST} to {MOST}x")
@@ -561,7 +545,6 @@ def _speedup_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
 
 
 def _latency_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
-    """Return figure 9 for LongChat-7B: seconds per token over context, for two readings."""
 
     def curve(found: Cases, system: str) -> dict[float, float]:
         return {n: latencies[system].token_ns / 1e9 for (model, n), latencies in found.items() if model == LONGCHAT}
@@ -576,7 +559,6 @@ def _latency_figure(paper: Paper, cases: Mapping[str, Cases]) -> Figure:
 
 
 def _sweep_figure(sweep: Mapping[str, Sequence[float]]) -> Figure:
-    """Return figure 11b: ms per token over beta, in multiples of fc / fs."""
     curves = {
         name: (look, {step: time / 1e6 for step, time in zip(STEPS, times, strict=True)})
         for look, (name, times) in zip(_TWO, sweep.items(), strict=True)

@@ -1,8 +1,7 @@
 """IceCache (ICLR 2026) recomputed: the claims of its tables and figures, measured with a small recall model.
 
-The paper's models and data sets are not downloaded: the page shows their tables as printed, separate from ours
-(`llmcache/papers/icecache.toml`). `tools/bench papers` has measured the answers of the recall model, and times of a
-model with random weights; `llmcache kv bench --task … --model DIR` does the same with any model.
+The paper's models and data sets are not downloaded, so its tables are shown as printed (`icecache.toml`). `llmcache kv bench
+--task … --model DIR` measures any model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Length = Mapping[str, Any]
 
 
 def row_of(bench: TaskBench, policy: str, budget: int | None = None, context: int | None = None) -> TaskRow:
-    """Return the row of a policy; None: its largest budget, the longest context."""
+    """Return the row of a policy. `budget` None: its largest; `context` None: the longest."""
     at = bench.contexts[-1] if context is None else context
     rows = [row for row in bench.at(at) if row.policy == policy and budget in (None, row.budget)]
     return max(rows, key=lambda row: row.budget or 0)
@@ -47,7 +46,7 @@ def _budgets(bench: TaskBench) -> list[int]:
 
 
 def every_passkey(bench: TaskBench, policy: str) -> Values:
-    """Return the share of passkeys found, over all depths, contexts and budgets, and in the worst case."""
+    """Return the share of passkeys found, overall and in the worst case."""
     rows = [row for row in bench.rows if row.policy == policy]
     right, asked = sum(sum(row.answers.right) for row in rows), sum(row.answers.questions for row in rows)
     return {"share": right / asked, "asked": asked, "least_share": min(row.answers.share for row in rows)}
@@ -62,13 +61,13 @@ def kept(bench: TaskBench, policy: str) -> Values:
 
 
 def quarter(bench: TaskBench, policy: str) -> Values:
-    """Return the lead of a budget of 64 over the best other policy with 256."""
+    """Return the lead of a budget of 64 over others with 256."""
     own, others = row_of(bench, policy, 64), [row_of(bench, rival, 256) for rival in RIVALS]
     return {"lead": own.answers.share - max(row.answers.share for row in others), **_answers([own, *others])}
 
 
 def outperforms(bench: TaskBench, policy: str) -> Values:
-    """Return the lead over each other policy at equal budgets."""
+    """Return the lead over each other policy."""
     leads = {
         f"{rival} {budget}": row_of(bench, policy, budget).answers.share - row_of(bench, rival, budget).answers.share
         for budget in _budgets(bench)
@@ -78,7 +77,7 @@ def outperforms(bench: TaskBench, policy: str) -> Values:
 
 
 def near_exact(bench: TaskBench, policy: str) -> Values:
-    """Return the loss of answers compared with an exact scan of all keys, at each budget."""
+    """Return the loss of answers compared with a scan of all keys."""
     losses = {
         str(budget): row_of(bench, ICE, budget).answers.share - row_of(bench, policy, budget).answers.share
         for budget in _budgets(bench)
@@ -104,9 +103,9 @@ ANSWERS: dict[str, dict[str, Callable[[TaskBench, str], Values]]] = {
 
 
 def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
-    """Return our values for the claims about time and memory, mostly at the longest context.
+    """Return the values for the claims about time and memory.
 
-    Differs from the paper: it counts the GPU's memory, and its index is in host memory; here there is only one memory.
+    Differs from the paper, which counts the GPU's memory and has its index in host memory.
     """
     by_policy = {
         name: sorted((row for row in rows if row["policy"] == name), key=lambda row: int(row["tokens"]))
@@ -134,7 +133,7 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed. `quick` has no effect: measurements are stored."""
+    """Return the paper recomputed; `quick` has no effect."""
     paper, measured = read_paper("icecache"), measurements("icecache")
     contents = {
         "blank": [{"where": where, "what": what, "why": why} for where, what, why in paper.data["blank"]],
@@ -148,7 +147,7 @@ def _benches(measured: Mapping[str, Any]) -> dict[str, TaskBench]:
 
 
 def ours(measured: Mapping[str, Any]) -> Ours:
-    """Return our values for every claim; missing measurements are left out."""
+    """Return the values for every claim that was measured."""
     found: dict[str, dict[str, dict[str, Values]]] = {}
     for task, bench in _benches(measured).items():
         # The exact scan is not compared with itself.
@@ -192,7 +191,6 @@ def _pictures(bench: TaskBench) -> list[HtmlBlock]:
 
 
 def _times(paper: Paper, rows: Sequence[Length]) -> list[HtmlBlock]:
-    """Return figures 8 and 1, time per token and memory over context with a line per cache, and a table."""
     panels: dict[str, dict[str, theme.Curve]] = {"Time per token (ms)": {}, "Keys, values and index in memory (MiB)": {}}
     looks = kv_task.looks_of(row["policy"] for row in rows)
     for row in rows:

@@ -1,10 +1,8 @@
 """Rethinking I/O Caching for Large Language Model Inference on Resource-Constrained Mobile Platforms, recomputed.
 
-H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, modeled
-on its text. Figures 4 and 5 have no printed numbers, so its words are quoted and judged
-(`llmcache/papers/io-caching.toml` has them, with thresholds). That the traces have the patterns they were built with
-confirms nothing; the verdicts are about whether our detector, which has no information about their construction, finds
-these patterns.
+H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, modeled on
+its text. Figures 4 and 5 have no printed numbers, so its words are judged (`io-caching.toml`). The verdicts are about
+whether our detector finds the patterns without information about the construction of the traces.
 """
 
 from __future__ import annotations
@@ -74,10 +72,10 @@ FORMULA, DETECTED = "formula (1)", "llmcache classify"
 
 @dataclass(frozen=True)
 class App:
-    """An application's results. All arrays are by cache size (`sizes_bytes`, ascending).
+    """An application's results by cache size (`sizes_bytes`, ascending).
 
-    `hit_ratio`: policy -> (sizes), 0..1. `latency_s`: policy -> (bandwidths x sizes), modelled seconds for the whole
-    trace. `remote`: inference runs on a server.
+    `hit_ratio`: policy -> (sizes), 0..1. `latency_s`: policy -> (bandwidths x sizes), modelled seconds for the whole trace.
+    `remote`: inference runs on a server.
     """
 
     name: str
@@ -94,7 +92,7 @@ Apps = Mapping[str, App]
 
 
 def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
-    """Return the applications called `names`, in this order."""
+    """Return the applications called `names`."""
     return [apps[name] for name in names]
 
 
@@ -102,7 +100,7 @@ def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
 
 
 def higher_than_lru(apps: Apps, aware: str) -> Values:
-    """Return the gain in hit ratio of `aware` over LRU, over all applications and sizes."""
+    """Return the gain in hit ratio of `aware` over LRU."""
     gains = [app.hit_ratio[aware] - app.hit_ratio["lru"] for app in on_device(apps)]
     every = np.concatenate(gains)
     share, least = float((every >= -VISIBLE).mean()), min(float(gain.mean()) for gain in gains)
@@ -111,7 +109,7 @@ def higher_than_lru(apps: Apps, aware: str) -> Values:
 
 
 def lru_stands_still(apps: Apps, aware: str) -> Values:
-    """Return the share of applications in which LRU has a long range of sizes without gain, and `aware` a shorter one."""
+    """Return in how many applications LRU has a long flat range, and `aware` a shorter one."""
     flat = {f"{policy}.{app.title}": flat_share(app, policy) for policy in ("lru", aware) for app in on_device(apps)}
     pairs = [(flat[f"lru.{app.title}"], flat[f"{aware}.{app.title}"]) for app in on_device(apps)]
     both = sum(lru >= 0.2 and own <= lru / 2 for lru, own in pairs)
@@ -134,7 +132,7 @@ def flat_share(app: App, policy: str) -> float:
 
 
 def near_baseline(apps: Apps, aware: str) -> Values:
-    """Return in how many of two applications LRU stays near its baseline up to large caches, while `aware` hits."""
+    """Return in how many of two applications LRU stays near its baseline while `aware` hits."""
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
@@ -156,19 +154,19 @@ def normalized(ratios: Doubles) -> Doubles:
 
 
 def lecar_sometimes(apps: Apps, aware: str, name: str) -> Values:
-    """Return the share of sizes of one application at which LeCaR leads, and its largest lead."""
+    """Return the share of sizes at which LeCaR leads, and its largest lead."""
     ahead = apps[name].hit_ratio["lecar"] - apps[name].hit_ratio[aware]
     return {"share_of_sizes": float((ahead > VISIBLE).mean()), "most": float(ahead.max())}
 
 
 def outperforms_lecar(apps: Apps, aware: str) -> Values:
-    """Return the gain in hit ratio of `aware` over LeCaR in AI Translate."""
+    """Return the gain of `aware` over LeCaR in AI Translate."""
     gain = apps[TRANSLATE].hit_ratio[aware] - apps[TRANSLATE].hit_ratio["lecar"]
     return {"mean_gain": float(gain.mean()), "share_of_sizes": float((gain >= -VISIBLE).mean())}
 
 
 def higher_overall(apps: Apps, aware: str) -> Values:
-    """Return in how many of two applications `aware` has a higher mean hit ratio over sizes than LeCaR."""
+    """Return in how many applications `aware` beats LeCaR."""
     gains = {
         app.title: float((app.hit_ratio[aware] - app.hit_ratio["lecar"]).mean())
         for app in on_device(apps, (EMBEDDER, CLASSIFICATION))
@@ -177,7 +175,7 @@ def higher_overall(apps: Apps, aware: str) -> Values:
 
 
 def lecar_fluctuates(apps: Apps, aware: str) -> Values:
-    """Return the largest drop in hit ratio from one size to the next larger one, of LeCaR and of `aware`."""
+    """Return the largest drop in hit ratio from one size to the next larger one, of both policies."""
     lecar, own = (
         max(0.0, *(float(-np.diff(app.hit_ratio[policy]).min()) for app in on_device(apps))) for policy in ("lecar", aware)
     )
@@ -203,7 +201,7 @@ BANDWIDTHS = tuple(FetchModel().storage_bandwidths)
 
 
 def latency_falls(apps: Apps, aware: str) -> Values:
-    """Return in how many applications latency falls with more cache and with more bandwidth."""
+    """Return in how many applications latency falls with cache and with bandwidth."""
     rises: dict[str, float] = {}
     for app in on_device(apps):
         latency = app.latency_s[aware]
@@ -213,7 +211,7 @@ def latency_falls(apps: Apps, aware: str) -> Values:
 
 
 def knee_of_bandwidth(apps: Apps, aware: str) -> Values:
-    """Return the gain in latency up to 500 MB/s and beyond, for the three applications in the paper."""
+    """Return the gain in latency up to 500 MB/s and beyond."""
     values: dict[str, float] = {}
     clear = flat = 0
     knee = BANDWIDTHS.index(KNEE)
@@ -227,7 +225,7 @@ def knee_of_bandwidth(apps: Apps, aware: str) -> Values:
 
 
 def size_counts_less(apps: Apps, aware: str) -> Values:
-    """Return the size up to which more cache gains less than more bandwidth, for the three applications in the paper."""
+    """Return the size up to which more cache gains less than more bandwidth."""
     values: dict[str, float] = {}
     shares: list[float] = []
     less = 0
@@ -244,7 +242,7 @@ def size_counts_less(apps: Apps, aware: str) -> Values:
 
 
 def translate_is_sensitive(apps: Apps, aware: str) -> Values:
-    """Return the gain of AI Translate from cache compared with the others, and its fastest gains by bandwidth."""
+    """Return the gain of AI Translate, and its fastest gains."""
     gains = {
         app.title: float(1 - (app.latency_s[aware][:, -1] / app.latency_s[aware][:, 0]).mean())
         for app in on_device(apps, (TRANSLATE, *BY_BANDWIDTH))
@@ -265,7 +263,7 @@ FIGURE5: dict[str, Callable[[Apps, str], Values]] = {
 
 
 def writes_fetch_too(apps: Apps) -> dict[str, App]:
-    """Return `apps` with latencies (modelled) as if a write fetched the block it replaces and went to the GPU too.
+    """Return `apps` with modelled latencies as if a write fetched its block and went to the GPU too.
 
     The paper does not specify this, and writes dominate two of its applications, so both readings are judged.
     """
@@ -293,7 +291,7 @@ LOOP_BLOCKS: Mapping[str, Mapping[str, int]] = {
 
 
 def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict[str, Values]:
-    """Return the findings of the detector in each trace, by name; `remote`: traces without inference on the device."""
+    """Return the findings of the detector in each trace; `remote`: traces without inference on the device."""
     found = {  # blocks found in loops, relative to those in the paper's text
         f"{name}.{op}": sum(row.size_bytes for row in classes[name].rows if row.kind == LOOP and row.op == op)
         / BLOCK_BYTES
@@ -328,8 +326,7 @@ LOOP_SIZES = (100, 250, 500, 750, 900)
 def loop_hits(policy: str) -> Values:
     """Return the mean hits per settled pass over an undisturbed loop, by blocks of cache.
 
-    `missing`: the largest shortfall of hits per pass compared with the blocks of the cache; `share_of_sizes`: share
-    without hits.
+    `missing`: the largest shortfall of hits per pass; `share_of_sizes`: share without hits.
     """
     first, count = np.zeros(PASSES, np.int64), np.full(PASSES, BLOCKS, np.int64)
     hits = {size: float(policy_class(policy)(size, BLOCKS).replay(first, count)[-SETTLED:].mean()) for size in LOOP_SIZES}
@@ -350,7 +347,7 @@ FEWEST_BITS = 2  # per weight: below this, no quantization in use leaves a model
 
 
 def hardware() -> dict[str, Values]:
-    """Return our values for the claims about device classes, AI Notes' loops, and formula (1)."""
+    """Return the values for device classes, loops, and formula (1)."""
     # Settings of formula (1), with the paper's T.
     on_watch, on_phone = (SizingParameters(one.bandwidth, PAPER.period_ns, one.hot_bytes) for one in (WATCH, PHONE))
     loop = largest_loop(WATCH.cache_bytes, on_watch)
@@ -410,7 +407,7 @@ def _off(own: float, said: float) -> dict[str, float]:
 
 
 def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
-    """Return the largest relative change of the loop size for `cache_bytes`, over the paper's variations of T."""
+    """Return the largest relative change of the loop size over the paper's variations of T."""
     loop = largest_loop(cache_bytes, setting)
     return max(abs(largest_loop(cache_bytes, setting.scaled(change)) / loop - 1) for change in PAPER.period_changes)
 
@@ -419,7 +416,7 @@ def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed. `quick`: at 10 cache sizes instead of 100."""
+    """Return the paper recomputed; `quick`: at 10 cache sizes instead of 100."""
     paper, measured = read_paper("io-caching"), measurements("io-caching")
     traces: dict[str, Trace] = {}
     apps: dict[str, App] = {}
@@ -444,7 +441,7 @@ def reproduce(quick: bool, progress: Progress) -> Reproduction:
 
 
 def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) -> Ours:
-    """Return our values for every claim, by topic, claim and variant."""
+    """Return the values for every claim, by topic, claim and variant."""
 
     def of_aware(functions: Mapping[str, Callable[[Apps, str], Values]], data: Apps) -> dict[str, dict[str, Values]]:
         return {name: {aware: function(data, aware) for aware in AWARE} for name, function in functions.items()}
@@ -464,7 +461,7 @@ def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) 
 
 
 def app_of(name: str, title: str, results: Sequence[Result]) -> App:
-    """Return the results of one trace as arrays; every policy has the same sizes in ascending order."""
+    """Return the results of one trace; every policy has the same ascending sizes."""
     by_policy: dict[str, list[Result]] = {}
     for result in results:
         by_policy.setdefault(result.policy, []).append(result)

@@ -1,8 +1,8 @@
 """Judge the claims of papers by our numbers.
 
-Each paper has a file in `llmcache/papers` with its claims: the quote, its section, and the rule of the verdict. Code
-computes our values, named by claim and variant, without knowing the verdicts. The judge applies the rule of each claim
-to these values and prints them by name, so that page, table and JSON document agree.
+A file of each paper has its claims: the quote, its section, and the rule of the verdict. Code computes our values, named by
+claim and variant, without knowing the verdicts. The judge applies the rules and prints the values by name, so that page,
+table and JSON document agree.
 
     [[claim."figure 10"]]                # topic: claims are judged, counted and shown by topic
     name = "up-to-8.56"
@@ -12,9 +12,9 @@ to these values and prints them by name, so that page, table and JSON document a
     confirmed = "away <= 0.1"            # of our values; `and` binds tighter than `or`
     partly = "most >= 4.21"
 
-A claim about a number has `paper`, its `unit`, and `why` ours differs. Instead of conditions it names one of the
-paper's `[rule]` entries, whose conditions use `paper`, `ours`, `away` (the relative difference) and `gained` (our gain
-over 1 as a share of the paper's).
+A claim about a number has `paper`, its `unit`, and `why` ours differs. Instead of conditions it names one of the paper's
+`[rule]` entries, whose conditions use `paper`, `ours`, `away` (the relative difference) and `gained` (our gain over 1 as a
+share of the paper's).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Verdict(Enum):
 class Claim:
     """A sentence of a paper with its rule in words, and the conditions for confirmed and partly confirmed.
 
-    `paper`: the printed number, in `unit`; None for a claim in words. `template`: for our number next to it.
+    `paper`: the printed number; None for a claim in words. `template`: for our number next to it.
     """
 
     about: str
@@ -75,7 +75,6 @@ class Claim:
     why: str = ""
 
     def verdict(self, values: Values) -> Verdict:
-        """Return the verdict of the rule on `values`; KeyError for a missing value."""
         if holds(self.confirmed, values):
             return Verdict.CONFIRMED
         return Verdict.PARTLY if self.partly and holds(self.partly, values) else Verdict.NOT_CONFIRMED
@@ -98,7 +97,6 @@ class Judged:
     findings: Mapping[str, Finding]
 
     def as_json(self, kind: str) -> dict[str, Any]:
-        """Return claim and findings for a JSON document; the paper's data and ours are kept separate."""
         claim = self.claim
         paper: dict[str, Any] = {"section": claim.section, "quote": claim.quote}
         named: dict[str, Any] = {"about": claim.about, "kind": kind, "name": claim.name, "paper": paper, "rule": claim.rule}
@@ -119,7 +117,7 @@ class Judged:
 class Paper:
     """A file of `llmcache/papers`: bibliographic data, the kind of our values by topic, and the claims.
 
-    `rules`: for claims about numbers, by name, as fields of `Claim`. `data`: the remaining contents of the file.
+    `rules`: for claims about numbers, by name. `data`: the remaining contents of the file.
     """
 
     facts: Mapping[str, str]
@@ -144,7 +142,7 @@ def read_paper(name: str) -> Paper:
 
 
 def holds(condition: str, values: Values) -> bool:
-    """Return True if `condition` is true of `values`; ValueError if it is invalid. Its operands are values or numbers."""
+    """Return True if `condition` is true of `values`; ValueError if it is invalid."""
     return any(all(_compared(term, values) for term in part.split(" and ")) for part in condition.split(" or "))
 
 
@@ -195,7 +193,7 @@ def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Val
 
 
 def values_text(values: Values) -> str:
-    """Return `values` with their names as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
+    """Return `values` as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
     return "; ".join(_value_text(name.replace("_", " "), value) for name, value in values.items())
 
 
@@ -208,7 +206,7 @@ def _value_text(name: str, value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return `value` with three digits and thousands separators: "19,456", "0.0302", "5.20e-05"."""
+    """Return `value` with three digits: "19,456", "0.0302", "5.20e-05"."""
     if value and not 1e-3 <= abs(value) < 1e9:
         return f"{value:.2e}"
     if abs(value) < 100:

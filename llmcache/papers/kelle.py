@@ -1,10 +1,8 @@
 """Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
 
-T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Its accelerator exists as RTL and simulators that are
-not public. Every number here is modelled, from the constants printed in the paper and from named public ones; if a
-number does not follow from those, its claim says so. Figures 13 to 16 are images without numbers, so that only the text
-about them is judged. The paper's numbers are in `llmcache/papers/kelle.toml`; this module computes the consequences of
-its constants.
+T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Every number is modelled, from constants in the paper and
+named public ones; otherwise its claim says so. Figures 13 to 16 have no numbers, so only the text about them is judged
+(`kelle.toml`).
 """
 
 from __future__ import annotations
@@ -87,13 +85,13 @@ def same(system: AcceleratorSystem) -> AcceleratorSystem:
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
-    """Return `system` with changed hardware."""
+    """Return a changed copy."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
 @cache
 def outcomes(*configurations: Configuration) -> tuple[Outcome, ...]:
-    """Return the modelled costs of `configurations`, evaluated together and cached; nothing is fitted."""
+    """Return the modelled costs of `configurations`, evaluated together and cached."""
     return tuple(evaluate(configurations))
 
 
@@ -130,7 +128,7 @@ WITH_MODES = ("kelle", "aerp")
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
-    """Return the gains of `PARTS` in latency and energy, means over `AVERAGED` and `TASKS`."""
+    """Return the mean gains of `PARTS` in latency and energy."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
         name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
@@ -139,7 +137,7 @@ def mean_gains(profile: Profile, recompute: str = "first-principles", change: Ch
 
 
 def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
-    """Return the cost of `system` with each model and task of the averages."""
+    """Return the costs over all models and tasks."""
     return outcomes(
         *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
     )
@@ -151,7 +149,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
-    """Return a measure for each energy profile."""
+    """Return a measure for each profile."""
     return {name: measure(profile) for name, profile in PROFILES.items()}
 
 
@@ -159,7 +157,7 @@ def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
 
 
 def chip() -> dict[str, float | Values]:
-    """Return our values for the claims about memories and chip: table 1, section 8, and their consequences."""
+    """Return the values for table 1, section 8, and their consequences."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
     edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
@@ -184,12 +182,12 @@ def chip() -> dict[str, float | Values]:
 
 
 def platform_mm2() -> float:
-    """Return the area of the chip of section 3.1 with 4 MB of SRAM: array and SFU of section 8, the memory of table 1."""
+    """Return the area of the chip of section 3.1 with 4 MB of SRAM."""
     return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
 
 
 def algorithm() -> dict[str, float | Values]:
-    """Return our values for the claims about intervals, lifetimes, recomputation and capacities."""
+    """Return the values for intervals, lifetimes, recomputation and capacities."""
     curve = paper_curve()
     other = Points(((RETENTION_NS, curve.failure(RETENTION_NS)), (KELLE_INTERVALS.mean_ns, FAILURE_RATE)))
     apart, together = step_lifetimes_ns()
@@ -233,13 +231,13 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Return the lifetimes of activations in a decode step of LLaMA2-7B on PG19: sequential, and scheduled by Kelle."""
+    """Return the lifetimes of activations: sequential, and scheduled by Kelle."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
 
 def recompute_s() -> float:
-    """Return the time (s) of the array for K and V of a token in one layer of LLaMA2-7B."""
+    """Return the time of K and V of a token in one layer."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
 
@@ -248,7 +246,7 @@ def recompute_s() -> float:
 
 
 def averages() -> dict[str, float | Values]:
-    """Return our values for the claims about mean gains of each part, over models and tasks, and about their bounds."""
+    """Return the values for the mean gains of each part, and their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
@@ -276,7 +274,6 @@ def averages() -> dict[str, float | Values]:
 
 
 def _longer() -> Values:
-    """Return the share of steps in which the gain grows with the decoded length: from task to task, and for PG19 alone."""
     by_length = [WORKLOADS[task] for task in sorted(TASKS, key=lambda task: WORKLOADS[task].decode)]
     one_task = [replace(PG19, decode=workload.decode) for workload in by_length]
 
@@ -292,7 +289,6 @@ def _longer() -> Values:
 
 
 def _peak_gib(system: AcceleratorSystem) -> Values:
-    """Return the size of weights and KV cache after the last token at batch 16, without recomputation (GiB)."""
     found = {}
     for model in AVERAGED:
         for workload in WORKLOADS.values():
@@ -304,7 +300,7 @@ def _peak_gib(system: AcceleratorSystem) -> Values:
 
 
 def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Values]]]:
-    """Return the claims of tables 7, 8 and 9 with the model's values: each value, then each relative to the first."""
+    """Return the claims of tables 7, 8 and 9 with the model's values."""
     claims: list[Claim] = []
     found: dict[str, dict[str, float | Values]] = {f"table {place}": {} for place in (7, 8, 9)}
     why, shapes = paper.data["why"], paper.data["shape"]
@@ -377,7 +373,7 @@ POWERS: dict[str, tuple[str, ...]] = {
 
 
 def experiments() -> dict[str, float | Values]:
-    """Return our values for the claims of sections 3 and 8.3 about single experiments, and about the chip's power."""
+    """Return the values for sections 3 and 8.3, and the chip's power."""
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
         **_motivation(),
@@ -396,17 +392,16 @@ def experiments() -> dict[str, float | Values]:
 
 
 def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
-    """Return the mean power (W) of the components whose names begin with one of `prefixes`."""
+    """Return the mean power of some components."""
     return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
 
 
 def chip_w(outcome: Outcome) -> float:
-    """Return the mean power (W) of the chip, without DRAM."""
+    """Return the mean power of the chip, without DRAM."""
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
 def _motivation() -> dict[str, float | Values]:
-    """Return values for section 3: twice the SRAM, and eDRAM refreshed at the retention time."""
     lengths = (512, 2048, 8192)  # the decoding lengths of figure 3 are only in the image
     works = [
         GenerationWorkload("figure 3", 512, decode, 512 + decode, batch=batch) for batch in (1, 16) for decode in lengths
@@ -435,7 +430,6 @@ def _motivation() -> dict[str, float | Values]:
 
 
 def _evictor() -> dict[str, float | Values]:
-    """Return values for 8.1.4: compared with a single comparator that scans the scores after they are computed."""
     without = with_hardware(OURSELF, systolic_evictor=False)
     pairs = list(zip(of_all(OURSELF, PAPER), of_all(without, PAPER), strict=True))
     saved_time = [1 - one.latency_s / two.latency_s for one, two in pairs]
@@ -469,7 +463,7 @@ STRATEGIES: dict[str, tuple[RefreshIntervals, bool]] = {
 
 
 def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping[str, float]:
-    """Return the energy (J) of LLaMA2-7B on PG19 by refresh strategy (figure 15b)."""
+    """Return the energy by refresh strategy (figure 15b)."""
     configurations = []
     for name, (intervals, scheduler) in STRATEGIES.items():
         interval_ns = RETENTION_NS if name == "Org" else intervals.hst_msb_ns
@@ -480,7 +474,6 @@ def strategy_j(profile: Profile, recompute: str = "first-principles") -> Mapping
 
 
 def _strategies_hold() -> Values:
-    """Return the share of steps in which energy falls from Org to Uni, to 2D, to 2K."""
 
     def share(profile: Profile, recompute: str = "first-principles") -> float:
         energies = strategy_j(profile, recompute).values()
@@ -520,7 +513,7 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
 
 def facts() -> dict[str, Any]:
-    """Return the numbers for the templates of reasons."""
+    """Return the numbers for templates."""
     apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()
@@ -543,7 +536,7 @@ def facts() -> dict[str, Any]:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed. `quick` has no effect: this takes a second."""
+    """Return the paper recomputed; `quick` has no effect."""
     progress("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)
@@ -597,7 +590,6 @@ LOOKS: dict[str, tuple[str, Look]] = {  # by profile: label and look
 
 
 def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -> Figure:
-    """Return printed and modelled efficiencies of a table over its parameter, a panel for each row or system."""
     data: dict[str, dict[str, float]] = paper.data[about.replace(" ", "")]
     short = about.replace("table ", "t")
     if about == "table 9":

@@ -1,8 +1,7 @@
 """`llmcache reproduce`: papers recomputed, each as one page and one JSON document; for `all`, an index of their verdicts.
 
-Each paper is a module with `reproduce(quick, progress)`. It computes numbers from models, replays and measurements that
-`tools/bench papers --measure` has saved in `llmcache/papers/NAME.json`, and compares them with the paper's claims by
-means of `judge`. Nothing is measured here. Each module is imported on demand.
+The module of a paper is imported on demand. Nothing is measured here: `tools/bench papers --measure` saves measurements in
+`llmcache/papers/NAME.json`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Blocks = Mapping[str, Sequence[HtmlBlock]]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper recomputed: its judged claims, other contents of its document, and a function for the blocks of its page."""
+    """A paper recomputed: its claims, other contents of its document, and the blocks of its page."""
 
     name: str
     paper: Paper
@@ -58,7 +57,6 @@ class Reproduction:
     blocks: Callable[[], Blocks] = field(repr=False)
 
     def document(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; the paper's data and ours are kept separate."""
         kinds = self.paper.kinds
         return {
             "schema": f"llmcache.reproduce.{self.name}/1",
@@ -69,7 +67,6 @@ class Reproduction:
         }
 
     def page(self) -> str:
-        """Return everything as one HTML file; each section has figures and tables first, then the claims."""
         with style():
             shown = self.blocks()
         unknown = set(shown) - {section["title"] for section in self.paper.sections}
@@ -110,14 +107,14 @@ class Reproduction:
 
 
 def reproduce(name: str, quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper called `name`, recomputed. `quick`: with fewer cache sizes."""
+    """Recompute the paper called `name`."""
     module = importlib.import_module(f"llmcache.papers.{name.replace('-', '_')}")
     found: Reproduction = module.reproduce(quick, progress)
     return found
 
 
 def measurements(name: str) -> dict[str, Any]:
-    """Return the measurements of `tools/bench papers` for a paper, with their machine; DataError if there are none."""
+    """Return the stored measurements of a paper; DataError if there are none."""
     path = PAPERS / f"{name}.json"
     hint = f"measure with: tools/bench papers --measure {name}"
     try:
@@ -130,7 +127,7 @@ def measurements(name: str) -> dict[str, Any]:
 
 
 def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the machine, date and size of the measurements, as names and values."""
+    """Return the machine and date of the measurements."""
     machine, missing = measured["machine"], measured.get("missing", {})
     size = "short run on a shared machine" if measured["quick"] else "full run"
     hardware = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
@@ -142,16 +139,16 @@ def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def picture(paper: Paper, name: str, figure: Figure, **values: str) -> Picture:
-    """Return `figure` for a page, with the texts of the picture `name` in the paper's file, filled with `values`."""
+    """Return `figure` with the texts of the picture `name` in the paper's file."""
     words = paper.data["picture"][name]
     return embedded(figure, words["alt"].format(**values), words["caption"].format(**values))
 
 
 def run(name: str, directory: str | None, quick: bool, as_json: bool, force: bool) -> int:
-    """Recompute the paper `name`, or all, write page and JSON into `directory` (None: do not write), and print it.
+    """Recompute the paper `name`, or all, write page and JSON into `directory`, and print it.
 
-    Returns the exit code: that of the first paper that failed. UsageError, before any work, for an unknown name or a
-    file that may not be written.
+    Returns the exit code of the first paper that failed. UsageError, before any work, for an unknown name or a file that may
+    not be written.
     """
     if name not in (*REPRODUCTIONS, ALL):
         known = f"one of: {', '.join(REPRODUCTIONS)}, {ALL}"
@@ -213,7 +210,7 @@ def _show(console: Console, done: Reproduction) -> None:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A paper in the index: recomputed (`done`), or failed with `error`."""
+    """A paper in the index, or its `error`."""
 
     name: str
     seconds: float
@@ -227,7 +224,6 @@ class IndexEntry:
         return [found[verdict] for verdict in Verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the paper for a JSON document."""
         values: dict[str, Any] = {"title": REPRODUCTIONS[self.name], "seconds": self.seconds}
         if self.error is not None:
             values |= {"error": self.error.message, "hint": self.error.hint, "exit_code": self.error.exit_code}
@@ -237,7 +233,6 @@ class IndexEntry:
 
 
 def _entry(name: str, quick: bool, write: Callable[[str, str, dict[str, Any]], str]) -> IndexEntry:
-    """Recompute one paper, and write its page and document; a failure does not stop the others."""
     progress_line(f"{name}: {REPRODUCTIONS[name]}")
     begin_s = time.monotonic()
     try:

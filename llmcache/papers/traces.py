@@ -1,8 +1,7 @@
 """Generated traces: the paper's eight applications and shapes that are hard to cache. All of them are synthetic.
 
-`SHAPES` maps a name to a function that returns a trace for a seed (each shape has a default seed). `GROUPS` lists the names
-by group. A shape is written as a function that calls the methods of an `Application`. Its block numbers are those of the
-paper's figures, which show all files of an application in one space; `Application` divides this space into files.
+`SHAPES` maps a name to a function that returns a trace for a seed. `GROUPS` lists the names by group. Block numbers are
+those of the paper's figures, which show all files in one space; `Application` divides it into files.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ Files = Mapping[str, tuple[int, int]]
 class Application:
     """The accesses of an application, in order; `trace` converts them to a trace.
 
-    Blocks come from the generator `random`. Times have their own generator, so the blocks do not depend on the times.
+    Times have their own generator, so the blocks do not depend on them.
     """
 
     def __init__(self, name: str, seed: int, files: Files) -> None:
-        """Take files that contain every block to be touched."""
         self.random = np.random.default_rng(seed)
         self._name, self._seed, self._files = name, seed, files
         self._clock = np.random.default_rng([seed, 1])
@@ -53,14 +51,12 @@ class Application:
         self._touched = 0
 
     def touch(self, blocks: ArrayLike, op: int = READ) -> None:
-        """Touch `blocks` in order."""
         touched = np.asarray(blocks, np.int64)
         self._blocks.append(touched)
         self._ops.append(np.full(len(touched), op, np.uint8))
         self._touched += len(touched)
 
     def scan(self, start: int, end: int, op: int = READ) -> None:
-        """Touch blocks start .. end - 1."""
         self.touch(np.arange(start, end), op)
 
     def mixed(self, blocks: ArrayLike, hot: Int64s, rate: float, op: int = READ) -> None:
@@ -76,23 +72,21 @@ class Application:
         self.touch(stream[done:], op)
 
     def picked(self, hot: Int64s, number: int) -> Int64s:
-        """Return `number` random blocks from `hot`, the first ones more often."""
         at = (len(hot) * self.random.random(number) ** SKEW).astype(np.int64)
         return hot[np.minimum(at, len(hot) - 1)]
 
     def shuffled(self, start: int, end: int) -> Int64s:
-        """Return blocks start .. end - 1 in random order."""
         blocks = np.arange(start, end)
         self.random.shuffle(blocks)
         return blocks
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds` (plus or minus 20 %) before the next access: computing, typing, waiting for a server."""
+        """Wait for `seconds` (plus or minus 20 %) before the next access."""
         length_ns = int(seconds * 1e9 * self._clock.uniform(0.8, 1.2))
         self._pauses[self._touched] = self._pauses.get(self._touched, 0) + length_ns
 
     def trace(self, note: str) -> Trace:
-        """Return all accesses as a trace; `note` describes the shape and says which parts are invented."""
+        """Return all accesses as a trace; `note` says which parts are invented."""
         blocks, ops = np.concatenate(self._blocks), np.concatenate(self._ops)
         starts = np.array([start for start, _ in self._files.values()])
         file = np.searchsorted(starts, blocks, side="right") - 1
@@ -110,7 +104,6 @@ class Application:
         )
 
     def _row_starts(self, blocks: Int64s, ops: Bytes, file: Int64s) -> Int64s:
-        """Return the positions at which rows begin: adjacent blocks with the same operation and no pause form one row."""
         begins = np.ones(len(blocks), bool)
         begins[1:] = (np.diff(blocks) != 1) | (np.diff(ops) != 0) | (np.diff(file) != 0)
         begins[[at for at in self._pauses if at < len(blocks)]] = True
@@ -120,7 +113,6 @@ class Application:
         return np.flatnonzero(within % REQUEST_BLOCKS == 0)
 
     def _times(self, rows: Int64s, count: Int64s) -> Int64s:
-        """Return the start time of each row, in nanoseconds since the start of the trace."""
         busy = np.concatenate(([0], np.cumsum(SETUP_NS + BLOCK_NS * count)[:-1]))
         waits = np.zeros(len(rows), np.int64)
         for at, length_ns in self._pauses.items():
@@ -133,7 +125,6 @@ SHAPES: dict[str, Callable[..., Trace]] = {}
 
 
 def _shape(seed: int, note: str, files: Files) -> Callable[[Callable[[Application], None]], None]:
-    """Return a decorator that adds a shape to SHAPES as a function of the seed."""
 
     def named(acts: Callable[[Application], None]) -> None:
         def trace(seed: int = seed) -> Trace:
@@ -165,7 +156,7 @@ def _on_device(title: str, figure: str) -> str:
     },
 )
 def ai_notes(app: Application) -> None:
-    """AI Notes: scan of 0-7500, hot set near 7500, write loop over 10,000-15,000, read loop 15,000-25,000."""
+    """AI Notes: scan, hot set, write loop, read loop."""
     hot = app.shuffled(7400, 7700)
     app.scan(0, 7500)
     for turn in range(12):
@@ -188,7 +179,7 @@ def ai_notes(app: Application) -> None:
     },
 )
 def ai_translate(app: Application) -> None:
-    """AI Translate: two read loops (source and target dictation models) and database copies at 600-700."""
+    """AI Translate: two read loops and database copies."""
     hot = app.shuffled(200, 260)
     app.scan(0, 250)
     for turn in range(60):
@@ -214,7 +205,7 @@ def ai_translate(app: Application) -> None:
     },
 )
 def text_embedder(app: Application) -> None:
-    """Text Embedder: model files copied again and again to 1500-8000, and hot reads between the copies."""
+    """Text Embedder: model files copied repeatedly, and hot reads."""
     hot = app.shuffled(1300, 1400)
     app.scan(0, 1500)
     for _ in range(15):
@@ -236,7 +227,7 @@ def text_embedder(app: Application) -> None:
     },
 )
 def text_classification(app: Application) -> None:
-    """Text Classification: a start-up scan, then writes prevail: the model copied to 1800-8000 in a loop."""
+    """Text Classification: a start-up scan, then the model copied in a loop."""
     hot = app.shuffled(100, 160)
     app.scan(0, 1800)
     for _ in range(20):
@@ -267,7 +258,7 @@ def _remote(
 ) -> None:
     """Add the shape of a client that saves each prompt, reads it to send it, and saves the response.
 
-    `sizes` is the range of prompt sizes, in blocks; the prompts numbered in `retried` are sent twice.
+    `sizes`: the range of prompt sizes, in blocks; prompts numbered in `retried` are sent twice.
     """
     name, first = title.lower(), hot_ranges[0][1]
     files = {f"/{name}/state.db": (0, first), f"/{name}/setup.bin": (first, _SETUP_BLOCKS)}
@@ -322,7 +313,7 @@ _NOISE = (10**6, 10**7)
     {"/app/setup.bin": (0, 2000), "/app/model-a.gguf": (10_000, 16_000), "/app/model-b.gguf": (30_000, 36_000)},
 )
 def interleave(app: Application) -> None:
-    """Two threads, each reading its own model, in lock step: consecutive accesses are never adjacent."""
+    """Two threads read their own models in lock step: consecutive accesses are never adjacent."""
     hot = np.arange(100)
     app.scan(0, 2000)
     for _ in range(15):
@@ -342,7 +333,7 @@ def interleave(app: Application) -> None:
     },
 )
 def noisy(app: Application) -> None:
-    """A loop in which one access in three is a hot block or a random block that rarely repeats."""
+    """A loop in which one access in three is a hot block or a random block."""
     hot = app.shuffled(0, 300)
     app.scan(0, 3000)
     loop = np.arange(10_000, 20_000)
@@ -383,7 +374,7 @@ SHAPES["kilobytes"] = kilobytes
     },
 )
 def model_switch(app: Application) -> None:
-    """Model A read in a loop, then B, then A again, then C: a detector must drop old loops and detect them again."""
+    """Models read in a loop: A, B, A again, C."""
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
     for start, blocks, passes in ((10_000, 4000, 12), (30_000, 9000, 12), (10_000, 4000, 8), (50_000, 6000, 12)):
@@ -405,7 +396,7 @@ def model_switch(app: Application) -> None:
     },
 )
 def prefill_decode(app: Application) -> None:
-    """Six requests: prefill reads the whole model; each token then reads 70 % of every layer and two embeddings."""
+    """Prefill reads the whole model; each token then reads 70 % of every layer."""
     layers, embeddings = np.arange(10_000, 19_600).reshape(24, 400), np.arange(5000, 7000)
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
@@ -436,7 +427,7 @@ _MOE_LAYER_BLOCKS = _MOE_BLOCKS * (1 + _MOE_EXPERTS)
     },
 )
 def moe_routing(app: Application) -> None:
-    """A mapped MoE model: per token and layer the shared part and 2 of 16 experts, skewed and sticky."""
+    """A mapped MoE model: per token and layer 2 of 16 experts, skewed and sticky."""
     hot = app.shuffled(0, 200)
     app.scan(0, 2000)
     weights: Doubles = 1 / np.arange(1, _MOE_EXPERTS + 1) ** 0.8
@@ -464,7 +455,7 @@ def moe_routing(app: Application) -> None:
     {"/app/engine.idx": (0, 200), "/app/setup.bin": (200, 2000), "/app/model.gguf": (10_000, 19_600)},
 )
 def page_order(app: Application) -> None:
-    """A loop in which four threads read each layer together: blocks arrive out of order, within a window of 32."""
+    """Four threads read each layer together: blocks are out of order within a window of 32."""
     hot = np.arange(200)
     app.scan(0, 2000)
     for _ in range(15):
@@ -477,7 +468,7 @@ def page_order(app: Application) -> None:
 
 @_shape(18, f"Blocks drawn at random, low ones more often. {_INVENTED}", {"/app/store.db": (0, 20_000)})
 def random(app: Application) -> None:
-    """Single blocks from a skewed random distribution: there is no structure to detect."""
+    """Single blocks from a skewed random distribution."""
     app.touch((20_000 * app.random.random(200_000) ** 3).astype(np.int64))
 
 
@@ -494,7 +485,7 @@ def random(app: Application) -> None:
     },
 )
 def multi_loop(app: Application) -> None:
-    """Four loops of different periods, interleaved: every turn, every 2nd, 5th and 11th."""
+    """Four interleaved loops of different periods."""
     hot = app.shuffled(0, 200)
     app.scan(0, 1500)
     for turn in range(44):

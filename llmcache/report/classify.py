@@ -1,4 +1,4 @@
-"""Output of `llmcache classify`: classes, layers and experts of a trace, as tables and JSON."""
+"""Output of `llmcache classify`, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
-    """Print the classes of `trace` on stdout; rows below `min_bytes` are summed up in one line."""
+    """Print the classes of `trace`; rows below `min_bytes` are summed up in one line."""
     width = output.output_width()
     output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width))
 
@@ -47,11 +47,7 @@ def _parts(found: TraceClasses, trace: str, min_bytes: int, width: int) -> Itera
 
 
 def table(rows: Sequence[Classification], width: int) -> Table:
-    """Return the classes as a table at most `width` columns wide (60 at least), largest share of the accesses first.
-
-    If that is too narrow, columns are dropped, tensors are printed below their file, and paths are shortened in the
-    middle.
-    """
+    """Return the classes, largest share of the accesses first, at most `width` (60 at least) columns wide."""
     columns: dict[str, list[str]] = {
         "class": [row.kind for row in rows],
         "op": [row.op for row in rows],
@@ -78,7 +74,6 @@ def table(rows: Sequence[Classification], width: int) -> Table:
 
 
 def _in_lines(row: Classification, tensors: str, room: int) -> str:
-    """Return the file of `row`, its notes on the same line if there is room, and its tensors below."""
     path, notes = printable(row.path), _notes(row)
     lines = [shortened(path, room - len(notes)) + notes]
     if len(path) + len(notes) > room and room - len(notes) < LEAST_FILE:
@@ -114,7 +109,7 @@ def _notes(row: Classification) -> str:
 
 
 def names_line(row: Classification) -> str:
-    """Return a summary of the tensors in a row, and of the experts that have slices in it."""
+    """Return a summary of the tensors and experts of a row."""
     return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
 
 
@@ -125,7 +120,6 @@ def _experts(experts: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _tensors(names: Sequence[str]) -> str:
-    """Return the first few tensor names: layers as a range, the others one by one."""
     layers: dict[str, list[int]] = {}
     others: list[str] = []
     for name in names:
@@ -141,7 +135,6 @@ def _tensors(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,7" for 0, 1, 2, 3, 7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -152,7 +145,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def summary(found: TraceClasses) -> list[str]:
-    """Return the totals of the classes, as in section 3.3 of io_caching, and a matching `llmcache size` command."""
+    """Return the totals of the classes (io_caching, section 3.3), and a matching `llmcache size` command."""
     totals = found.totals
     reads = (
         f"loops {format_size(totals.loop_bytes)}, hot {format_size(totals.hot_bytes)}, once {format_size(totals.once_bytes)}"
@@ -179,7 +172,7 @@ LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
 def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
-    """Yield, for each file, a heading, a table, and a line about layers beyond `MOST_LAYERS`."""
+    """Yield the tables of each file; `MOST_LAYERS` limits their rows."""
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
@@ -190,7 +183,7 @@ def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
 
 
 def layer_table(layers: Sequence[Layer], width: int) -> Table:
-    """Return the layers in their order, at most `width` columns wide; `missed` counts accesses with a known result."""
+    """Return the layers in their order; `missed` counts accesses with a known result."""
     missed = [_missed(layer) for layer in layers]
     columns = {
         "place": ["-" if layer.place is None else str(layer.place) for layer in layers],
@@ -218,7 +211,7 @@ EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
 def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Table]:
-    """Yield, for each MoE model, a heading, a table of its layers or their spread, a table of caches, and remarks."""
+    """Yield the tables of each MoE model."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)

@@ -1,7 +1,7 @@
-"""HTML pages of one file: text, tables and images, without external resources or scripts.
+"""HTML pages of one file, without external resources or scripts.
 
-A page consists of sections of blocks; every block escapes its text. Images are embedded in base64 on a light
-background, also in dark mode. A content security policy in the head blocks any other resource.
+Every block escapes its text. Images are embedded in base64 on a light background, also in dark mode. A content security
+policy in the head blocks any other resource.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Badge:
-    """A table cell with a verdict: a mark and a word, so that color is not the only sign. `kind`: good, fair or bad."""
+    """A table cell with a verdict: a mark and a word. `kind`: good, fair or bad."""
 
     text: str
     kind: str
@@ -81,7 +81,7 @@ Cell = str | int | float | Badge | Link
 
 @dataclass(frozen=True)
 class Table:
-    """A table; `columns` include their units. Numbers are aligned right, with `digits` decimals."""
+    """A table; numbers are aligned right, with `digits` decimals."""
 
     caption: str
     columns: Sequence[str]
@@ -114,7 +114,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An embedded image. `alt` describes its data, `caption` its conditions."""
+    """An embedded image. `alt` describes its data."""
 
     data: bytes
     form: str
@@ -129,7 +129,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that are collapsed until the reader opens them."""
+    """Blocks that are collapsed at first."""
 
     summary: str
     blocks: Sequence[HtmlBlock]
@@ -152,7 +152,7 @@ class Section:
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """Return a whole page: `title`, a first paragraph, a table of contents if there is more than one section."""
+    """Return a whole page."""
     anchors = [f"section-{number}" for number in range(1, len(sections) + 1)]
     links = "".join(
         f'<li><a href="#{anchor}">{_text(section.title)}</a></li>' for anchor, section in zip(anchors, sections, strict=True)

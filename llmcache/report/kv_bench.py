@@ -1,8 +1,6 @@
 """Output of `llmcache kv bench` and figures of `llmcache kv plot`; measured and modelled values are never in one table.
 
-A sweep is drawn as latency over beta, the ratio of the pools of processor and device, with the beta expected by the
-rule and by memory (hillinfer.txt, section 4.4 and figure 11b). A task is drawn as answers, times and memory
-(`kv_task`), any other run as a Gantt chart of a decode step by resource, a panel for each policy.
+A sweep is drawn as latency over beta (hillinfer.txt, section 4.4 and figure 11b).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _KIND_TEXTS = {
 
 
 def show(bench: Bench | TaskBench, as_json: bool) -> None:
-    """Print `bench` on stdout."""
+    """Print `bench`."""
     if isinstance(bench, TaskBench):
         kv_task.show(bench, as_json)
     else:
@@ -58,21 +56,21 @@ def _parts(bench: Bench) -> Iterator[str | Table]:
 
 
 def kind_of(bench: Bench) -> str:
-    """Return "measured" or "modelled", with the parts of the machine that were emulated in any row."""
+    """Return "measured" or "modelled", with the emulated parts of the machine."""
     taking_part = {name for row in bench.rows if row.observed is not None for name in row.observed.timeline["emulated"]}
     emulated = [_TITLES.get(name, name) for name in RESOURCES if name in taking_part]
     return f"{bench.kind}, with an emulated {' and '.join(emulated)}" if emulated else bench.kind
 
 
 def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
-    """Return the settings as names and values, without those that are None and details of the synthetic stream."""
+    """Return the settings, without those that are None."""
     settings = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
     settings += [("note", note) for note in bench.notes if notes]
     return [(name.replace("_", " "), str(value)) for name, value in settings if value is not None]
 
 
 def latency_cells(bench: Bench) -> Iterator[list[str]]:
-    """Yield headings, then rows: time by stage if it ran alone; time not hidden by computation; relative time."""
+    """Yield headings, then rows: time by stage alone, time not hidden by computation, relative time."""
     yield ["policy", "beta", "per token", *STAGES, "exposed", "idle", "vs fastest"]
     fastest = min(row.token_ns for row in bench.rows)
     for row in bench.rows:
@@ -83,7 +81,7 @@ def latency_cells(bench: Bench) -> Iterator[list[str]]:
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
-    """Yield the speed-ups of the variants of HillInfer over each baseline, if there are baselines."""
+    """Yield HillInfer's speed-ups over each baseline."""
     baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
     for row in bench.rows:
         if row not in baselines and baselines:
@@ -92,7 +90,7 @@ def speedup_lines(bench: Bench) -> Iterator[str]:
 
 
 def traffic_table(bench: Bench) -> Table:
-    """Return bytes of a step over the SSD link by reason, the share of selected tokens in memory, and pages moved."""
+    """Return the bytes of a step over the SSD link by reason, the tokens in memory, and pages moved."""
     links = [f"link: {name}" for name in _REASONS]
     rows = []
     for row in bench.rows:
@@ -109,7 +107,7 @@ def traffic_table(bench: Bench) -> Table:
 
 
 def device_lines(bench: Bench) -> Iterator[str]:
-    """Yield the time of the emulated device: modelled time and wall time separately."""
+    """Yield modelled time and wall time of the emulated device."""
     for row in bench.rows:
         if row.observed is not None and row.observed.device is not None:
             device = row.observed.device
@@ -124,7 +122,7 @@ TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00",
 
 
 def beta_figure(bench: Bench, source: str) -> Figure:
-    """Return latency and evaluation time over beta; DataError if `bench` is no sweep."""
+    """Return latency over beta; DataError if `bench` is no sweep."""
     rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
     if bench.marks is None or len(rows) < 2:
         raise DataError(f"{source}: marks: not a sweep of beta", "create one with 'llmcache kv bench --sweep-beta --json'")
@@ -152,7 +150,7 @@ _HEIGHT = 0.72  # of a bar; resources are 1 apart
 
 
 def timeline_figure(bench: Bench, source: str) -> Figure:
-    """Return a panel for each policy, all at one scale; DataError if `bench` has no timelines (modelled runs have none)."""
+    """Return a panel for each policy; DataError without timelines."""
     shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
     if not shown:
         raise DataError(f"{source}: rows: a {bench.kind} run has no timeline", "draw a run of '--profile measured'")
@@ -193,7 +191,7 @@ _LEAD = "KV cache policies choose the keys and values that a decode step attends
 
 
 def plot(run: str, output: str, force: bool) -> Written:
-    """Draw the file `run`, from 'llmcache kv bench --json', as `output` (.png, .svg or .html), and return the latter.
+    """Draw the file `run`, from 'llmcache kv bench --json', as `output` (.png, .svg or .html).
 
     UsageError: `run` cannot be read, `output` has another extension or exists; DataError: `run` is no benchmark.
     """
@@ -204,7 +202,7 @@ def plot(run: str, output: str, force: bool) -> Written:
 
 
 def drawn(bench: Bench | TaskBench, source: str, form: str) -> bytes:
-    """Return the figure of `bench`, read from `source`, as a file of `form`; DataError if it has none."""
+    """Return the figure of `bench` as a file of `form`; DataError if it has none."""
     if isinstance(bench, TaskBench):
         return kv_task.drawn(bench, form)
     figure = beta_figure(bench, source) if bench.marks is not None else timeline_figure(bench, source)

@@ -1,4 +1,4 @@
-"""Output of `llmcache kv plan` and `llmcache kv profile`, as text and as JSON, from the same dataclasses."""
+"""Output of `llmcache kv plan` and `llmcache kv profile`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = "llmcache.kv-plan/1"
 
 
 def show(plan: KvPlan, as_json: bool) -> None:
-    """Print `plan` on stdout."""
+    """Print `plan`."""
     output.show(as_json, lambda: document(plan), _parts(plan))
 
 
@@ -111,7 +111,7 @@ def _latencies(plan: KvPlan) -> Table:
 
 
 def document(plan: KvPlan) -> dict[str, Any]:
-    """Return `plan` as JSON-ready values: bytes, ns, tokens; null if not requested, or for an infinite ratio."""
+    """Return JSON-ready values: bytes, ns, tokens; null if not requested, or for an infinite ratio."""
     places = plan.places.to_json()
     return {
         "schema": SCHEMA,
@@ -140,7 +140,7 @@ def document(plan: KvPlan) -> dict[str, Any]:
 
 
 def show_profile(found: KnownProfile, as_json: bool) -> None:
-    """Print `found` on stdout."""
+    """Print `found`."""
     output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), "", _speeds(found)))
 
 
@@ -180,7 +180,7 @@ def _speeds(found: KnownProfile) -> Table:
 
 
 def profile_document(found: KnownProfile) -> dict[str, Any]:
-    """Return `found` as JSON-ready values: bytes, seconds, bytes per second; ns if the name contains it."""
+    """Return `found` as JSON-ready values."""
     return {
         "schema": PROFILE_SCHEMA,
         "kind": "measured",

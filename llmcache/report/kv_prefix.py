@@ -1,4 +1,4 @@
-"""Stored prompts (`llmcache kv list`, `show`, `prune`), as text and as JSON; both from the same dataclasses."""
+"""Output of `llmcache kv list`, `show` and `prune`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_MODEL = 18  # least width of the model column; other columns are dropped f
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
-    """Print the stored models, one per line."""
+    """Print the stored models."""
     rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
     _show(as_json, {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
 
@@ -45,7 +45,7 @@ def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:
-    """Print the stored data of one model, and the meaning of its fingerprint."""
+    """Print the stored data of one model."""
     _show(as_json, {"schema": SHOW, **asdict(model)}, _model(model))
 
 

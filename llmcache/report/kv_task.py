@@ -30,12 +30,12 @@ _VARIANTS: tuple[tuple[theme.Dash, str], ...] = (((0, (1, 1.2)), "s"), ((0, (5, 
 
 
 def look_of(policy: str) -> theme.Look:
-    """Return the look of a policy in every figure; variants share that of the policy."""
+    """Return the look of a policy; variants share that of the policy."""
     return theme.KV_LOOKS[policy.split("-")[0]]
 
 
 def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
-    """Return the looks of `policies` in one figure: variants of one policy differ in dash and marker."""
+    """Return looks; variants of a policy differ in dash and marker."""
     looks: dict[str, theme.Look] = {}
     for policy in dict.fromkeys(policies):
         before = sum(look_of(other).colour == look_of(policy).colour for other in looks)
@@ -45,7 +45,7 @@ def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
 
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
-    """Draw memory against time per token at the longest context, as figure 1; labels are right answers and budget."""
+    """Draw memory against time per token (figure 1)."""
     rows = bench.at(bench.contexts[-1])
     looks = looks_of(row.policy for row in rows)
     titles = {row.title for row in rows}
@@ -65,7 +65,7 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
-    """Draw the time to the second token, as figure 7a."""
+    """Draw the time to the second token (figure 7a)."""
     rows = bench.at(bench.contexts[-1])
     times = [row.speed.tt2t_ns / _MS for row in rows]
     axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
@@ -74,7 +74,7 @@ def second_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
-    """Draw time per token by part, labeled with right answers relative to the full cache, as figures 7b and 7c."""
+    """Draw time per token by part (figures 7b and 7c)."""
     full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
     left = np.zeros(len(rows))
     for part in PARTS:
@@ -91,7 +91,7 @@ def per_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
-    """Draw time per token over context, as figure 8, for the largest budget."""
+    """Draw time per token over context (figure 8)."""
     largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
     lines: dict[str, list[TaskRow]] = {}
     for row in sorted(bench.rows, key=lambda row: row.context):
@@ -107,7 +107,7 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
 
 
 def accuracy(axes: Axes, bench: TaskBench) -> None:
-    """Draw the share of right answers by budget at the longest context, with standard errors; the line is the full cache."""
+    """Draw the share of right answers by budget."""
     rows = bench.at(bench.contexts[-1])
     for policy, look in looks_of(row.policy for row in rows if row.budget is not None).items():
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.budget or 0)
@@ -141,7 +141,7 @@ PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
 
 
 def panels_of(bench: TaskBench) -> list[str]:
-    """Return the panels that `bench` has data for."""
+    """Return the panels that have data."""
     return [name for name in PANELS if name != "scaling" or len(bench.contexts) > 1]
 
 
@@ -155,7 +155,7 @@ def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
 
 
 def depth_figure(bench: TaskBench) -> Figure | None:
-    """Return right answers by depth and context, a panel per cache with a budget, as figure 6; None without depths."""
+    """Return right answers by depth and context (figure 6); None without depths."""
     names = list(dict.fromkeys(row.name for row in bench.rows if row.answers.depths and row.budget is not None))
     if not names:
         return None
@@ -194,7 +194,7 @@ LEAD = (
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
-    """Print `bench` on stdout."""
+    """Print `bench`."""
     output.show(as_json, lambda: {**bench.document(), "llmcache_version": __version__}, _parts(bench))
 
 
@@ -209,7 +209,7 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
-    """Return the settings as names and values."""
+    """Return the settings."""
     settings = {
         name: ", ".join(map(str, one)) if isinstance(one, list) else str(one) for name, one in bench.conditions.items()
     }
@@ -221,7 +221,7 @@ Cells = dict[str, str]
 
 
 def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
-    """Return a row's cells about answers, attention and memory, and those about times and bytes moved per step."""
+    """Return a row's cells: answers, attention and memory; times and bytes moved."""
     full, kept, moved = bench.stock(row.context), bench.kept(row), row.moved_bytes
     nats = {"loss above full": bench.above(row), "divergence": row.divergences and mean_of(row.divergences)}
     answers = {
@@ -250,7 +250,7 @@ def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
 
 
 def drawn(bench: TaskBench, form: str) -> bytes:
-    """Return `bench` as a file of `form`: png, svg or html."""
+    """Return `bench` as a file of `form`."""
     if form == "html":
         return page(bench).encode()
     return theme.captioned(figure_of(bench, panels_of(bench)), caption(bench), form)
@@ -262,7 +262,7 @@ def caption(bench: TaskBench) -> str:
 
 
 def page(bench: TaskBench) -> str:
-    """Return `bench` as an HTML page, with a figure for each of the paper's figures that it has data for."""
+    """Return `bench` as an HTML page."""
     alt, conditions = alt_text(bench), caption(bench)
     sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
@@ -282,7 +282,7 @@ def alt_text(bench: TaskBench) -> str:
 
 
 def page_table(bench: TaskBench) -> PageTable:
-    """Return all rows as a table of a page."""
+    """Return all rows for a page."""
     cells = [(row, *cells_of(bench, row)) for row in bench.rows]
     rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in cells]
     return PageTable(f"Measured, task {bench.task}", ["cache", "context", *cells[0][1], *cells[0][2]], rows)

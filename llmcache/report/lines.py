@@ -1,7 +1,6 @@
-"""Figures of curves over cache size: hit ratios as in figure 4 of io_caching, latencies as in figure 5, miss ratios.
+"""Figures of curves over cache size, as figures 4 and 5 of io_caching.
 
-A line is level from each known size to the next: where a loop begins to fit, hits jump, and a slope would suggest
-values for sizes that were never computed.
+A line is level from each known size to the next, because a slope would suggest values that were never computed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: `values` at cache sizes `sizes_bytes` (ascending, same length), with its label and look.
+    """A curve over cache sizes `sizes_bytes` (ascending).
 
     `marked`: indices of the points with a marker; None for evenly spaced ones.
     """
@@ -47,9 +46,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with the lines of one trace. `marks`: sizes in bytes with a name, such as the footprint.
+    """Axes with the lines of one trace. `marks`: sizes in bytes with a name.
 
-    `linear`: never use a logarithmic axis of sizes; for lines with evenly spaced points.
+    `linear`: never use a logarithmic axis of sizes.
     """
 
     title: str
@@ -59,12 +58,12 @@ class Panel:
 
 
 def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
-    """Return the curve of `policy`, in its look, with the label `title`."""
+    """Return the curve of `policy`, in its look."""
     return Line(title, POLICY_LOOKS[policy], np.asarray(sizes_bytes, float), np.asarray(values, float))
 
 
 def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies_s: Sequence[ArrayLike]) -> list[Line]:
-    """Return a curve for each of `bandwidths` (bytes/s), slowest first and darkest; `latencies_s` in the same order."""
+    """Return a curve for each of `bandwidths` (bytes/s), slowest first."""
     sizes = np.asarray(sizes_bytes, float)
     by_speed = sorted(zip(bandwidths, latencies_s, strict=True), key=lambda item: item[0])
     return [
@@ -74,7 +73,7 @@ def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies
 
 
 def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
-    """Return a figure of ratios (0..1) over cache size, one panel per trace. Call it in `theme.style()`."""
+    """Return a panel of ratios (0..1) per trace. Call it in `theme.style()`."""
     figure, axes = grid_of(len(panels))
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
@@ -86,9 +85,9 @@ def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
 
 
 def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
-    """Return a figure of fetch latencies (s) over cache size, one panel per trace. Call it in `theme.style()`.
+    """Return a panel of latencies (s) per trace. Call it in `theme.style()`.
 
-    `comparable`: all panels share one scale of latencies, for panels of the same trace.
+    `comparable`: all panels share one scale of latencies.
     """
     figure, axes = grid_of(len(panels))
     longest = max(float(line.values.max()) for panel in panels for line in panel.lines)

@@ -1,4 +1,4 @@
-"""Output of reports: files that are written completely or not at all, progress on stderr, tables for terminals."""
+"""Output of reports: files that are written atomically, progress on stderr, tables for terminals."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ UNBOUND = 400
 
 
 def show(as_json: bool, document: Callable[[], object], parts: Iterable[str | Table]) -> None:
-    """Print a result on stdout: its `document` as JSON, or its `parts`, which are lines and tables.
+    """Print the `document` of a result as JSON, or its `parts`, which are lines and tables.
 
-    On a terminal, lines are wrapped at words, and a table that is too wide is printed as several.
+    On a terminal, a table that is too wide is printed as several.
     """
     if as_json:
         print(json.dumps(document(), indent=1))
@@ -51,13 +51,12 @@ def show(as_json: bool, document: Callable[[], object], parts: Iterable[str | Ta
 
 
 def output_width() -> int:
-    """Return the columns of the terminal, or of $COLUMNS; UNBOUND if stdout is a file or a pipe."""
+    """Return the columns of the terminal, or of $COLUMNS; UNBOUND without a terminal."""
     console = Console()
     return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUND
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Return `line` wrapped at `width`, broken at spaces; continuation lines are indented to the text after its label."""
     if len(line) <= width:
         return line
     label = re.match(r" *\S+(?: \S+)* {2,}| *", line)
@@ -66,10 +65,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def _fitted(table: Table, console: Console, width: int) -> Iterator[Table]:
-    """Yield `table`, or several tables of at most `width` with its columns, each with its key columns.
-
-    Before it is split, long headings are broken at spaces, and the gaps between columns shrink to one space.
-    """
+    """Yield `table`, or several tables of at most `width`, each with its key columns."""
 
     def fits(some: Table) -> bool:
         return console.measure(some).maximum <= width
@@ -93,7 +89,6 @@ def _fitted(table: Table, console: Console, width: int) -> Iterator[Table]:
 
 
 def _narrowed(table: Table, places: Sequence[int], lines: int, gap: int) -> Table:
-    """Return the columns of `table` at `places`, `gap` spaces between them, with headings in up to `lines` lines."""
     columns = [table.columns[place] for place in places]
     top, right, bottom, left = table.padding
     made = Table(
@@ -111,7 +106,6 @@ def _narrowed(table: Table, places: Sequence[int], lines: int, gap: int) -> Tabl
 
 
 def _in_lines(heading: str, room: int, lines: int) -> str:
-    """Return `heading` broken at spaces into at most `lines`, as narrow as possible, but at least `room` wide."""
     for width in range(max(1, room, *map(len, heading.split(" "))), len(heading)):
         broken = textwrap.wrap(heading, width, break_on_hyphens=False)
         if len(broken) <= lines:
@@ -126,7 +120,7 @@ class KeyedTable(Table):
 
 
 class _PrintableConsole(Console):
-    """Prints names from files, traces and models without control characters: in lines, cells, headings and titles."""
+    """Prints names from files, traces and models without control characters."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
@@ -144,7 +138,7 @@ class Written:
 
 
 def form_of(option: str, path: str, force: bool) -> str:
-    """Return "png", "svg" or "html" by the extension of `path`; UsageError, naming `option`, for another.
+    """Return "png", "svg" or "html"; UsageError, naming `option`, for another extension.
 
     Raises the errors of `check_target` too.
     """
@@ -161,7 +155,7 @@ def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None
 
 
 def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> Written:
-    """Write `data` to `path` atomically, and return the written file.
+    """Write `data` to `path` atomically.
 
     Raises the errors of `check_target`, and MissingRequirement if there is no space.
     """
@@ -185,7 +179,7 @@ class Progress:
         self._shown.update(self._traces[trace], completed=done, total=in_all)
 
     def compiling(self, begins: bool) -> None:
-        """Show that policies are being compiled, which delays a first run, until called with False."""
+        """Show that policies are being compiled until called with False."""
         if self._compiling is None:
             self._compiling = self._shown.add_task("compiling (once per installation)", total=None)
         self._shown.update(self._compiling, visible=begins)
@@ -193,7 +187,7 @@ class Progress:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Yield a `Progress`, which prints on stderr, and only on a terminal."""
+    """Yield a `Progress`, which prints only on a terminal."""
     console = Console(stderr=True)
     columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
@@ -207,7 +201,7 @@ def progress_line(text: str) -> None:
 
 
 def trimmed(text: str) -> str:
-    """Return a number and its unit without trailing zeros: "60 MB" for "60.0 MB", "1.5 GB"."""
+    """Return a number without trailing zeros: "60 MB" for "60.0 MB"."""
     number, _, unit = text.partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
@@ -216,9 +210,9 @@ def plain_table(
     *headings: str, rows: Iterable[Iterable[str]] = (), title: str | None = None, left: Iterable[str] = (), gap: int = 2,
     keys: int = 1,
 ) -> KeyedTable:  # fmt: skip
-    """Return a table without lines, `gap` spaces between columns, whose cells are never broken.
+    """Return a table without lines, whose cells are never broken.
 
-    The first column and those in `left` are aligned left, all others (numbers) right. `keys`: as in `KeyedTable`.
+    Columns other than the first and those in `left` are aligned right. `keys`: as in `KeyedTable`.
     """
     made = KeyedTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title)
     made.keys = keys
@@ -231,10 +225,7 @@ def plain_table(
 
 
 def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]) -> int:
-    """Remove columns, in the order of `first_to_go`, until another one of width `least` fits; return the room for it.
-
-    `columns`: the cells below each heading, as text; two spaces follow each.
-    """
+    """Remove columns until one of width `least` fits; return the room for it."""
 
     def room() -> int:
         return width - sum(max(map(len, [heading, *cells])) + 2 for heading, cells in columns.items())
@@ -248,7 +239,7 @@ def fit(columns: dict[str, list[str]], width: int, least: int, first_to_go: Iter
 def fitted_table(
     first: str, names: Iterable[str], columns: dict[str, list[str]], width: int, least: int, first_to_go: Iterable[str]
 ) -> Table:
-    """Return `names` and `columns` as a plain table of `width`; columns are dropped as in `fit`, names are shortened."""
+    """Return a plain table of `width`; columns are dropped as in `fit`."""
     room = fit(columns, width, least, first_to_go)
     rows = zip((shortened(name, room) for name in names), *columns.values(), strict=True)
     return plain_table(first, *columns, rows=rows)

@@ -1,11 +1,7 @@
-"""The figure of a trace (`llmcache plot`): accessed blocks over time, as in figures 1 and 2 of io_caching.
+"""The figure of a trace (`llmcache plot`): blocks over time, as in figures 1 and 2 of io_caching.
 
-Reads, writes and page faults of mappings have one color each, classes tint their blocks, and the right edge labels
-files, or tensors and layers if they are known.
-
-The figure is drawn from counts per cell, in two passes over a trace of any length, with memory proportional to the
-figure: `survey` finds files and times, `AccessGrid` counts. A run is counted in every cell it covers, by marks at its
-two ends, whose cumulative sums give the counts.
+Two passes over a trace of any length need memory proportional to the figure: `survey` finds files and times, `AccessGrid`
+counts per cell.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Accesses of a trace to file `file`: within blocks `first` .. `end` - 1, `accesses` blocks in all."""
+    """Accesses of a file within blocks `first` .. `end` - 1."""
 
     file: int
     first: int
@@ -61,7 +57,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class Survey:
-    """Summary of a trace: times in ns (first and last row), number of rows, and each accessed file, by id."""
+    """Times in ns, number of rows, and accessed files by id."""
 
     t0_ns: int
     t1_ns: int
@@ -70,13 +66,12 @@ class Survey:
 
     @property
     def accesses(self) -> int:
-        """Blocks accessed, repeats included."""
         return sum(span.accesses for span in self.spans)
 
 
 @dataclass(frozen=True)
 class Band:
-    """A file's range in a figure: blocks `first` .. `end` - 1 are at heights `bottom` .. `top` (0..1 of the figure)."""
+    """A file's range in a figure: blocks `first` .. `end` - 1 at heights `bottom` .. `top` (0..1)."""
 
     file: int
     first: int
@@ -85,12 +80,11 @@ class Band:
     top: float
 
     def height(self, block: float) -> float:
-        """Return the height (0..1 of the figure) at which `block` begins."""
         return self.bottom + (block - self.first) / (self.end - self.first) * (self.top - self.bottom)
 
 
 def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Survey:
-    """Return the summary of `batches` for the files `only` (ids; None: all); DataError if there are no accesses."""
+    """Return the summary for the files `only` (None: all); DataError if there are no accesses."""
     spans: dict[int, FileSpan] = {}
     t0_ns, t1_ns, rows = -1, 0, 0
     for batch in batches:
@@ -108,7 +102,7 @@ def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Surv
 
 
 def chosen(batch: Trace, only: frozenset[int] | None) -> NDArray[np.bool_]:
-    """Return which rows of `batch` belong to the files `only` (bool, one per row)."""
+    """Return which rows belong to the files `only`."""
     if only is None:
         return np.ones(len(batch), bool)
     return np.isin(batch.file, np.array(sorted(only), np.uint32))
@@ -133,17 +127,14 @@ def _joined(known: FileSpan | None, new: FileSpan) -> FileSpan:
 
 
 def worth_a_band(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Return those of `spans` that have at least a share `WORTH_A_BAND` of all accesses, or of all blocks."""
+    """Return the `spans` with a share `WORTH_A_BAND` of all accesses or blocks."""
     accesses = WORTH_A_BAND * sum(span.accesses for span in spans)
     blocks = WORTH_A_BAND * sum(span.end - span.first for span in spans)
     return tuple(span for span in spans if span.accesses >= accesses or span.end - span.first >= blocks)
 
 
 def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
-    """Return a band for each of the `MOST_BANDS` most accessed files, by id from the bottom.
-
-    Heights are proportional to blocks, but at least `LEAST_SHARE` of the figure before they are scaled to fill it.
-    """
+    """Return a band for each of the `MOST_BANDS` most accessed files, by id from the bottom."""
     kept = sorted(sorted(spans, key=lambda span: (-span.accesses, span.file))[:MOST_BANDS], key=lambda span: span.file)
     shares = np.array([span.end - span.first for span in kept], float)
     shares = np.maximum(shares / shares.sum(), LEAST_SHARE)
@@ -156,13 +147,10 @@ def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
 
 
 class AccessGrid:
-    """Counts the runs that cover each of `height` x `width` cells, separately for each op."""
+    """Counts the runs that cover each cell, separately for each op."""
 
     def __init__(self, found: Survey, places: Sequence[Band], by_time: bool, width: int = 420, height: int = 300) -> None:
-        """`found`: the summary of the trace; `places`: the bands of its files (files without a band are left out).
-
-        `by_time`: columns are times; otherwise they are the blocks accessed so far.
-        """
+        """If not `by_time`, columns are the blocks accessed so far."""
         self.width, self.height, self.by_time = width, height, by_time
         self._survey = found
         self._accesses = 0
@@ -175,7 +163,7 @@ class AccessGrid:
         self._marks = np.zeros((len(OPS), height + 1, width), np.int64)
 
     def add(self, batch: Trace, only: frozenset[int] | None = None) -> None:
-        """Count the rows of `batch`; the batches must be those of `survey`, in the same order."""
+        """Count `batch`; batches must come in the order of `survey`."""
         keep = chosen(batch, only)
         columns = self._columns(batch.t_ns[keep], batch.count[keep])
         file = batch.file[keep].astype(np.int64)
@@ -201,7 +189,6 @@ class AccessGrid:
         return columns
 
     def _heights(self, place: Counts, first: NDArray[np.float64], count: NDArray[np.float64]) -> tuple[Counts, Counts]:
-        """Return the lowest and highest cell of each run: at least one cell, and none beyond its band."""
         base, scale = self._bottom[place], self._scale[place]
         last = np.ceil(self._top[place]).astype(np.int64) - 1
         low = np.floor(base + (first - self._first[place]) * scale + EDGE).astype(np.int64)
@@ -233,7 +220,7 @@ STRIP = (1.004, 0.016)  # begin and width of the strip of classes at the right e
 
 @dataclass(frozen=True)
 class Shade:
-    """Blocks `first` .. `end` - 1 of a file belong to class `kind` (SEQ, LOOP or HOT)."""
+    """Blocks `first` .. `end` - 1 of a file belong to a class."""
 
     file: int
     first: int
@@ -243,7 +230,7 @@ class Shade:
 
 @dataclass(frozen=True)
 class Landmark:
-    """A name for blocks `first` .. `end` - 1 of a file: a layer, or a tensor outside of the layers."""
+    """A name for blocks `first` .. `end` - 1 of a file."""
 
     file: int
     first: int
@@ -253,7 +240,7 @@ class Landmark:
 
 @dataclass(frozen=True)
 class AccessPicture:
-    """All data of a figure of accesses. `names`: label of each file by id."""
+    """All data of a figure of accesses."""
 
     title: str
     survey: Survey
@@ -265,7 +252,7 @@ class AccessPicture:
 
 
 def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5.6) -> Figure:
-    """Return the figure, `width` x `height` inches. Call it in `theme.style()`."""
+    """Draw the figure. Call it in `theme.style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     by_time = picture.grid.by_time
@@ -288,7 +275,7 @@ def access_figure(picture: AccessPicture, width: float = 10.5, height: float = 5
 
 
 def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return `counts` (ops x height x width) as colors (height x width x 4, 0..1); empty cells are transparent.
+    """Return `counts` (ops x height x width) as colors (height x width x 4, 0..1).
 
     A cell has the color of its most frequent op; more runs make it more opaque.
     """
@@ -303,9 +290,9 @@ def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> NDArray[np.int64]:
-    """Return the class of each of `height` rows of cells, from the bottom (index in `CLASSES`, -1: none).
+    """Return the class of each row of cells, from the bottom (index in `CLASSES`, -1: none).
 
-    Every shade covers at least one row; a class later in `CLASSES` takes precedence.
+    A class later in `CLASSES` takes precedence.
     """
     rows = np.full(height, -1, np.int64)
     placed = {band.file: band for band in bands}
@@ -322,10 +309,7 @@ def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> N
 
 
 def _shade(axes: Axes, right: float, rows: NDArray[np.int64]) -> None:
-    """Tint the rows by class, and draw a strip of classes at the right edge.
-
-    In the strip each class has its own width too, so that it is readable without colors: SEQ is narrow, HOT is wide.
-    """
+    """Tint the rows by class, and draw a strip of classes whose widths differ too."""
     colours = np.array([(*to_rgb(CLASS_COLOURS[kind]), 1.0) for kind in CLASSES] + [(0.0, 0.0, 0.0, 0.0)])
     tints = colours[rows][:, np.newaxis]
     strip = np.repeat(tints, len(CLASSES), axis=1)
@@ -363,10 +347,7 @@ def _round_blocks(band: Band) -> list[int]:
 
 
 def _right_edge(axes: Axes, picture: AccessPicture) -> None:
-    """Label files, or the landmarks in them, at the right; overlapping labels are left out, those of files last.
-
-    The name of a file with landmarks is inside, at the top of its band.
-    """
+    """Label files, or the landmarks in them; overlapping labels are left out."""
     known = {mark.file for mark in picture.landmarks}
     of_files: list[tuple[float, str]] = []
     taken: list[tuple[float, str]] = []
@@ -386,7 +367,6 @@ def _right_edge(axes: Axes, picture: AccessPicture) -> None:
 
 
 def _by_room(picture: AccessPicture) -> list[tuple[float, str]]:
-    """Return height and name of the visible landmarks: those tall enough for a label before the others."""
     found: list[tuple[bool, float, str]] = []
     for band in picture.bands:
         for mark in picture.landmarks:
@@ -428,7 +408,7 @@ STRIP_TEXT = "tinted; the strip at the right edge is narrow for SEQ, medium for 
 
 
 def chosen_files(files: Sequence[TraceFile], pattern: str | None) -> frozenset[int] | None:
-    """Return the ids of the files whose path or name matches the glob `pattern` (None: all); UsageError if none does."""
+    """Return the files that match the glob `pattern` (None: all); UsageError if none does."""
     if pattern is None:
         return None
     found = frozenset(
@@ -448,7 +428,7 @@ def picture_of(
     shades: Sequence[Shade] = (),
     landmarks: Sequence[Landmark] = (),
 ) -> AccessPicture:
-    """Return the figure data of `source`, which is read twice, in batches. DataError without rows of the files `only`.
+    """Return the figure data of `source`, which is read twice. DataError without rows of the files `only`.
 
     If `only` is None, files that are not `worth_a_band` are left out. A trace without times is drawn by accesses.
     """
@@ -469,7 +449,7 @@ def _timed(found: Survey, source: Trace | TraceReader) -> bool:
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
-    """Return the conditions of recording and drawing, as names and values."""
+    """Return the conditions of recording and drawing."""
     found, provenance = picture.survey, source.provenance
     facts = [
         ("source", provenance.tier),
@@ -490,7 +470,7 @@ def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tupl
 
 
 def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
-    """Return a short caption with the most important of `conditions`."""
+    """Return the most important of `conditions`."""
     facts = dict(conditions(picture, source))
     text = f"Source: {facts['source']}. {facts['accesses']}"
     text += f" in {facts['duration']}" if picture.grid.by_time else ""
@@ -500,7 +480,7 @@ def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
 
 
 def alt_text(picture: AccessPicture) -> str:
-    """Return the data of the figure as text, for screen readers."""
+    """Return the data of the figure for screen readers."""
     parts = []
     for band in picture.bands:
         span = next(span for span in picture.survey.spans if span.file == band.file)
@@ -524,7 +504,6 @@ def _cell(picture: AccessPicture) -> str:
 
 
 def _left_out(picture: AccessPicture) -> str:
-    """Return the share of accesses in files without a band, as text; "" if there are none."""
     shown = {band.file for band in picture.bands}
     rest = [span for span in picture.survey.spans if span.file not in shown]
     if not rest:
@@ -541,12 +520,12 @@ COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "ranges", "times", "per
 
 
 def shades_of(rows: Sequence[Classification]) -> list[Shade]:
-    """Return the blocks of every class with known places."""
+    """Return the blocks of every class."""
     return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
 
 
 def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
-    """Return the blocks of each layer (or tensor outside of the layers), for the files found in `names`."""
+    """Return the blocks of each layer or other tensor."""
     marks: list[Landmark] = []
     for file in files:
         for layer, group in groupby(names(file), key=lambda tensor: tensor.layer):
@@ -557,7 +536,7 @@ def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
 
 
 def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
-    """Return the classes of `files` as a table of at most `MOST_ROWS` rows; the caption counts the others."""
+    """Return at most `MOST_ROWS` classes of `files`."""
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
     names = [names_line(row) for row in shown]
@@ -596,12 +575,10 @@ def plot(
     classes: bool = True,
     force: bool = False,
 ) -> Written:
-    """Draw the trace in the file `trace` as `output`, and return the file.
+    """Draw the trace in the file `trace` as `output`.
 
-    `names` maps a file table to models; `progress` is called while the classes are computed. `files`: a glob of the
-    files to draw, None for all; `classes`: whether to tint them.
-
-    UsageError for an unsupported extension, or an existing output; DataError for the trace.
+    `files`: a glob of the files to draw. UsageError for an unsupported extension, or an existing output; DataError for the
+    trace.
     """
     form = form_of("-o", output, force)
     with open_trace(trace) as reader:

@@ -18,7 +18,7 @@ _NOTE = "hits: hit ratio of all blocks; reads: hit ratio of the bytes read"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
-    """Print `simulation` on stdout."""
+    """Print `simulation`."""
     output.show(as_json, simulation.document, _parts(simulation))
 
 
@@ -36,14 +36,14 @@ def _parts(simulation: Simulation) -> Iterator[str | Table]:
 
 
 def latency_note(model: FetchModel) -> str:
-    """Return the components of a modelled latency, as text."""
+    """Return the components of a modelled latency."""
     setup = f" plus {format_duration(model.setup_ns)} per missed block" if model.setup_ns else ", no setup time (--setup)"
     gpu = f" plus {format_duration(model.gpu_setup_ns)} per {model.request_bytes} bytes" if model.gpu_setup_ns else ""
     return f"misses at the bandwidth of storage{setup}, then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
 
 
 def headline(summary: Summary) -> str:
-    """Return one line on a trace: its size and source."""
+    """Return the size and source of a trace."""
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} block accesses ({summary.reads} reads, {summary.writes} writes) to "
@@ -52,13 +52,12 @@ def headline(summary: Summary) -> str:
 
 
 def table(rows: list[Result]) -> Table:
-    """Return the rows of one trace as a table."""
+    """Return the rows of one trace."""
     headings = ("policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
     return plain_table(*headings, rows=([title, *_cells(row)] for title, row in _titled(rows)), gap=1, keys=2)
 
 
 def _titled(rows: list[Result]) -> Iterator[tuple[str, Result]]:
-    """Yield the title of its policy with each row, but only with the first row of a policy."""
     for number, row in enumerate(rows):
         yield row.title if number == 0 or rows[number - 1].policy != row.policy else "", row
 
@@ -82,7 +81,7 @@ def _seconds(seconds: float) -> str:
 
 
 def stall_table(summary: Summary, rows: list[Result]) -> Table:
-    """Return, for the rows of one trace, in how many slices of T storage is too slow, and the total delay."""
+    """Return the slices of T in which storage is too slow, and the total delay."""
     headings = ("policy", "cache", "worst slice", *(_rate(each.bw) for each in rows[0].stalls))
     cells = [["(any cache)", "", *_stall_cells(summary.cold_stalls)]]
     cells += [[title, format_size(row.cache_bytes), *_stall_cells(row.stalls)] for title, row in _titled(rows)]
@@ -99,7 +98,7 @@ def _stall_cells(stalls: tuple[Stalls, ...]) -> Iterator[str]:
 
 
 def curve_line(item: TraceCurve) -> str:
-    """Return a summary of the curve of all sizes: its maximum, and the sizes that reach shares of it."""
+    """Return the maximum of a curve, and the sizes that reach parts of it."""
     curve = item.curve
     best = int(curve.hits[-1])
     if best == 0:

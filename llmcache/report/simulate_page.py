@@ -1,4 +1,4 @@
-"""Page of `llmcache simulate --report`: hit ratios, latencies and curves of every trace, and their rows."""
+"""Page of `llmcache simulate --report`."""
 
 from __future__ import annotations
 

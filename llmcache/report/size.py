@@ -1,4 +1,4 @@
-"""Output of `llmcache size`, as text and as JSON; both from the same dataclass."""
+"""Output of `llmcache size`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FORMULA = "S = max(0, N - BW*T)"
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print `answer` on stdout."""
+    """Print `answer`."""
     output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)))
 
 
 def size_text(size_bytes: float) -> str:
-    """Format like `format_size`, without trailing zeros: "60 MB", "1.5 GB"."""
+    """Format like `format_size`, without trailing zeros."""
     return trimmed(format_size(size_bytes))
 
 
@@ -33,7 +33,7 @@ def _duration_text(duration_ns: float) -> str:
 
 
 def lines(answer: Answer) -> Iterator[str]:
-    """Yield the inputs and the answer, line by line."""
+    """Yield the inputs and the answer."""
     mixture = _mixture(answer)
     yield from _inputs(answer)
     yield ""
@@ -81,7 +81,6 @@ def _speed(passes: Passes) -> str:
 
 
 def _kept(passes: Passes, mixture: MoeBytes) -> str:
-    """Return the share of the model in memory, as text: dense tensors first, then experts."""
     room_bytes = passes.loop_cache_bytes - mixture.dense_bytes
     if room_bytes < 0:
         return f"{passes.loop_cache_bytes / mixture.dense_bytes:.0%} of the dense tensors fit, and no experts"
@@ -167,7 +166,7 @@ def _verdict(passes: Passes) -> str:
 
 
 def sensitivity_table(answer: Answer) -> Table:
-    """Return the answer for shorter and longer T, one row each."""
+    """Return the answer for shorter and longer T."""
     largest = max((item.cache_bytes for item in answer.capacities), default=None)
     headings = ["T"]
     headings += ["loop cache", "total"] if answer.need is not None else []
@@ -193,7 +192,7 @@ def _cells(row: Sensitivity) -> Iterator[str]:
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """Return `answer` as JSON-ready values: bytes, seconds, bytes per second; null if not requested."""
+    """Return `answer` as JSON-ready values; null if not requested."""
     need, setting, mixture = answer.need, answer.setting, _mixture(answer)
     return {
         "schema": SCHEMA,

@@ -1,8 +1,7 @@
 """The style of all figures: one color, dash and marker per policy and per class.
 
-The colors are from palettes for color-blind readers (Okabe and Ito; Tol). Color alone cannot distinguish all policies,
-so no two share dash and marker; that also keeps them distinct in gray. Figures have a light background, also on dark
-pages, where these colors would be hard to see.
+The colors are from palettes for color-blind readers (Okabe and Ito; Tol). No two policies share dash and marker, so they are
+distinct without color.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Dash = str | tuple[int, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a line: color (#rrggbb), dash and marker as in matplotlib, width in points."""
+    """A line: color (#rrggbb), dash and marker as in matplotlib, width in points."""
 
     colour: str
     dash: Dash = "-"
@@ -131,18 +130,18 @@ _RC = {
 
 
 def style() -> AbstractContextManager[None]:
-    """Return a context in which matplotlib draws in this style; nothing outside it changes."""
+    """Return a context in which matplotlib draws in this style."""
     return mpl.rc_context(_RC)
 
 
 def bandwidth_look(place: int) -> Look:
-    """Return the look of the bandwidth at `place` (slowest: 0); colors repeat after five, with other markers."""
+    """Return a look (slowest: 0); colors repeat after five, with other markers."""
     turn, number = divmod(place, len(BANDWIDTH_LOOKS))
     return replace(BANDWIDTH_LOOKS[number], marker=BANDWIDTH_LOOKS[(number + turn) % len(BANDWIDTH_LOOKS)].marker)
 
 
 def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `count` panels, at most `columns` in a row. Call it in `style()`."""
+    """Return a figure of `count` panels. Call it in `style()`."""
     columns = min(columns, count)
     rows = -(-count // columns)
     width, height = (8.0, 4.2) if columns == 1 else (5.4, 3.3)  # inches of a panel
@@ -152,7 +151,7 @@ def grid_of(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
 
 
 def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], label: str) -> None:
-    """Make the x axis logarithmic (base 2), with a tick and its label at each of `values`; `label` names the axis."""
+    """Make the x axis logarithmic (base 2), with a labelled tick at each of `values`."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(values, list(labels))
     panel.minorticks_off()
@@ -160,14 +159,14 @@ def powers_of_2(panel: Axes, values: Sequence[float], labels: Iterable[str], lab
 
 
 class PlainLog(LogFormatter):
-    """Plain numbers at the ticks of a logarithmic axis, because the style disables mathematical text."""
+    """Plain numbers on logarithmic axes, because the style disables mathematical text."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def logarithmic(panel: Axes, axes: str) -> None:
-    """Make the axes named in `axes` ("x", "y" or "xy") logarithmic, with plain numbers."""
+    """Make the axes named in `axes` ("x", "y" or "xy") logarithmic."""
     for name in axes:
         (panel.set_xscale if name == "x" else panel.set_yscale)("log")
         axis = panel.xaxis if name == "x" else panel.yaxis
@@ -183,9 +182,9 @@ Curve = tuple[Look, dict[float, float]]
 def curves_figure(
     panels: Mapping[str, Mapping[str, Curve]], along: str, ylabel: str, doubling: bool = False, log: bool = False
 ) -> Figure:
-    """Return a panel for each title, with its curves by label, over an x axis named `along`. Call it in `style()`.
+    """Return a panel for each title. Call it in `style()`.
 
-    `doubling`: places double from one to the next. `log`: the y axis is logarithmic; otherwise it begins at 0.
+    `doubling`: places double from one to the next. `log`: the y axis is logarithmic.
     """
     figure, axes = grid_of(len(panels))
     for panel, (title, curves) in zip(axes, panels.items(), strict=True):
@@ -202,7 +201,7 @@ def curves_figure(
 
 
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
-    """Put one legend under all panels, each label once, in as many columns as fit.
+    """Put one legend under all panels.
 
     `long`: size columns by the longest label; otherwise by `LEGEND_INCHES`.
     """
@@ -217,7 +216,7 @@ def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> No
 
 
 def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
-    """Return `figure` as a file of the format `form` ("png" or "svg"), without a date: the same data, the same bytes."""
+    """Return `figure` without a date: the same data, the same bytes."""
     target = io.BytesIO()
     with style(), warnings.catch_warnings():
         # Paths may contain letters that no font here has; figures show a box, and tables of pages show them.
@@ -228,13 +227,13 @@ def figure_bytes(figure: Figure, form: str, dots_per_inch: int = 130) -> bytes:
 
 
 def embedded(figure: Figure, alt: str, caption: str) -> Picture:
-    """Return `figure` for a page: lines as SVG, which scales, figures with images as PNG."""
+    """Return lines as SVG, which scales, figures with images as PNG."""
     form = "png" if any(axes.images for axes in figure.axes) else "svg"
     return Picture(figure_bytes(figure, form, PAGE_DOTS_PER_INCH), form, alt, caption)
 
 
 def captioned(figure: Figure, caption: str, form: str) -> bytes:
-    """Return `figure` with its caption below, as a file of the format `form` ("png" or "svg")."""
+    """Return `figure` with its caption below."""
     lines = textwrap.wrap(caption, int(figure.get_figwidth() * LETTERS_PER_INCH))
     with style():
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)

@@ -1,8 +1,6 @@
-"""The process that stands for a computational SSD (*emulated*): it owns a spill file and executes commands of the host.
+"""The process that stands for a computational SSD (*emulated*) and executes commands of the host.
 
-While the engine (CSE) works on one buffer, a thread reads the next one from the file and verifies its checksums.
-
-`python -m llmcache.papers.csd.device PIPE MEMORY` with two inherited descriptors; ends when the host does.
+Run `python -m llmcache.papers.csd.device PIPE MEMORY` with two inherited descriptors.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ class Device:
                 self._file.close()
 
     def _done(self, method: Callable[..., dict[str, Any] | None], arguments: dict[str, Any]) -> dict[str, Any] | Exception:
-        """Return the result of a command with its report, or the error; a bug ends the device."""
         self._begun_ns = time.perf_counter_ns()
         self._report = Report(commands=1, link_to_host_bytes=COMPLETION_BYTES, link_to_device_bytes=COMMAND_BYTES)
         self._clock = ModelledClock(self._profile)
@@ -78,7 +75,6 @@ class Device:
         return {**result, "report": self._report}
 
     def _throttle(self) -> None:
-        """Wait until the modelled time has passed, if the profile requires it."""
         if self._profile.throttle:
             left_ns = self._begun_ns + self._clock.now_ns - time.perf_counter_ns()
             time.sleep(max(0, left_ns) / 1e9)
@@ -112,7 +108,6 @@ class Device:
         return self._identify()
 
     def _identify(self) -> dict[str, Any]:
-        """Return the number of pages of each layer and of the tokens (last), by sequence."""
         file = self.file
         pages = {number: file.pages_by_layer(number) for number in file.sequences}
         return {"direct": file.direct, "pages": pages}
@@ -120,7 +115,6 @@ class Device:
     def _execute_program(
         self, sequence: int, layer: int, queries: Floats, runs: Uint32s, combine: str, block_tokens: int
     ) -> None:
-        """Score the keys of a layer: those of the given `runs` of pages, or all keys if there are none."""
         if not 1 <= block_tokens <= MOST_TOKENS:
             raise ValueError(f"block_tokens: must be from 1 to {MOST_TOKENS}, not {block_tokens}")
         self._receive(queries.nbytes + runs.nbytes)
@@ -139,7 +133,7 @@ class Device:
     def _scored(
         self, sequence: int, layer: int, queries: Floats, combine: str, pages: list[int] | None
     ) -> Iterator[tuple[int, Floats, int]]:
-        """The function that the engine runs (CSF): score keys of a layer in buffers, while the next buffer is read.
+        """Score one buffer of keys while a thread reads the next: the function that the engine runs (CSF).
 
         Yields the position of the first token, scores [kv_heads, tokens], and the bytes read for them.
         """
@@ -175,7 +169,6 @@ class Device:
         self._end.send(data)
 
     def _room(self, size_bytes: int) -> tuple[int, Bytes]:
-        """Return the offset and memory of `size_bytes` in the ring; wait until the host has consumed enough."""
         counters = self._shared.counters
         at = int(counters[0])
         if at % RING_BYTES + size_bytes > RING_BYTES:
@@ -208,7 +201,6 @@ class Device:
         self._count_written(self.file.append_tokens(sequence, ids, positions))
 
     def _read(self, sequence: int, layer: int, pages: Int64s, sides: Sequence[int]) -> None:
-        """Send the slots of pages, keys before values (or only one side), in batches that fit the ring."""
         self._receive(pages.nbytes)
         shape = self.file.shape
         share = max(1, RING_BYTES // 8 // max(shape.slot_sizes))
@@ -220,7 +212,6 @@ class Device:
                 self._send_bytes(slots)
 
     def _gather(self, sequence: int, layer: int, positions: list[Uint32s]) -> None:
-        """Read pages, but send only the requested rows: token numbers of each head."""
         shape, requested = self.file.shape, [of_head.astype(np.int64) for of_head in positions]
         self._receive(sum(of_head.nbytes for of_head in positions))
         flat = np.concatenate(requested)

@@ -1,10 +1,7 @@
 """The host's side of the *emulated* device: starts its process, sends commands, and detects when it stops.
 
-One thread at a time uses a device, which executes one command at a time. During an execution, the host may do other work
-between score blocks.
-
-Ctrl-C may interrupt a command at any point. The remaining replies would then be taken for those of the next command, and the
-host does not know which pages were written. So an interrupted device is restarted before the next command.
+Only one thread at a time may use a device. After Ctrl-C, the remaining replies would be taken for those of the next command,
+so an interrupted device is restarted first.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ Pages = Int64s | list[int]
 class EmulatedCsd:
     """An *emulated* computational SSD (CSx) over the spill file `path`; a context manager.
 
-    `create` or open the file; `direct` and errors as `SpillFile`. `threads` of the engine: None for one per CPU. `report` is
-    the total of all commands, `last` the report of the last one.
+    `direct`, and arguments and errors of methods, are those of `SpillFile`. `threads` of the engine: None for one per CPU.
+    `report` is the total of all commands, `last` the report of the last one.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class EmulatedCsd:
     # The process
 
     def _start(self, create: bool, restarted: bool = False) -> dict[int, list[int]]:
-        """Start the process and open the file in it; return the number of pages in the file."""
         ours, theirs = Pipe()
         memory = Shared.make()
         try:
@@ -111,7 +107,6 @@ class EmulatedCsd:
         self._pages = found
 
     def kill(self) -> None:
-        """Kill the process, as a fault would; acknowledged data remains in the file."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -160,7 +155,6 @@ class EmulatedCsd:
 
     @property
     def _pipe(self) -> Connection:
-        """The pipe to the device; MissingRequirement if it is not running."""
         if self.end is None:
             raise MissingRequirement(f"{self.path}: the emulated device is not running", "call restart()")
         return self.end
@@ -225,9 +219,7 @@ class EmulatedCsd:
     ) -> Iterator[ScoreBlock]:
         """Start to score the keys of a layer (or of `pages`), and return an iterator over the score blocks.
 
-        `queries` [heads, head_dim] float32; heads is a multiple of kv_heads. Blocks have at most `block_tokens` tokens. The
-        iteration raises the errors of the device. The device reads only the pages that it scores; a run of adjacent pages
-        takes 8 bytes on the link.
+        `queries` [heads, head_dim] float32. The iteration raises the errors of the device.
         """
         if queries.ndim != 2 or queries.shape[1] != self.shape.head_dim or queries.dtype != np.float32:
             raise ValueError(f"queries: must be float32 [heads, {self.shape.head_dim}], not {queries.dtype} {queries.shape}")
@@ -253,13 +245,11 @@ class EmulatedCsd:
         self._ended(found)
 
     def append(self, sequence: int, layer: int, keys: Rows, values: Rows) -> None:
-        """Write pages of keys and values to a layer over the link; arguments and errors as `SpillFile.append`."""
         for part in self._shares(keys.shape[1], self.shape.token_bytes):
             self._change("write", sequence=sequence, layer=layer, keys=keys[:, part], values=values[:, part])
             self._count_pages(sequence, layer, part.stop - part.start)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> None:
-        """Write ids and positions of tokens over the link; as `SpillFile.append_tokens`."""
         for part in self._shares(len(ids), 16):
             self._change("write_tokens", sequence=sequence, ids=ids[part], positions=positions[part])
             self._count_pages(sequence, self.shape.layers, part.stop - part.start)
@@ -274,12 +264,10 @@ class EmulatedCsd:
         pages[layer] += self.shape.pages_of(tokens)
 
     def pages(self, sequence: int, layer: int) -> int:
-        """Return the number of pages of a layer that the device has acknowledged."""
         self._recover()
         return self._pages.get(sequence, [0] * (self.shape.layers + 1))[layer]
 
     def read(self, sequence: int, layer: int, pages: Pages, sides: Sequence[int] = (KEYS, VALUES)) -> list[Rows]:
-        """Read whole pages of a layer over the link, both sides or one; as `SpillFile.read`."""
         wanted = np.asarray(pages, np.int64)
         self._send("read", sequence=sequence, layer=layer, pages=wanted, sides=sides)
         slots = [np.empty((len(wanted), self.shape.slot_sizes[side]), np.uint8) for side in sides]
@@ -298,7 +286,7 @@ class EmulatedCsd:
         """Read single rows of a layer over the link; the device reads their pages.
 
         `positions`: ascending token numbers of each key head. Returns keys and values [all, dim], ordered by head.
-        ValueError: a token does not exist; DataError: a page is damaged.
+        DataError: a page is damaged.
         """
         rows = [np.empty(*form) for form in self.shape.forms(sum(map(len, positions)))]
         if len(rows[0]):
@@ -321,7 +309,6 @@ class EmulatedCsd:
         self._shared.consumed(found)
 
     def truncate(self, sequence: int, pages: int) -> None:
-        """Remove the pages of a sequence from number `pages` on; as `SpillFile.truncate`."""
         if sequence in self._pages:  # before the command, so that removed pages do not count as lost
             self._pages[sequence] = [min(pages, count) for count in self._pages[sequence]]
         self._change("deallocate", sequence=sequence, pages=pages)
@@ -331,7 +318,7 @@ class EmulatedCsd:
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:
-    """Return `pages` as runs [n, 2]: the first page, and the number of consecutive pages."""
+    """Return `pages` as runs [n, 2]: first page and number of pages."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     counts = np.diff(starts, append=len(pages))
     return np.stack([pages[starts], counts], axis=1).astype(np.uint32)

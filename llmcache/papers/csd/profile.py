@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 class CsdProfile:
     """Modelled speeds of an *emulated* device (bytes/s, ns, bytes). `throttle`: wait for the modelled time.
 
-    Work is divided into buffers of `buffer_bytes`; `fdm_bytes` limits how many are between flash and engine.
+    `fdm_bytes` limits how many buffers of `buffer_bytes` are between flash and engine.
     """
 
     name: str
@@ -46,7 +46,7 @@ PROFILES: dict[str, CsdProfile] = {
 
 @dataclass
 class Report:
-    """Totals of commands to an *emulated* device. Bytes are counted, `modelled_ns` is modelled, `wall_ns` is measured.
+    """Totals of commands to an *emulated* device: counted bytes, `modelled_ns`, and measured `wall_ns`.
 
     `link_*`: between host and device, with headers; `internal_*`: between flash and the device's memory.
     """
@@ -66,11 +66,7 @@ class Report:
 
 
 class ModelledClock:
-    """Modelled time of one command: its latency, then a pipeline that reads, computes and sends buffers.
-
-    A stage processes one buffer at a time. A buffer is read when the FDM has room, which may require that an earlier buffer
-    has been computed. Time is in ns since the start of the command.
-    """
+    """Modelled time (ns) of one command: its latency, then a pipeline that reads, computes and sends buffers."""
 
     def __init__(self, profile: CsdProfile) -> None:
         self.profile = profile
@@ -79,7 +75,6 @@ class ModelledClock:
 
     @property
     def now_ns(self) -> int:
-        """The end of all work that was added."""
         return round(max(self._read, self._computed, self._sent))
 
     def read(self, size_bytes: int) -> None:
@@ -97,6 +92,5 @@ class ModelledClock:
         self._sent = begin + 1e9 * size_bytes / self.profile.link_bytes_per_s
 
     def receive(self, size_bytes: int) -> None:
-        """Receive data of the host over the link, which delays everything after it."""
         self._sent += 1e9 * size_bytes / self.profile.link_bytes_per_s
         self._read = max(self._read, self._sent)

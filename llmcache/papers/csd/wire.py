@@ -1,17 +1,14 @@
-"""The protocol between host and *emulated* device: shared memory for data, and a pipe of multiprocessing for messages.
+"""The protocol between host and *emulated* device: shared memory for data, and a pipe for messages.
 
-A command is its name and arguments; the replies are `Data` in a ring, and finally a dict or an error. The shared memory has
-no name (memfd), so nothing remains after a crash. It contains two counters and the ring of data for the host. Only the
-device changes `produced`, and only the host changes `consumed`, each by an aligned store of 8 bytes; the host owns the bytes
+A command is its name and arguments; the replies are `Data` in a ring, and finally a dict or an error. Only the device
+changes `produced`, and only the host changes `consumed`, each by an aligned store of 8 bytes; the host owns the bytes
 between them.
 
-Scores are sent in blocks of up to n adjacent tokens, 4n bytes and a header. Source: hillinfer.txt, section 3.2 (<Token pos,
-Score>) and 4.4 ("2n half-precision floating-point values (i.e., 4n bytes)"). Differs from the paper: fp16 cannot represent
-all positions above 2048, so a block contains 16-bit offsets from a position in its header. Scores outside the range of fp16
-are clamped.
+Scores are sent in blocks of up to n adjacent tokens, 4n bytes and a header. Source: hillinfer.txt, sections 3.2 and 4.4.
+Differs from the paper: fp16 cannot represent all positions above 2048, so a block contains 16-bit offsets from a position in
+its header. Scores outside the range of fp16 are clamped.
 
-A gather sends only the requested rows. Both ends divide a request into the same batches of pages that fit the ring, with the
-rows of a batch in the order of heads, so that no further messages are needed.
+For a gather, both ends divide a request into the same batches of pages, with the rows of a batch in the order of heads.
 """
 
 from __future__ import annotations
@@ -88,7 +85,7 @@ class Shared:
         return fd
 
     def bytes_of(self, data: Data) -> Bytes:
-        """Return a view of the bytes of `data`; the host must copy them before it calls `consumed`."""
+        """Return a view, which the caller must copy before it calls `consumed`."""
         return self.ring[data.at % RING_BYTES : data.at % RING_BYTES + data.size_bytes]
 
     def consumed(self, data: Data) -> None:
@@ -98,7 +95,7 @@ class Shared:
 def shares(shape: KvShape, positions: list[Int64s]) -> Iterator[tuple[Int64s, list[slice]]]:
     """Divide a request for the rows at `positions` (an ascending array for each head) into batches.
 
-    Yields for each batch its pages, ascending, and a slice of the requested rows for each head.
+    Yields the ascending pages of each batch, and a slice of the requested rows for each head.
     """
     size = shape.page_tokens
     pages = np.unique(np.concatenate(positions) // size)
@@ -118,7 +115,7 @@ def decode(head: int, base: int, data: NDArray[np.uint16]) -> ScoreBlock:
 
 @numba.njit(inline="always")
 def _narrowed(value):  # type: ignore[no-untyped-def]
-    """Return the bits of the fp16 number nearest to a float32, ties to even; infinities become the largest number."""
+    """Return the bits of the nearest fp16 number, ties to even; infinities become the largest number."""
     bits = bits_of(value)
     sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
     size = bits & np.uint32(0x7FFFFFFF)
@@ -135,7 +132,7 @@ def _narrowed(value):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True)
 def encode(scores, out):  # type: ignore[no-untyped-def]
-    """Write the scores of adjacent tokens to `out` [tokens, 2] uint16: offsets, and scores rounded to fp16."""
+    """Write offsets and fp16 scores of adjacent tokens to `out` [tokens, 2] uint16."""
     for i in range(scores.size):
         out[i, _OFFSET] = i
         out[i, _SCORE] = _narrowed(scores[i])

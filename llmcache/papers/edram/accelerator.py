@@ -1,12 +1,8 @@
 """The accelerator model: latency and energy of configurations, by component. All results are modelled.
 
-A roofline of bytes and cycles with constants from the paper (`constants`, `systems`); nothing is fitted to the paper's
-results. Assumptions that the paper does not state: DRAM delivers its full bandwidth, loads overlap with computing, the part
-of the KV cache that fits stays on the chip in all steps, and all of the KV eDRAM is refreshed all the time, in four groups
-of equal size.
-
-`evaluate` models many configurations at once, `compared` relates them to a baseline, `Axes` makes the configurations of a
-sweep, and `roofline_of` computes figure 16a for one of them.
+A roofline of bytes and cycles with constants from the paper; nothing is fitted to the paper's results. Assumptions that the
+paper does not state: DRAM delivers its full bandwidth, loads overlap with computing, the part of the KV cache that fits
+stays on the chip in all steps, and all of the KV eDRAM is refreshed all the time, in four groups of equal size.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ LATENCIES = ("prefill_array", "prefill_dram", *RESOURCES)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The modelled cost of one configuration: seconds and joules by component, and its memory."""
+    """The modelled cost of one configuration."""
 
     latencies_s: dict[str, float]
     energies_j: dict[str, float]
@@ -57,28 +53,24 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """The time of prefill and decode (s)."""
         return sum(self.latencies_s.values())
 
     @property
     def energy_j(self) -> float:
-        """The energy of prefill and decode (J)."""
         return sum(self.energies_j.values())
 
     @property
     def refresh_j(self) -> float:
-        """The energy of all refreshes (J)."""
         return sum(self.energies_j[name] for name in REFRESH)
 
     def by_kind(self) -> dict[str, float]:
-        """Return the energy (J) by `energy.KINDS`."""
         return {kind: sum(self.energies_j[name] for name in names) for kind, names in KINDS.items()}
 
 
 def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> list[Outcome]:
-    """Return the modelled cost of each of `configurations`, computed at once; ValueError if there are none.
+    """Return the modelled cost of each of `configurations`; ValueError if there are none.
 
-    `groups`: the number of groups of decode steps; None: each step is computed by itself.
+    `groups` of decode steps; None: each step is computed by itself.
     """
     columns = ConfigurationColumns(configurations)
     steps, prefill = steps_of(columns, groups), prefill_of(columns)
@@ -99,7 +91,6 @@ def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_
 
 
 def _rows(parts: dict[str, Doubles]) -> list[dict[str, float]]:
-    """Return columns [n] by name as n mappings."""
     return [dict(zip(parts, row, strict=True)) for row in np.stack(list(parts.values()), axis=1).tolist()]
 
 
@@ -113,15 +104,13 @@ def _latencies(prefill: Prefill, steps: Steps, waited: dict[str, Doubles]) -> di
 
 
 def _total(steps: Steps, values: Doubles) -> Doubles:
-    """Return the sum of `values` per step ([n, groups] or [n, 1]) over all decode steps, [n]."""
     return np.asarray((steps.count * values).sum(axis=1))
 
 
 def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
-    """Return the largest memory of weights and KV cache ([n]), with `share` of the cached tokens stored as inputs.
+    """Return the largest memory of weights and KV cache ([n]).
 
-    The peak is after the last step or at the end of the prefill. With eviction, the cache of a layer is reduced before the
-    next layer is computed (section 8.4.1), so only one layer holds the whole context.
+    With eviction, only one layer holds the whole context (section 8.4.1).
     """
     end = columns.context + columns.decode
     first, last = (np.where(columns.evict, np.minimum(n, columns.budget), n) for n in (columns.context, end))
@@ -135,7 +124,7 @@ def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> 
 
 @dataclass(frozen=True)
 class Compared:
-    """A configuration with its modelled cost, and the latency and energy of the baseline relative to its own."""
+    """A configuration with its cost, and the ratios of the baseline to it."""
 
     configuration: Configuration
     outcome: Outcome
@@ -144,20 +133,15 @@ class Compared:
 
     @property
     def refresh_share(self) -> float:
-        """The share of refresh in the energy, 0..1."""
         return self.outcome.refresh_j / self.outcome.energy_j
 
     @property
     def power_w(self) -> float:
-        """The mean power (W), including DRAM."""
         return self.outcome.energy_j / self.outcome.latency_s
 
 
 def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
-    """Return each of `configurations` compared with the same model, workload and energies on `baseline`.
-
-    All are evaluated at once, equal baselines only once. ValueError if there are none.
-    """
+    """Return each of `configurations` compared with the same work on `baseline`; ValueError if there are none."""
 
     def shared(one: Configuration) -> tuple[object, ...]:
         workload = one.workload
@@ -181,7 +165,7 @@ MOST = 1_000_000
 class Axes:
     """The axes of a sweep. An empty axis keeps the values of the models, workloads and systems.
 
-    `interval_factors` multiply all refresh intervals; the other axes are in tokens, sequences, bytes/s and bytes.
+    `interval_factors` multiply all refresh intervals.
     """
 
     models: Sequence[LlmShape]
@@ -200,7 +184,7 @@ class Axes:
         return math.prod(len(axis) or 1 for axis in vars(self).values())
 
     def configurations(self) -> list[Configuration]:
-        """Return every combination, the last axis varying fastest; UsageError if there are more than a million."""
+        """Raise a UsageError if there are more than a million."""
         if len(self) > MOST:
             raise UsageError(
                 f"{len(self):,} configurations are more than the limit of {MOST:,}", "vary fewer options in one sweep"
@@ -239,9 +223,9 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """One decode step with a full cache: its 8-bit operations, without those of recomputation, and its bottleneck.
+    """One decode step with a full cache: its 8-bit operations, without recomputation, and its bottleneck.
 
-    `intensity`: operations per byte over DRAM. `bound`: the resource of `latency.RESOURCES` with the longest wait.
+    `intensity`: operations per byte over DRAM. `bound`: one of `latency.RESOURCES`.
     """
 
     name: str
@@ -261,16 +245,11 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """The operations per byte from which on the array is the limit."""
         return self.peak_ops_per_s / self.dram_bytes_per_s
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Return the roofline of `configuration` without recomputation, with the best share, and with too large a share (the
-    declared one).
-
-    Recomputation has its first-principles cost.
-    """
+    """Return the roofline without recomputation, with the best share, and with the declared one."""
     policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
     columns = ConfigurationColumns([configuration.on(replace(configuration.system, policy=policy))])
     hardware, cached = configuration.hardware, configuration.last_cached
@@ -282,7 +261,6 @@ def roofline_of(configuration: Configuration) -> Roofline:
 
 
 def _point(c: ConfigurationColumns, last: Steps, name: str, share: float) -> RooflinePoint:
-    """Return the point with `share` of the cached tokens (0..1) recomputed in the `last` step."""
     step = step_of(c, last, np.full_like(last.cached, share))
     waited = {name: float(time_s.sum()) for name, time_s in waits(c, step).items()}
     linear = c.batch * c.read_weights

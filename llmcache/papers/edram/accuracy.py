@@ -1,12 +1,11 @@
-"""The effect of eviction and lost bits on a model's answers: the paper's experiments with any model that `decoder` supports.
+"""The effect of eviction and lost bits on a model's answers: the paper's experiments with other models.
 
 Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Differs from the
-paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, because its uniform
-intervals have the power of 2DRP while its text claims equal failure rates: `iso-power` and `iso-failure`.
+paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, `iso-power` and
+`iso-failure`, because its uniform intervals have the power of 2DRP while its text claims equal failure rates.
 
-Answers are measured on a real model; losses are modelled. All variants get the same questions and seeds, and the random
-numbers of a bit are the same in all, so that bits lost at a low rate are also lost at a higher one. Differences between
-variants are therefore paired, with a standard error over sequences.
+Answers are measured; losses are modelled. All variants get the same questions and seeds, so differences are paired, with a
+standard error over sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from llmcache.units import format_duration
 
 @dataclass(frozen=True)
 class CacheVariant:
-    """One cache to compare: its eviction settings, and how its cells store and lose bits. The seed is set per sequence."""
+    """One cache to compare."""
 
     name: str
     settings: AerpSettings
@@ -44,9 +43,9 @@ class CacheVariant:
 
 @dataclass(frozen=True)
 class VariantAnswers:
-    """Answers with one variant [sequences, questions]: whether they are right, and the loss of the right answer in nats.
+    """Answers with one variant [sequences, questions]: whether they are right, and the loss in nats.
 
-    `stored_bytes` [sequences]: bytes in eDRAM at the end; `lost_bits` [sequences]: number of them that read wrongly.
+    `stored_bytes` and `lost_bits` [sequences] are counted at the end.
     """
 
     right: Flags
@@ -64,7 +63,6 @@ class Estimate:
 
     @classmethod
     def of(cls, by_sequence: Doubles) -> Estimate:
-        """Return the estimate from one number per sequence."""
         count = len(by_sequence)
         error = float(by_sequence.std(ddof=1) / np.sqrt(count)) if count > 1 else float("nan")
         return cls(float(by_sequence.mean()), error)
@@ -83,10 +81,7 @@ def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
 def evaluate(
     decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
-    """Return the outcome of each of `variants` by name. Each prompt is computed once, for all of them.
-
-    After each question the model gets the right answer. `progress` is called with a line of progress after each sequence.
-    """
+    """Return the outcome of each of `variants`. After each question the model gets the right answer."""
     shape = asked.asked.shape
     found = {
         variant.name: VariantAnswers(np.zeros(shape, np.bool_), np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0]))
@@ -110,7 +105,6 @@ def evaluate(
 
 
 def _loss(logits: Doubles, answer: int) -> float:
-    """Return the cross entropy in nats."""
     largest = logits.max()
     return float(np.log(np.exp(logits - largest).sum()) + largest - logits[answer])
 
@@ -125,7 +119,7 @@ SINKS, WINDOW = 4, 32
 
 @dataclass(frozen=True)
 class AccuracySetup:
-    """The common settings of all variants: the longest text, the format of vectors, the retention curve."""
+    """The common settings of all variants."""
 
     tokens: int
     format: Format
@@ -136,7 +130,6 @@ class AccuracySetup:
         return AerpSettings(self.tokens, SINKS, WINDOW)
 
     def baseline(self) -> CacheVariant:
-        """Return the variant without eviction and losses, with which the others are compared."""
         return CacheVariant(BASELINE, self.everything, CellSettings(self.format))
 
     def losing(self, name: str, rates: FlipRates, how: Format | None = None, sticky: bool = True) -> CacheVariant:
@@ -144,7 +137,7 @@ class AccuracySetup:
 
 
 def budgets(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return AEP at each budget N', and the same budget spent only on sinks and the last tokens (table 3)."""
+    """Return AEP at each budget N', and StreamingLLM with the same budgets (table 3)."""
     cells = CellSettings(setup.format)
     found = []
     for size in BUDGETS:
@@ -154,7 +147,7 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return one rate for all bits, in both formats, int16 and fp16 (figure 8a)."""
+    """Return one rate for all bits (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
@@ -162,15 +155,14 @@ def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
 def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
     """Return losses in one half of the bits (figure 8c), and in one group of tokens (figure 8b).
 
-    A token that changes its group gets the losses of its current group, because the experiment measures the effect of wrong
-    values in such tokens, and not the state that a refresh controller would leave.
+    A token that changes its group gets the losses of its current group.
     """
     sides = {side: one_sided(side, SIDED_RATE) for side in ("msb", "lsb", "hst", "lst")}
     return [setup.losing(f"{side} {SIDED_RATE:g}", rates, sticky=False) for side, rates in sides.items()]
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return the columns of table 4: 2DRP, the uniform interval of equal power, and the uniform rate of equal failures."""
+    """Return the columns of table 4."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
         name = f"{printed // 1000} us"
@@ -198,7 +190,7 @@ def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
 
 @dataclass(frozen=True)
 class VariantAccuracy:
-    """One variant of an experiment: measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
+    """Measured accuracy, loss relative to the baseline (nats, paired), and modelled rates."""
 
     experiment: str
     variant: str
@@ -211,7 +203,7 @@ class VariantAccuracy:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The results of a run. Accuracy is measured on this model and task; losses of bits are modelled."""
+    """The results of a run."""
 
     sequences: int
     questions: int
@@ -236,7 +228,7 @@ def run(
     variants: dict[str, list[CacheVariant]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
-    """Return the results of all `variants` and of the baseline, from one pass over the sequences."""
+    """Return the results of all `variants` and of the baseline."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, progress)
     base = found[BASELINE]
@@ -252,10 +244,9 @@ def run(
 def record_run(
     decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
-    """Return the rows in eDRAM while the questions are answered, all sequences at the same time, one step per token.
+    """Return the rows in eDRAM while the questions are answered, all sequences at the same time.
 
-    Rows are recorded in the groups in which they are read; all vectors have 16 bits. `step_ns`: duration of a step on the
-    *modelled* accelerator; None: the reader of the run chooses it.
+    `step_ns`: duration of a step on the *modelled* accelerator; None: the reader of the run chooses it.
     """
     prompts = [decoder.prompt(ids)[0] for ids in asked.ids]
     caches = [decoder.cache(prompt, settings, replace(cells, seed=place)) for place, prompt in enumerate(prompts)]
@@ -287,7 +278,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class AccuracyOptions:
-    """The options of `llmcache edram accuracy`; None if not given. `step_ns`: duration of a step of the recorded run."""
+    """The options of `llmcache edram accuracy`; None if not given."""
 
     model: str | None = None  # the recall model
     experiment: str | None = None
@@ -344,7 +335,7 @@ def _record(options: AccuracyOptions, target: str, decoder: Decoder, questions: 
 
 
 def show(found: Accuracies, as_json: bool) -> None:
-    """Print `found`, as a table or as JSON."""
+    """Print `found`."""
     output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, _parts(found))
 
 

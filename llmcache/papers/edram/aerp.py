@@ -1,12 +1,8 @@
 """AERP: each key-value head keeps the tokens with the most attention, and popular tokens are stored as x and recomputed.
 
-Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. An `AerpLayer` is one attention layer of one sequence, in eDRAM
-that may lose bits; it takes a prompt and then single tokens. `Slots` decide which tokens each head keeps. All heads hold
-equally many, each its own, and a new token takes over the slot of the token that it evicts, because attention does not
-depend on the order of slots (equations 1 and 2). `InputRows` store x, the normed inputs of the layer, in place of keys and
-values. All heads that retain a token share its row, which remains until the last of them drops the token. It may therefore
-become larger than the keys and values that it replaces; it is not converted back. Evicted tokens are lost. Losses of bits
-are modelled, not measured.
+Source: kelle.txt, sections 4.1 and 4.2, figures 6 and 7. A new token takes over the slot of the token that it evicts,
+because attention does not depend on the order of slots (equations 1 and 2). Heads that retain a token share its x row, which
+remains until the last of them drops the token. Losses of bits are modelled.
 """
 
 from __future__ import annotations
@@ -31,14 +27,13 @@ RECOMPUTE = ("none", "prefill", "decode")
 class AerpSettings:
     """Settings of eviction and recomputation, with the names of the paper in brackets.
 
-    `budget` [N']: tokens that each key-value head keeps. These are always the first `sinks` and the last `window` tokens,
-    and of the others those with the largest sums of attention weights over all queries. `recompute`: the tokens that may be
-    stored as x, the input of their projections: "none", those of the "prefill", or also those of "decode".
+    `budget` [N']: tokens that each key-value head keeps: the first `sinks`, the last `window`, and those with the largest
+    sums of attention weights. `recompute`: the tokens that may be stored as x, the input of their projections: "none", those
+    of the "prefill", or also those of "decode".
 
     Differs from the paper: equation 3 as printed sums a row of weights, which is 1 for every token; column sums are meant,
-    as in section 4.1.1 for the prefill. Tokens within sinks or window are never replaced by x: all heads retain them, so
-    every x would seem to be smaller. In "decode", x is stored in addition to keys and values until the token leaves the
-    window, and these bytes are counted.
+    as in section 4.1.1. Tokens within sinks or window are never replaced by x, because all heads retain them. In "decode", x
+    is stored in addition to keys and values until the token leaves the window.
     """
 
     budget: int
@@ -56,16 +51,13 @@ class AerpSettings:
 
     @property
     def recent(self) -> int:
-        """The window, or the rest of the budget after the sinks if that is smaller; then the policy equals StreamingLLM."""
+        """Return the window, or less if the budget is smaller; the policy then equals StreamingLLM."""
         return min(self.window, self.budget - self.sinks)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One attention layer: query heads [H], key-value heads, and the sizes of a head [d_h] and of the input x [C].
-
-    `channels` 0: there is no x, and nothing can be recomputed.
-    """
+    """One attention layer: query heads [H], key-value heads, and the sizes of a head [d_h] and of x [C] (0: no x)."""
 
     heads: int
     kv_heads: int
@@ -82,8 +74,7 @@ class LayerShape:
     def x_pays(self, retaining: int) -> bool:
         """Return whether x is smaller than the keys and values of `retaining` key-value heads.
 
-        With MHA, this needs more than half of the heads. With GQA it is often impossible, because all keys and values of a
-        token are no larger than x. Source: kelle.txt, section 4.1.2 (for MHA, with both "at least 50%" and "> 50%").
+        Source: kelle.txt, section 4.1.2 (for MHA, with both "at least 50%" and "> 50%").
         """
         return 0 < self.channels < 2 * self.head_dim * retaining
 
@@ -93,7 +84,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Placed:
-    """The effect of one new token: its `slots` [heads] (-1: not kept), and the `evicted` positions (-1: none)."""
+    """The `slots` [heads] of a new token (-1: not kept), and the `evicted` positions (-1: none)."""
 
     slots: Int64s
     evicted: Int64s
@@ -110,10 +101,7 @@ class Slots:
         self.newest = NONE
 
     def fill(self, sums: Doubles) -> Int64s:
-        """Fill the slots from a prompt with column sums [kv_heads, n]; return the kept positions [kv_heads, count].
-
-        Kept are sinks, window, and of the others those with the highest sums; of equal ones the newer.
-        """
+        """Take column sums [kv_heads, n]; return the kept positions [kv_heads, count]. Of equal sums, the newer is kept."""
         if self.newest != NONE:
             raise ValueError("sums: the layer already has tokens, but a prompt must come first")
         tokens = sums.shape[1]
@@ -128,11 +116,7 @@ class Slots:
         return kept
 
     def add(self, gains: Doubles) -> Placed:
-        """Add the next token and `gains` [kv_heads, count + 1] to the scores; its own gain is the last.
-
-        If all slots are in use, evict the token with the lowest score between sinks and window; of equal ones the oldest.
-        There always is one, because at most `budget` tokens are protected.
-        """
+        """Add the next token and `gains` [kv_heads, count + 1] to the scores; of equal scores, evict the oldest."""
         heads = len(self.positions)
         self.newest += 1
         self.scores[:, : self.count] += gains[:, :-1]
@@ -157,24 +141,21 @@ class Slots:
         return slots, evicted
 
     def protected_at(self, newest: int, positions: Int64s | None = None) -> Flags:
-        """Return which slots (or `positions`) are sinks or in the window if `newest` is the last token [kv_heads, n]."""
         at = self.positions if positions is None else positions
         kept: Flags = (at != NONE) & ((at > newest - self.settings.recent) | (at < self.settings.sinks))
         return kept
 
     @property
     def used(self) -> Flags:
-        """The slots that hold a token [kv_heads, budget]."""
         used: Flags = self.positions != NONE
         return used
 
 
 def attend(queries: Floats, keys: Floats, values: Floats, count: int) -> tuple[Floats, Doubles]:
-    """Return the attention of one token over `count` slots: outputs [heads, dim] and weights [heads, count].
+    """Return the outputs [heads, dim] and weights [heads, count] of one token.
 
-    `queries` [heads, dim]; `keys` and `values` [kv_heads, slots, dim], float32, of which the first `count` slots are used.
-    The query heads of one key-value head are adjacent. Products are scaled by 1/sqrt(dim). Sums are float64 in the order of
-    the slots, so that equal slots give equal bits. Source: kelle.txt, equations 1 and 2 (which omit the scale).
+    `queries` [heads, dim]; `keys` and `values` [kv_heads, slots, dim], float32. Sums are float64 in the order of the slots,
+    so that equal slots give equal bits. Source: kelle.txt, equations 1 and 2 (which omit the scale 1/sqrt(dim)).
     """
     heads, dim = queries.shape
     out, weights = np.empty((heads, values.shape[2]), np.float32), np.empty((heads, count))
@@ -187,9 +168,9 @@ _QUERIES = 256
 
 
 def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats, Doubles]:
-    """Return causal attention of a prompt [n, heads, dim], and its column sums of weights [kv_heads, n].
+    """Return causal attention of a prompt [n, heads, dim], and column sums of weights [kv_heads, n].
 
-    Arguments as for `attend`, [n, heads, dim]. Fused kernels cannot be used, because they do not return weights.
+    Fused kernels do not return weights.
     """
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]
@@ -240,12 +221,11 @@ Recompute = Callable[[Floats, Int64s], tuple[Floats, Floats]]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions as in Llama and Qwen: number i of a head rotates with number i + dim/2. `theta`: the base."""
+    """Rotary positions as in Llama and Qwen: number i of a head rotates with number i + dim/2."""
 
     theta: float = 10_000.0
 
     def turn(self, rows: Floats, positions: Int64s) -> Floats:
-        """Return `rows` [n, heads, dim] rotated by their `positions` [n]."""
         half = rows.shape[2] // 2
         speeds = self.theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = positions[:, None] * speeds
@@ -256,7 +236,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Projections:
-    """W_K and W_V [channels, kv_heads * head_dim] of a layer, their biases, and its rotation. A `Recompute` function."""
+    """W_K and W_V [channels, kv_heads * head_dim], their biases, and the rotation."""
 
     key_weight: Floats
     value_weight: Floats
@@ -266,7 +246,6 @@ class Projections:
     value_bias: Floats | None = None
 
     def __call__(self, x: Floats, positions: Int64s) -> tuple[Floats, Floats]:
-        """Return keys and values [n, kv_heads, head_dim] of the tokens `x` [n, channels] at `positions` [n]."""
         keys = _projected(x, self.key_weight, self.key_bias).reshape(len(x), self.kv_heads, -1)
         values = _projected(x, self.value_weight, self.value_bias).reshape(len(x), self.kv_heads, -1)
         return (keys if self.rope is None else self.rope.turn(keys, positions)), values
@@ -277,10 +256,7 @@ def _projected(x: Floats, weight: Floats, bias: Floats | None) -> Floats:
 
 
 class InputRows:
-    """x rows: `positions` of their tokens (-1: free), the number of `retaining` heads, and their `keys` and `values`.
-
-    `waiting`: rows stored in addition to keys and values, until the token leaves the window (see `AerpSettings`).
-    """
+    """The x rows: `positions` (-1: free), the number of `retaining` heads, and their `keys` and `values`."""
 
     def __init__(self, shape: LayerShape, cells: CellSettings, recompute: Recompute | None) -> None:
         self._recompute = recompute
@@ -298,11 +274,9 @@ class InputRows:
 
     @property
     def lost_bits(self) -> int:
-        """The number of bits in x rows that read wrongly, modelled."""
         return self._cells.lost_bits(self.used)
 
     def put(self, positions: Int64s, rows: Floats, names: Names, retaining: Int64s, waiting: Flags) -> Int64s:
-        """Store `rows` [n, channels] of the tokens at `positions`; return their indices [n]."""
         free = np.nonzero(~self.used)[0]
         if len(free) < len(rows):
             self._grow(max(len(rows) - len(free), len(self.positions)))
@@ -328,15 +302,12 @@ class InputRows:
             self.keys[at], self.values[at] = self._recompute(self._cells.readings[at], self.positions[at])
 
     def release(self, indices: Int64s) -> None:
-        """Release one reference of a head per entry of `indices` (which may repeat); free rows that no head retains."""
+        """Release one reference per entry of `indices` (which may repeat)."""
         np.subtract.at(self.retaining, indices, 1)
         self.positions[indices[self.retaining[indices] <= 0]] = NONE
 
     def settle(self, hst: Flags) -> Int64s:
-        """Set the groups of the rows for a step; return the rows whose keys and values changed.
-
-        The accelerator recomputes every row at every step. Here, only rows whose result can differ are recomputed.
-        """
+        """Set the groups of the rows for a step; return the rows whose keys and values changed."""
         (changed,) = self._cells.settle(hst, self.used)
         self._project(changed)
         return changed
@@ -346,10 +317,9 @@ _KEY, _VALUE, _INPUT = range(3)
 
 
 class AerpLayer:
-    """Keys and values of a layer: at most `settings.budget` tokens per key-value head, some of them stored as x.
+    """Keys and values of a layer of one sequence, some of them stored as x.
 
-    `cells`: the format and the losses of vectors. `layer`: makes the losses of layers with one seed differ. `recompute` is
-    required unless `settings.recompute` is "none". ValueError names an argument that does not fit.
+    `layer` makes the losses of layers with one seed differ. ValueError names an argument that does not fit.
     """
 
     def __init__(
@@ -373,10 +343,7 @@ class AerpLayer:
         self.inputs = InputRows(shape, self.cells, recompute)
 
     def prefill(self, keys: Floats, values: Floats, sums: Doubles, x: Floats | None = None) -> None:
-        """Store a prompt: `keys`, `values` [n, kv_heads, head_dim], column `sums` [kv_heads, n], and `x` [n, channels].
-
-        The caller computes the attention of the prompt.
-        """
+        """Store `keys`, `values` [n, kv_heads, head_dim], column `sums` [kv_heads, n], and `x` [n, channels]."""
         wanted = (len(keys), self.shape.kv_heads, self.shape.head_dim)
         if keys.shape != wanted or values.shape != wanted:
             raise ValueError(f"keys, values: shapes must be {wanted}, not {keys.shape} and {values.shape}")
@@ -388,10 +355,9 @@ class AerpLayer:
             self._store_inputs(inputs)
 
     def step(self, queries: Floats, key: Floats, value: Floats, x: Floats | None = None) -> Floats:
-        """Return the attention outputs [heads, head_dim] of the next token, which attends to the cached tokens and itself.
+        """Return the attention outputs [heads, head_dim] of the next token, which attends also to itself.
 
-        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after rotation; `x` [channels]. Its weights are
-        added to the scores of the cached tokens. If the slots are full, each head evicts one token.
+        `queries` [heads, head_dim], `key` and `value` [kv_heads, head_dim], after rotation; `x` [channels].
         """
         inputs = _given(x) if self.settings.recompute == "decode" else None
         count, group = self.slots.count, self.shape.heads // self.shape.kv_heads
@@ -418,7 +384,6 @@ class AerpLayer:
             cells.write((heads, slots), rows, name_rows(self.cells.seed, self.layer, kind, heads, positions))
 
     def _store_inputs(self, x: Floats) -> None:
-        """Store x for those tokens of the prompt for which it is smaller, in the order of their scores."""
         positions, scores, protected = self.slots.positions, self.slots.scores, self.slots.protected_at(self.slots.newest)
         retaining, total = np.zeros(len(x), np.int64), np.zeros(len(x))
         np.add.at(retaining, positions[self.slots.used], 1)
@@ -436,7 +401,6 @@ class AerpLayer:
         return self.inputs.put(positions, x, names, retaining, np.full(len(x), waiting))
 
     def _convert(self, indices: Int64s) -> None:
-        """Free the keys and values of the tokens of these x rows, which are recomputed from now on."""
         for index in indices:
             heads, slots = np.nonzero(self.slots.positions == self.inputs.positions[index])
             self.x_index[heads, slots] = index
@@ -449,7 +413,6 @@ class AerpLayer:
         self.values.readings[heads, slots] = self.inputs.values[indices, heads]
 
     def _await(self, x: Floats) -> None:
-        """Store x of the new token; convert or drop the x of the token that leaves the window."""
         newest, positions = self.slots.newest, self.slots.positions
         if newest >= self.settings.sinks:
             self._put(np.array([newest]), x[None], np.array([self.shape.kv_heads]), waiting=True)
@@ -472,8 +435,7 @@ class AerpLayer:
     def high_scores(self) -> Flags:
         """Return which slots are high-score tokens in the next step [kv_heads, budget].
 
-        Their score is at least the median of the head's scores, or they are protected (sink or window), because every new
-        token has a low score. Differs from the paper: section 4.2 names no threshold.
+        Their score is at least the median, or they are protected. Differs from the paper: section 4.2 names no threshold.
         """
         slots, count = self.slots, self.slots.count
         high: Flags = np.zeros(slots.positions.shape, np.bool_)
@@ -482,7 +444,7 @@ class AerpLayer:
         return high | slots.protected_at(slots.newest + 1)
 
     def x_high_scores(self, hst: Flags) -> Flags:
-        """Return which x rows are high-score tokens: by the vote of at least half of the retaining heads, or waiting."""
+        """Return which x rows are high-score tokens, by the vote of at least half of the heads, or waiting."""
         index = self.x_index[:, :-1]
         votes = np.bincount(index[(index != NONE) & hst], minlength=len(self.inputs.positions))
         high: Flags = self.inputs.waiting | (2 * votes >= self.inputs.retaining)
@@ -490,18 +452,15 @@ class AerpLayer:
 
     @property
     def in_kv(self) -> Flags:
-        """The slots that hold keys and values of their own [kv_heads, budget]."""
         own: Flags = self.slots.used & (self.x_index[:, :-1] == NONE)
         return own
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in eDRAM: keys, values and x rows of 16 bits. Scales of int16 vectors are stored elsewhere."""
         return 2 * (2 * self.shape.head_dim * int(self.in_kv.sum()) + self.shape.channels * int(self.inputs.used.sum()))
 
     @property
     def lost_bits(self) -> int:
-        """The number of bits in eDRAM that read wrongly, modelled."""
         return self.keys.lost_bits(self.in_kv) + self.values.lost_bits(self.in_kv) + self.inputs.lost_bits
 
 

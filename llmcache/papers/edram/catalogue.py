@@ -44,7 +44,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Models, workloads, systems and profiles by name, by default those of the paper."""
+    """Models, workloads, systems and profiles by name."""
 
     models: Mapping[str, LlmShape] = field(default_factory=lambda: MODELS)
     workloads: Mapping[str, GenerationWorkload] = field(default_factory=lambda: WORKLOADS)
@@ -57,7 +57,7 @@ class Catalogue:
 
 
 def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
-    """Return the entry of `known` called `name`, in any case; UsageError naming the option `--kind`."""
+    """Return an entry by name, in any case; UsageError names the option `--kind`."""
     for key, value in known.items():
         if key.lower() == name.strip().lower():
             return value
@@ -65,7 +65,7 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Return the distinct entries that `text` names, separated by commas, or "all"; errors as for `named`."""
+    """Return the distinct entries of a list separated by commas, or "all"; errors as for `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
@@ -76,9 +76,9 @@ WANTED = {"bool": "true or false", "str": "a string", "int": "a whole number", "
 
 
 def read_constants(path: str | Path | None) -> Catalogue:
-    """Return the paper's catalogue with the additions and changes of the TOML file `path`, if any.
+    """Return the paper's catalogue with the changes of the TOML file `path`.
 
-    UsageError, naming file and key, for unknown keys and invalid values; DataError if the file is not TOML.
+    UsageError for unknown keys and invalid values; DataError if the file is not TOML.
     """
     known = {f"{kind}s": dict(getattr(Catalogue(), f"{kind}s")) for kind in DEFAULTS}
     for kind, tables in ({} if path is None else _document(Path(path))).items():
@@ -115,7 +115,6 @@ def _check_key(where: str, key: str, known: Iterable[str]) -> None:
 
 
 def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> Any:
-    """Return a copy of `base` with a new name and `changes`; the keys of a system belong to several of its parts."""
     if isinstance(base, AcceleratorSystem):
         parts = [base.hardware, base.policy, base.policy.intervals]
         hardware, policy, intervals = _changed(parts, changes, where)
@@ -126,7 +125,6 @@ def _derived(base: Any, name: str, changes: dict[str, object], where: str) -> An
 
 
 def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[Any]:
-    """Return copies of `parts`, with each of `changes` in the part that has a field of that name."""
     kinds = [{one.name: str(one.type) for one in fields(part) if one.name != "name"} for part in parts]
     known = {name: kind for of_part in kinds for name, kind in of_part.items() if kind in WANTED}
     values = {}
@@ -141,7 +139,6 @@ def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[A
 
 
 def _value(where: str, value: object, kind: str) -> Any:
-    """Return `value` as the type called `kind`; UsageError if it is not of that type. 128e9 is a valid int."""
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "str" and isinstance(value, str):

@@ -1,12 +1,10 @@
 """Models of parts of the chip: areas, the systolic evictor, lifetimes of activations in eDRAM.
 
-The evictor is a column of registers next to the array, which finds the token to evict while scores are computed (kelle.txt,
-sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the array delivers the product of token i one cycle after row i - 1. In the
-same cycle register S_i adds it to the token's score, and in the next one the chain M compares the sum with the smallest one
-before it.
+The evictor is a column of registers next to the array (kelle.txt, sections 5.1, 5.3 and 8.1.4, figure 11). Row i of the
+array delivers the product of token i one cycle after row i - 1. In the same cycle register S_i adds it to the token's score,
+and in the next one the chain M compares the sum with the smallest one before it.
 
-Lifetimes: section 6, equations 4 to 8, figure 12, in the order of work of the baseline and of the Kelle scheduler. The
-equations are for MHA and add times regardless of sizes; the energy of refreshes is computed from bytes (`energy`).
+Lifetimes: section 6, equations 4 to 8, figure 12. The equations are for MHA and add times regardless of sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from llmcache.papers.edram.systems import AcceleratorSystem, Configuration
 
 @dataclass(frozen=True)
 class Area:
-    """Square millimetres on the chip by part; DRAM is not on the chip."""
+    """Square millimetres on the chip by part."""
 
     array_mm2: float
     sram_mm2: float
@@ -36,10 +34,7 @@ class Area:
 
 
 def area_of(system: AcceleratorSystem) -> Area:
-    """Return the area of `system`.
-
-    The values of table 1 are below the area of bare cells at 65 nm, so results are good only for comparisons.
-    """
+    """Return the area; the values of table 1 are below that of bare cells at 65 nm, so use results only to compare."""
     hardware = system.hardware
     on_chip = hardware.kv_capacity_bytes + hardware.activation_bytes
     sram = hardware.weight_capacity_bytes + (0 if hardware.edram else on_chip)
@@ -59,10 +54,10 @@ CHAIN_CYCLES = 1
 
 @dataclass(frozen=True)
 class EvictorCost:
-    """The modelled cost of evicting in a decode step, with the evictor and with a search after the scores are complete.
+    """The modelled cost of evicting in a decode step.
 
-    `stall_ns` and `joules` belong to the evictor. `search_ns` is the scan of the scores by one comparator, one score per
-    cycle, which also reads every score from its registers and writes it back (`search_bytes`).
+    `stall_ns` and `joules` belong to the evictor. `search_ns` is a scan of the complete scores by one comparator, which also
+    reads and writes back every score (`search_bytes`).
     """
 
     register_bytes: float
@@ -73,10 +68,10 @@ class EvictorCost:
 
 
 def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
-    """Return the cost of evicting in a decode step of `configuration` with a full cache that takes `step_ns`.
+    """Return the cost of evicting in a decode step with a full cache that takes `step_ns`.
 
-    The evictor draws its power during the whole step. Area and power are those of the paper (0.06 mm², 28 mW: section
-    8.1.4); its "5%" of energy and "7%" of latency depend on an unstated baseline and are not used.
+    Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its "5%" of energy and "7%" of latency depend on an
+    unstated baseline.
     """
     shape, workload = configuration.model, configuration.workload
     searches = shape.kv_heads * shape.layers * workload.batch
@@ -96,7 +91,7 @@ Time = TypeVar("Time", float, Doubles)
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The modelled time from computing X, Q, K and V to using them, during which they are in eDRAM, ns."""
+    """The time (ns) from computing X, Q, K and V to using them."""
 
     x_ns: float
     q_ns: float
@@ -105,15 +100,14 @@ class Lifetimes:
 
     @property
     def total_ns(self) -> float:
-        """The sum, L of equations 7 and 8."""
         return self.x_ns + self.q_ns + self.k_ns + self.v_ns
 
 
 def access_ns(configuration: Configuration) -> tuple[float, float]:
-    """Return T_SRAM and T_eDRAM (ns) of an attention block in the last decode step: reading W_Q, and the keys of the batch.
+    """Return T_SRAM and T_eDRAM of an attention block in the last decode step: reading W_Q, and the keys of the batch.
 
     Source: equations 5 and 6. Differs from the paper: a matrix larger than the SRAM streams through it, no faster than DRAM
-    delivers it; equation 6 uses the bandwidth of SRAM for 16.8 MB in a memory of 2 MB.
+    delivers it.
     """
     shape, workload, hardware = configuration.model, configuration.workload, configuration.hardware
     weight_bytes = shape.channels * shape.heads * shape.head_dim * CHIP.weight_bytes
@@ -123,19 +117,19 @@ def access_ns(configuration: Configuration) -> tuple[float, float]:
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
-    """Return the lifetimes in the last decode step of `configuration`, in the order of work of its system."""
+    """Return the lifetimes in the last decode step, in the order of work of the system."""
     order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
     return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Return the lifetimes of X, Q, K and V in the baseline, in the unit of the arguments. Source: equation 7."""
+    """Return the lifetimes of X, Q, K and V in the baseline. Source: equation 7."""
     return 3 * sram, 2 * sram + edram, sram + edram, 2 * edram
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Return the same with weights and cached keys read at the same time (the Kelle scheduler). Source: equation 8.
+    """Return the same with weights and cached keys read at the same time. Source: equation 8.
 
-    Keys and values are used as they are computed; the paper takes their lifetimes to be 0.
+    Keys and values are used as they are computed.
     """
     return 3 * sram, sram + edram, 0 * edram, 0 * edram

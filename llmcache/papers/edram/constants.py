@@ -1,7 +1,7 @@
 """The numbers of the Kelle paper with the sections that they come from, and three profiles of energies.
 
 Base units: bytes, nanoseconds, bytes/s, joules, watts, mm². Kelle: T. Xia and S. Q. Zhang, MICRO 2025,
-doi:10.1145/3725843.3756071. Nothing is fitted to the paper's results.
+doi:10.1145/3725843.3756071.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUPS = ("hst_msb", "hst_lsb", "lst_msb", "lst_lsb")
 
 @dataclass(frozen=True)
 class RefreshIntervals:
-    """Refresh intervals of the four groups (ns), in the order of `GROUPS`. Source: Kelle, sections 4.2 and 7.1."""
+    """Refresh intervals of the four groups (ns). Source: Kelle, sections 4.2 and 7.1."""
 
     hst_msb_ns: float
     hst_lsb_ns: float
@@ -33,19 +33,14 @@ class RefreshIntervals:
 
     @classmethod
     def uniform(cls, interval_ns: float) -> RefreshIntervals:
-        """Return the same interval (ns) for all groups."""
         return cls(interval_ns, interval_ns, interval_ns, interval_ns)
 
     def in_order(self) -> tuple[float, float, float, float]:
-        """Return the intervals (ns) in the order of `GROUPS`."""
         return self.hst_msb_ns, self.hst_lsb_ns, self.lst_msb_ns, self.lst_lsb_ns
 
     @property
     def mean_ns(self) -> float:
-        """The harmonic mean (ns): the uniform interval with the same number of refreshes, for groups of equal size.
-
-        The paper's "average retention time of 1.05 ms" (section 7.1) and all uniform intervals of table 4 are this mean.
-        """
+        """Return the harmonic mean, as the paper does in table 4 and for "1.05 ms" (section 7.1)."""
         return len(GROUPS) / sum(1 / interval_ns for interval_ns in self.in_order())
 
     def scaled(self, factor: float) -> RefreshIntervals:
@@ -70,8 +65,7 @@ FAILURE_RATE = 2e-3
 class Macro:
     """A 4 MB memory of table 1 (65 nm, 105 °C, from Destiny). The areas are too small for 65 nm: use only their ratios.
 
-    `refresh_j` has no denominator in the paper. It is read as the energy of one pass over the whole array, because Destiny
-    reports that under this name.
+    `refresh_j` has no denominator in the paper; it is read as the energy of one pass over the array, as in Destiny.
     """
 
     capacity_bytes: int
@@ -87,7 +81,7 @@ EDRAM_4MB = Macro(4 * MIB, 3.2, 84.8e-12, 0.154, 1.14e-3)
 
 @dataclass(frozen=True)
 class Chip:
-    """The Kelle accelerator as described in section 8; comments name other sections."""
+    """The Kelle accelerator (section 8)."""
 
     array_rows: int = 32  # RSA of 32 x 32 processing elements
     baseline_rows: int = 24  # 8.1.1: of the SRAM system with the same area
@@ -119,7 +113,7 @@ CHIP = Chip()
 
 @dataclass(frozen=True)
 class Aerp:
-    """Defaults of the eviction and recomputation policy. Budgets and windows belong to the workloads."""
+    """Defaults of the eviction and recomputation policy."""
 
     sinks: int = 10  # 7.1
     score_bits: int = 4  # 5.1: of the score registers
@@ -133,7 +127,7 @@ AERP = Aerp()
 class Profile:
     """Energies of the model. `access_j` of both memories is for `access_bytes` bytes: never mix two granularities.
 
-    Leakage and refresh are for `array_bytes`; a refresh pass refreshes the whole array once.
+    Leakage and refresh are for `array_bytes`.
     """
 
     name: str
@@ -162,21 +156,17 @@ class Profile:
 
     @property
     def sram_j_per_byte(self) -> float:
-        """The energy of reading or writing a byte of SRAM (J)."""
         return self.sram_access_j / self.access_bytes
 
     @property
     def edram_j_per_byte(self) -> float:
-        """The energy of reading or writing a byte of eDRAM (J)."""
         return self.edram_access_j / self.access_bytes
 
     @property
     def refresh_j_per_byte(self) -> float:
-        """The energy of refreshing a byte of eDRAM once (J)."""
         return self.refresh_pass_j / self.array_bytes
 
     def refresh_w(self, capacity_bytes: float, interval_ns: float) -> float:
-        """Return the power (W) of refreshing `capacity_bytes` every `interval_ns`."""
         return self.refresh_j_per_byte * capacity_bytes / (interval_ns * 1e-9)
 
 

@@ -1,8 +1,6 @@
-"""A decoder in numpy whose attention layers run under AERP, for Llama, Mistral and Qwen2 models of the size of a test.
+"""A decoder in numpy whose attention layers run under AERP, for small Llama, Mistral and Qwen2 models.
 
-It reads a model directory: config.json and one model.safetensors in float32, without scaled rotations. The prompt is
-computed once with dense attention and stored in all compared variants of the cache; the tokens after it are computed one by
-one for each. Needs neither torch nor transformers.
+A model directory has config.json and one model.safetensors in float32, without scaled rotations.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class Config:
 
     @classmethod
     def parse(cls, data: Any) -> Config:
-        """Return the sizes in the data of a config.json; DataError naming a missing or unsupported field."""
         if not isinstance(data, dict) or data.get("model_type") not in MODEL_TYPES:
             found = data.get("model_type") if isinstance(data, dict) else None
             raise DataError(f"model_type: must be one of {', '.join(MODEL_TYPES)}, not {found!r}", _HINT)
@@ -69,7 +66,7 @@ class Config:
 
 
 def parse_tensors(raw: bytes) -> dict[str, Floats]:
-    """Return the tensors of a float32 safetensors file; DataError naming an invalid one."""
+    """Return the tensors of a float32 safetensors file; DataError names an invalid one."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 0 < length <= min(_LONGEST_HEADER, len(raw) - 8):
         raise DataError(f"model.safetensors: a header of {length} bytes does not fit in a file of {len(raw)} bytes", _HINT)
@@ -111,9 +108,7 @@ def _number(data: dict[str, Any], name: str, default: float) -> float:
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """The results of one layer for a prompt of n tokens: x [n, hidden], keys and values [n, kv_heads, dim], column sums of
-    attention weights [kv_heads, n].
-    """
+    """One layer's x [n, hidden], keys and values [n, kv_heads, dim], and sums of attention weights [kv_heads, n]."""
 
     x: Floats
     keys: Floats
@@ -126,7 +121,7 @@ Prompt = tuple[LayerPrompt, ...]
 
 
 class Decoder:
-    """The weights of a model, by their names in safetensors, and the computation of tokens."""
+    """The weights of a model, and the computation of tokens."""
 
     def __init__(self, config: Config, tensors: dict[str, Floats]) -> None:
         self.config, self._tensors = config, tensors
@@ -136,7 +131,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Return the model in `directory`; UsageError if it cannot be read, DataError naming invalid content."""
+        """Raise a UsageError if `directory` cannot be read, DataError for invalid content."""
         root = Path(directory)
         try:
             config = json.loads((root / "config.json").read_bytes())
@@ -184,7 +179,7 @@ class Decoder:
         return logits
 
     def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
-        """Return the prompt `ids` [n] as input for caches, and the logits [n, vocabulary] of dense attention."""
+        """Return the prompt as input for caches, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]
         for layer, project in enumerate(self.projections):
@@ -205,7 +200,6 @@ class Decoder:
         return layers
 
     def step(self, token: int, cache: list[AerpLayer]) -> Floats:
-        """Return the logits [vocabulary] after `token`, the next token of the text in `cache`."""
         position = np.array([cache[0].slots.newest + 1])
         hidden = self._tensor("model.embed_tokens.weight")[[token]]
         for number, layer in enumerate(cache):

@@ -37,7 +37,7 @@ COMPONENTS = tuple(name for names in KINDS.values() for name in names)
 
 
 def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Doubles, prefill: Prefill) -> dict[str, Doubles]:
-    """Return the energy (J, [n]) of each of `COMPONENTS` for prefill and all decode steps, which take `step_s` each."""
+    """Return the energy (J, [n]) of each of `COMPONENTS` for prefill and all decode steps."""
     latency_s = prefill.latency_s[:, 0] + (steps.count * step_s).sum(axis=1)
     found = dict.fromkeys(COMPONENTS, np.zeros(len(latency_s)))
     found |= _timely(c, latency_s[:, None])
@@ -48,7 +48,6 @@ def energy_of(c: ConfigurationColumns, steps: Steps, step: Step, step_s: Doubles
 
 
 def _timely(c: ConfigurationColumns, latency_s: Doubles) -> dict[str, Doubles]:
-    """Return the energy that depends only on time; `latency_s` [n, 1]."""
     on_chip = c.kv_capacity_bytes + c.activation_bytes
     sram = c.weight_capacity_bytes + np.where(c.edram, 0, on_chip)
     edram = np.where(c.edram, on_chip, 0)
@@ -84,7 +83,6 @@ def _of_prefill(c: ConfigurationColumns, prefill: Prefill) -> dict[str, Doubles]
 
 
 def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, Doubles]:
-    """Return the energy of bytes and cycles in all decode steps. Data from DRAM is written on the chip, then read."""
     memory = np.where(c.edram, c.edram_j_per_byte, c.sram_j_per_byte)
     weights, kv_token_bytes = c.read_weights * CHIP.weight_bytes, c.layers * c.kv_layer_bytes
     resident = step.stored_bytes - step.off_chip_bytes
@@ -107,10 +105,10 @@ def _of_decode(c: ConfigurationColumns, steps: Steps, step: Step) -> dict[str, D
 
 
 def _activation_refresh_j(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the energy (J, [n, groups]) of refreshing X, Q, K and V of all layers in a step, by their lifetimes.
+    """Return the energy (J, [n, groups]) of refreshing X, Q, K and V of all layers in a step.
 
-    Weights arrive at the slower rate of SRAM and DRAM. Differs from the paper: the sums of equations 7 and 8 weight all four
-    equally; here each counts by its bytes, and only for whole intervals.
+    Differs from the paper: equations 7 and 8 weight all four equally; here each counts by its bytes, and only for whole
+    intervals.
     """
     width = c.heads * c.head_dim
     t_sram_s = c.channels * width * CHIP.weight_bytes / np.minimum(c.sram_bytes_per_s, c.dram_bytes_per_s)

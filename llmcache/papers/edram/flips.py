@@ -1,16 +1,12 @@
 """Bit flips of 2DRP: reads of eDRAM whose four groups are refreshed at their own intervals, determined by a seed.
 
-Format: 16-bit cells hold integers with one scale per vector, or fp16 numbers. Differs from the paper, which only says "16
-bits". The choice determines the result: a lost exponent bit of an fp16 number ruins the model at rates that hardly affect
-integers, so integers are the default.
+16-bit cells hold integers with one scale per vector, or fp16 numbers; the paper only says "16 bits". A lost exponent bit of
+an fp16 number ruins the model at rates that hardly affect integers.
 
-Random numbers: one uniform number per stored bit, a hash of its location, so that their order does not matter. A bit is lost
-in a group if its number is below the group's rate. The number does not depend on the rate, so bits lost at a short interval
-are also lost at every longer one, and two runs with one seed differ only by their rates.
-
-A loss is determined at the write and remains until the next write: retention failures are weak cells, and refreshing a wrong
-bit keeps it wrong. By default a bit that is lost while its token has a low score remains lost when the token is promoted
-(`sticky`). Differs from the paper: section 4.2 does not say when bits are drawn.
+A bit is lost in a group if a hash of its location is below the group's rate, so two runs with one seed differ only by their
+rates. A loss is determined at the write and remains until the next write. By default a bit that is lost while its token has
+a low score remains lost when the token is promoted (`sticky`). Differs from the paper: section 4.2 does not say when bits
+are drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ LARGEST_HALF = 65504.0
 
 
 def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
-    """Return `rows` [..., dim] as stored: bits [..., dim], and scales [..., 1], which cannot be lost.
+    """Return `rows` [..., dim] as bits [..., dim] and scales [..., 1], which cannot be lost.
 
     int16: the largest number of a vector becomes 32767. fp16: the scales are 1.
     """
@@ -46,10 +42,7 @@ def encode(rows: Floats, how: Format) -> tuple[Bits, Floats]:
 
 
 def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
-    """Return the numbers in `bits`, float32 [..., dim].
-
-    fp16: NaN reads as 0, infinities as the largest finite number.
-    """
+    """Return float32 [..., dim]; in fp16, NaN reads as 0, infinities as the largest finite number."""
     if how == "int16":
         return bits.view(np.int16).astype(np.float32) * scales
     numbers = bits.view(np.float16).astype(np.float32)
@@ -58,7 +51,7 @@ def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
 
 @dataclass(frozen=True)
 class FlipRates:
-    """The probability that a stored bit is lost, for the four groups: high- and low-score tokens, bits 15-8 and 7-0."""
+    """The probability that a bit is lost: high- and low-score tokens, bits 15-8 and 7-0."""
 
     hst_msb: float = 0.0
     hst_lsb: float = 0.0
@@ -94,16 +87,16 @@ NO_FLIPS = FlipRates()
 
 
 def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Return the rates of the uniform interval with the same number of refreshes as `intervals`: their harmonic mean.
+    """Return the rates of the uniform interval with the same number of refreshes: the harmonic mean.
 
-    Source: kelle.txt, table 4, whose uniform intervals are this mean. Differs from the paper: section 7.2 claims "the same
-    average failure rate", but with the curve used here 2DRP loses several times more bits. `iso_failure` has equal rates.
+    Source: kelle.txt, table 4. Differs from the paper: section 7.2 claims "the same average failure rate", but 2DRP loses
+    several times more bits.
     """
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
 
 def iso_failure(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
-    """Return the uniform rate that loses the same mean number of bits as `intervals`, as section 7.2 literally says."""
+    """Return the uniform rate that loses the same number of bits (section 7.2)."""
     return FlipRates.uniform(FlipRates.of_intervals(intervals, curve).mean)
 
 
@@ -121,15 +114,15 @@ _ONE_SIDED = {
 
 
 def one_sided(side: str, rate: float) -> FlipRates:
-    """Return `rate` for the groups of one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 for the others (figure 8)."""
+    """Return `rate` for one `side` ("uniform", "msb", "lsb", "hst", "lst"), 0 elsewhere (figure 8)."""
     return FlipRates(**dict.fromkeys(_ONE_SIDED[side], rate))
 
 
 def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
-    """Return the rates that `text` specifies; UsageError naming the part that is invalid.
+    """Return the rates that `text` specifies; UsageError names an invalid part.
 
-    "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (a column of table 4);
-    "interval=1050us" or the four intervals in the order of `GROUPS`.
+    "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (table 4); "interval=1050us" or
+    four intervals in the order of `GROUPS`.
     """
     kind, _, value = text.strip().partition("=")
     if kind == "none" and not value:
@@ -161,9 +154,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def name_rows(*parts: int | Int64s) -> Names:
-    """Return one 64-bit name per row, hashed from the numbers that identify it (seed, layer, head, position...),
-    broadcast.
-    """
+    """Return one 64-bit hash per row of the numbers that identify it (seed, layer, head, position...)."""
     with np.errstate(over="ignore"):
         name = np.zeros((), np.uint64)
         for part in parts:
@@ -172,7 +163,6 @@ def name_rows(*parts: int | Int64s) -> Names:
 
 
 def _mixed(z: Names) -> Names:
-    """Return the finalizer of Splitmix64: every bit of the result depends on every bit of `z`."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Names = z ^ (z >> np.uint64(31))
@@ -183,7 +173,7 @@ _mixed_one = njit(nogil=True)(_mixed)
 
 
 def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
-    """Return the bits that rows of `dim` numbers lose as HST and as LST, uint16 [*names.shape, dim] each."""
+    """Return the bits that rows lose as HST and as LST, uint16 [*names.shape, dim] each."""
     shape = (*names.shape, dim)
     hst, lst = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
     limits = np.array([round(rate * 2**32) for rate in rates.in_order()], np.uint64)
@@ -193,7 +183,7 @@ def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
 
 @njit(cache=True, nogil=True)
 def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
-    """Draw the losses: eight hashes per number, each of which gives the 32-bit random numbers of two bits."""
+    """Draw the losses: each of eight hashes per number gives two 32-bit random numbers."""
     for row in range(names.size):
         z = names[row]
         for column in range(hst.shape[1]):
@@ -219,7 +209,7 @@ HST, LST = 1, 2
 
 @dataclass(frozen=True)
 class CellSettings:
-    """The format and the losses of vectors (`sticky`: see the module). The format "exact" rounds and loses nothing."""
+    """The format and the losses of vectors. The format "exact" rounds and loses nothing."""
 
     format: Format = "int16"
     rates: FlipRates = NO_FLIPS
@@ -249,7 +239,7 @@ class Cells:
             self._scales = np.zeros((*self.places, 1), np.float32)
 
     def write(self, at: Where, rows: Floats, names: Names) -> None:
-        """Store `rows` [n, dim] at the places `at` (one index array per axis); `names` [n] seed their losses."""
+        """Store `rows` [n, dim] at `at` (one index array per axis); `names` [n] seed their losses."""
         how = self.settings.format
         if how == "exact":
             self.readings[at] = rows
@@ -267,10 +257,9 @@ class Cells:
         self.places = (self.places[0] + more, *self.places[1:])
 
     def settle(self, hst: Flags, used: Flags) -> Where:
-        """Set the groups of the `used` rows for a step (`hst`); return the places whose readings may have changed.
+        """Set the groups of the `used` rows; return the places whose readings may have changed.
 
-        Both arguments are [*places], or cover a prefix of each axis; other places are not in use. Does nothing if no bit can
-        be lost.
+        Both arguments are [*places], or cover a prefix of each axis.
         """
         if not self.settings.rates.any:
             return np.nonzero(np.zeros(hst.shape, np.bool_))
@@ -284,7 +273,6 @@ class Cells:
         return changed
 
     def _lost(self, at: Where) -> Bits:
-        """Return the bits that the rows at `at` have lost in all their groups since the write."""
         groups = self._groups[at][:, None]
         lost = np.where(groups & HST, self._hst[at], 0) | np.where(groups & LST, self._lst[at], 0)
         return lost.astype(np.uint16)

@@ -14,7 +14,7 @@ from llmcache.units import format_duration
 
 
 class KelleRecorder(RunRecorder):
-    """Records the rows that `policy` keeps from now on, as vectors of 16 bits regardless of the store's type.
+    """Records the rows that `policy` keeps from now on, as vectors of 16 bits.
 
     `step_ns`: duration of a step on the *modelled* accelerator; None: the reader of the run chooses it.
     """
@@ -26,7 +26,6 @@ class KelleRecorder(RunRecorder):
         policy.record(self, step_ns)
 
     def run(self, title: str = "", **settings: Any) -> EdramRun:
-        """End the recording and return the run. ValueError if nothing was recorded."""
         policy = self._policy
         policy.end_record()
         clock = "unknown" if self._step_ns is None else f"modelled: {format_duration(self._step_ns)} per step"
@@ -35,10 +34,7 @@ class KelleRecorder(RunRecorder):
 
 
 def record_stream(setup: Setup, policy: str | None, progress: Callable[[str], None] = lambda _: None) -> EdramRun:
-    """Return the rows that Kelle keeps in each step of the benchmark `setup`; UsageError if `policy` is another one.
-
-    The run has no clock, because the duration of a step on an accelerator with eDRAM cannot be measured here.
-    """
+    """Return the rows that Kelle keeps in each step of the benchmark; UsageError if `policy` is another one."""
     variants = variants_of(policy or DEFAULT_POLICIES)
     if [variant.policy for variant in variants] != [Kelle.name]:
         raise UsageError("--edram-run: only the policy kelle can be recorded", "add --policy kelle")

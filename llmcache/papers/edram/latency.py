@@ -1,22 +1,12 @@
-"""Modelled prefill and decode steps: the bytes moved, the work of the array, and the time that each resource is busy.
-
-Unlike `kv.planning.latency`, which takes the speeds of a machine as given, this model derives them from the tiles of an
-array and the memories on the chip.
-
-Configurations are columns of arrays that are computed at once (`ConfigurationColumns`); their decode steps form groups
-(`Steps`). The cost of a step depends on the number of cached tokens. While the cache grows, consecutive steps form groups
-with one mean; after eviction keeps it at its budget, all steps are one group. Costs are linear in the cached tokens and in
-the rows of array tiles that they fill, and a group has the exact means of both. The exceptions are groups in which another
-resource becomes the slowest, or an activation lives one interval longer; there the mean is an approximation (energies are
-within 1e-4).
+"""Modelled prefill and decode steps: bytes moved, and the time that each resource is busy.
 
 The array is weight-stationary with hidden loading: a tile of weights stays for the cycles of the rows that pass through it,
-or of loading the next tile, whichever is longer. Memories have their printed bandwidth.
+or of loading the next tile, whichever is longer. Memories have their printed bandwidth. Groups of decode steps have exact
+means, unless the slowest resource or the number of refresh intervals changes within a group (energies are within 1e-4).
 
-As many cached tokens are stored as inputs and recomputed as the array can hide behind DRAM traffic. Differs from the paper,
-which says that recomputing a KV vector takes 3.2 us and loading one takes 1.1 us (section 8.3.2), so that every fourth would
-be recomputed. Its own array takes 32.8 us for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us for their 16
-KiB. Both variants exist: `first-principles` and `declared`.
+As many cached tokens are recomputed as the array can hide behind DRAM traffic (`first-principles`). Differs from the paper
+(`declared`), in which recomputing a KV vector takes 3.2 us and loading one 1.1 us (section 8.3.2). Its array takes 32.8 us
+for K and V of a token in a layer of LLaMA2-7B, and its DRAM 0.26 us.
 """
 
 from __future__ import annotations
@@ -34,9 +24,8 @@ from llmcache.papers.edram.systems import Configuration
 
 
 class ConfigurationColumns:
-    """Attributes of many configurations as columns [n, 1]; ValueError if there are none.
+    """Attributes of many configurations as columns [n, 1], float64 or bool; ValueError if there are none.
 
-    An attribute of a model, workload, hardware, policy or profile is a column under its name, in its unit, float64 or bool.
     `refresh_hz` is [n, 4], in the order of `constants.GROUPS`; `matrices` is [n, 3 * kinds].
     """
 
@@ -66,8 +55,8 @@ STEP_GROUPS = 64
 class Steps:
     """Groups of decode steps, float64 [n, groups + 1] each; the last group has the steps at the budget.
 
-    `cached`: mean number of tokens that a step attends to, including its own. `row_tiles`: mean number of tiles of
-    `array_rows` tokens that they fill, including a partial one. `count`: steps of the group, 0 if it is empty.
+    `cached`: mean number of tokens that a step attends to. `row_tiles`: mean number of tiles of `array_rows` tokens that
+    they fill. `count`: steps of the group.
     """
 
     cached: Doubles
@@ -76,7 +65,7 @@ class Steps:
 
 
 def steps_of(columns: ConfigurationColumns, groups: int | None = STEP_GROUPS) -> Steps:
-    """Return the decode steps of `columns` in `groups` groups and one more; None: one group per step of the longest."""
+    """Return `groups` groups and one more; None: one group per step."""
     end = columns.context + columns.decode
     kept = np.where(columns.evict, np.minimum(end, columns.budget), end)
     growing = np.clip(kept - columns.context, 0, columns.decode)
@@ -109,11 +98,7 @@ PASSES_16_BY_16 = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """Numbers of tiles of `array_rows` x `array_rows` weights, [n, 1]: in all K and V matrices, in all others, in the head.
-
-    `load_cycles`: to load one from SRAM. `row_cycles`: per row that passes through one. `fill_cycles`: to fill and drain
-    one, if that is not hidden.
-    """
+    """Numbers of tiles of `array_rows` x `array_rows` weights, [n, 1]: of K and V, of other matrices, of the head."""
 
     kv: Doubles
     other: Doubles
@@ -140,10 +125,7 @@ def tiles_of(c: ConfigurationColumns) -> Tiles:
 
 
 def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Doubles, extra_kv_rows: Doubles) -> Doubles:
-    """Return the time (s) of all products with weights for `rows` rows, `head_rows` of which need the head.
-
-    `extra_kv_rows`, the recomputed tokens, pass only through K and V.
-    """
+    """Return the time of all products with weights; `extra_kv_rows` pass only through K and V."""
 
     def cycles(amount: Doubles) -> Doubles:
         return np.maximum(amount * tiles.row_cycles, tiles.load_cycles) + tiles.fill_cycles
@@ -153,7 +135,7 @@ def linear_s(c: ConfigurationColumns, tiles: Tiles, rows: Doubles, head_rows: Do
 
 
 def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the time (s) of the products with keys and values in one step, [n, groups]."""
+    """Return the time of the products with keys and values, [n, groups]."""
     per_head = 2 * np.ceil(c.head_dim / c.array_rows) * steps.row_tiles
     rows = c.heads / c.kv_heads * PASSES_16_BY_16 / c.macs_per_pe
     load = c.array_rows**2 * CHIP.value_bytes * c.clock_hz / c.kv_bytes_per_s
@@ -162,10 +144,9 @@ def attention_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: bytes, tokens, and the seconds that each resource is busy; [n, groups], or [n, 1] if constant.
+    """One decode step: bytes, tokens, and seconds by resource; [n, groups], or [n, 1] if constant.
 
-    `recomputed`: tokens per layer, over the batch. `stored_bytes`: of the KV cache; `off_chip_bytes` of them are read from
-    DRAM, the others are in the KV memory. `new_bytes`: written to DRAM.
+    `recomputed`: tokens per layer, over the batch. `off_chip_bytes` of the `stored_bytes` are read from DRAM.
     """
 
     recomputed: Doubles
@@ -184,7 +165,7 @@ class Step:
 def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
     """Return a step with `share` of the cached tokens (0..1, [n, groups]) stored as inputs.
 
-    With the declared costs of section 8.3.2, such tokens move no bytes and take no time, as in the paper's example.
+    With the declared costs of section 8.3.2, such tokens move no bytes and take no time.
     """
     tokens = c.batch * steps.cached
     kv_bytes = tokens * c.layers * c.kv_layer_bytes
@@ -209,9 +190,6 @@ def step_of(c: ConfigurationColumns, steps: Steps, share: Doubles) -> Step:
 
 
 def _eviction_s(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the time (s) by which the search for tokens to evict stalls a step with a full cache; see
-    `chip.EvictorCost`.
-    """
     cycles = np.where(c.systolic_evictor, CHAIN_CYCLES, steps.cached)
     searches = c.kv_heads * c.layers * c.batch
     return np.where(np.logical_and(c.evict, steps.cached >= c.budget), searches * cycles / c.clock_hz, 0)
@@ -224,8 +202,7 @@ RESOURCES = ("dram_weights", "dram_kv", "array", "sram", "kv_memory", "eviction"
 def waits(c: ConfigurationColumns, step: Step) -> dict[str, Doubles]:
     """Return the time (s) that a step waits for each of `RESOURCES`, [n, groups]; the step takes their sum.
 
-    Without overlap, weights and KV are two phases, each as long as its slowest resource. The Kelle scheduler merges them
-    (section 6); DRAM and array then serve both.
+    Without overlap (section 6), weights and KV are two phases, each as long as its slowest resource.
     """
     weights = _slowest(step.dram_weights_s, step.linear_s, step.sram_s)
     kv = _slowest(step.dram_kv_s, step.attention_s, step.kv_memory_s)
@@ -247,7 +224,7 @@ def _slowest(*times_s: Doubles) -> list[Doubles]:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The cost of the prefill, [n, 1] each: bytes over DRAM, MACs of the array, seconds (array and DRAM overlap)."""
+    """The cost of the prefill, [n, 1] each; array and DRAM overlap."""
 
     weight_bytes: Doubles
     activation_bytes: Doubles
@@ -267,10 +244,7 @@ class Prefill:
 
 
 def prefill_of(c: ConfigurationColumns) -> Prefill:
-    """Return the prefill of `c`. Only the last token of a sequence needs the head.
-
-    The inputs of a matrix are read once for each part of it that fits into the weight memory; its outputs are written once.
-    """
+    """Return the prefill of `c`; only the last token needs the head."""
     rows = c.batch * c.context
     weight_bytes = c.read_weights * CHIP.weight_bytes
     activation_bytes = c.layers * rows * CHIP.value_bytes * _values_per_row(c)
@@ -297,17 +271,14 @@ def _values_per_row(c: ConfigurationColumns) -> Doubles:
 
 
 def activation_accesses(c: ConfigurationColumns, rows: Doubles) -> Doubles:
-    """Return the bytes of activations that all layers, without the head, read and write on the chip for `rows` rows.
-
-    Inputs are read once per column of tiles.
-    """
+    """Return the bytes of activations that all layers read and write on the chip."""
     inputs, outputs, many = _matrices(c)
     values = (many * (inputs * np.ceil(outputs / c.array_rows) + outputs)).sum(axis=1, keepdims=True)
     return np.asarray(c.layers * rows * CHIP.value_bytes * values)
 
 
 def _matrices(c: ConfigurationColumns) -> Doubles:
-    """Return inputs, outputs and number of each kind of matrix of a layer, [3, n, kinds]."""
+    """Return inputs, outputs and number of each kind of matrix, [3, n, kinds]."""
     return np.moveaxis(c.matrices.reshape(len(c.layers), -1, 3), 2, 0)
 
 
@@ -325,10 +296,9 @@ def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
 
 
 def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the share with which a step is shortest, from the costs of array and DRAM.
+    """Return the share with which a step is shortest.
 
-    Tokens are recomputed until the array is as busy as DRAM, until DRAM is no longer the slowest, or until none are left.
-    Sinks and window are stored as KV, because their scores are not known yet, and tokens on the chip need no DRAM.
+    Sinks and window are stored as KV, because their scores are not known yet.
     """
     tokens = c.batch * steps.cached
     saved_bytes = c.layers * (c.kv_layer_bytes - c.x_layer_bytes)  # per token, all layers; at most 0 under GQA

@@ -1,7 +1,6 @@
 """`llmcache edram plot`: figures of a saved model or sweep, as a page, or one of them as PNG or SVG.
 
-The figures are energy by component, speed-up and efficiency, the share of refresh, the roofline, and sweeps over the
-parameter that varies most. The input comes from `llmcache edram model` and `sweep`; DataError names an invalid field.
+The input comes from `llmcache edram model` and `sweep`; DataError names an invalid field.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NAMES = ("model", "workload", "system", "profile")
 
 @dataclass(frozen=True)
 class SavedResult:
-    """One result, in seconds, joules and bytes; `mean_interval_ns`: None without eDRAM.
+    """One result; `mean_interval_ns`: None without eDRAM.
 
     `energies_j`: by component, empty in a sweep.
     """
@@ -56,7 +55,7 @@ class SavedResult:
 
 @dataclass(frozen=True)
 class RoofPoint:
-    """A point under a roof: operations per byte, and per second."""
+    """Operations per byte, and per second."""
 
     name: str
     intensity: float
@@ -65,7 +64,7 @@ class RoofPoint:
 
 @dataclass(frozen=True)
 class Roof:
-    """A saved roofline: its limits and its points."""
+    """The limits and points of a roofline."""
 
     peak_ops_per_s: float
     dram_bytes_per_s: float
@@ -74,7 +73,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Saved:
-    """A document: its results in order, and the rooflines of a model by system."""
+    """Results, and rooflines by system."""
 
     schema: str
     results: tuple[SavedResult, ...]
@@ -87,7 +86,7 @@ class Saved:
 
 
 def saved(document: Any, source: str = "") -> Saved:
-    """Return `document`, parsed from JSON, after validation; DataError, naming `source` and the field, if it is invalid."""
+    """Validate `document`; DataError names `source` and the field."""
     with invalid(source, HINT):
         check_schema(document, MODEL_SCHEMA, SWEEP_SCHEMA)
         found: Saved = from_json(Saved, document)
@@ -138,12 +137,12 @@ MOST_LINES = 8
 
 
 def look_of_system(system: str, place: int) -> Look:
-    """Return the look of `system` in every figure; a user-defined system gets a look by its place."""
+    """Return the look of `system`; one that the user defined gets a look by its place."""
     return SYSTEM_LOOKS.get(system) or OTHER_LOOKS[place % len(OTHER_LOOKS)]
 
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return stacked bars of energy (kJ) by component, a panel per profile. Call it in `theme.style()`."""
+    """Return energy (kJ) by component. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
@@ -162,7 +161,7 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return bars of speed-up and, by profile, of energy efficiency against `baseline`. Call it in `theme.style()`."""
+    """Return speed-up and efficiency. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
@@ -182,7 +181,7 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return bars of the share of refresh in the energy of systems with eDRAM, by profile. Call it in `theme.style()`."""
+    """Return the share of refresh. Call it in `theme.style()`."""
     of = [row for row in rows if row.mean_interval_ns is not None]
     profiles = list(dict.fromkeys(row.profile for row in of))
     systems = list(dict.fromkeys(row.system for row in of))
@@ -202,7 +201,7 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
-    """Return operations per second over operations per byte, a panel per system (figure 16a). Call it in `style()`."""
+    """Return rooflines (figure 16a). Call it in `theme.style()`."""
     figure, axes = grid_of(len(roofs))
     for panel, (system, roof) in zip(axes, roofs.items(), strict=True):
         ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
@@ -224,10 +223,7 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`.
-
-    There is one line for each combination of the other parameters.
-    """
+    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`."""
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row.system for row in rows}) == len(lines)
@@ -251,13 +247,12 @@ SYSTEM = "system"
 
 
 def varied_most(rows: Sequence[SavedResult]) -> str:
-    """Return the axis (of `AXES`) with the most values among rows of the same names, the first of equals; or `SYSTEM`."""
+    """Return the axis (of `AXES`) with the most values, or `SYSTEM`."""
     found = max(AXES, key=lambda name: _values(rows, name))
     return found if _values(rows, found) > 1 else SYSTEM
 
 
 def _values(rows: Sequence[SavedResult], name: str) -> int:
-    """Return the largest number of values of `name` among rows of one model, workload, system and profile."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in rows:
         found.setdefault(tuple(getattr(row, one) for one in NAMES), set()).add(_place(row, name))
@@ -276,7 +271,6 @@ def _place(row: SavedResult, name: str) -> Any:
 
 
 def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResult]]:
-    """Return the rows of each line by label: one line per combination of the varied parameters other than `along`."""
     names = [name for name in NAMES if name != along and len({getattr(row, name) for row in rows}) > 1]
     numbers = [name for name in AXES if name != along and _values(rows, name) > 1]
     found: dict[str, list[SavedResult]] = {}
@@ -302,7 +296,7 @@ LEAD = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of a document: its title, the function that draws it, and its data as text."""
+    """A figure of a document, and its data as text."""
 
     title: str
     draw: Callable[[], Figure]
@@ -310,10 +304,10 @@ class Drawing:
 
 
 def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
-    """Draw the document in the file `source` as `output`, and return the file.
+    """Draw the document in the file `source`.
 
-    `what`: the figure, unless the form is a page; None for the first one. UsageError for an unsupported extension, an
-    unknown figure, or an existing file.
+    `what`: the figure, unless the form is a page. UsageError for an unsupported extension, an unknown figure, or an existing
+    file.
     """
     form = form_of("-o", output, force)
     found = saved(read_json(source, HINT), source)
@@ -330,7 +324,7 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
-    """Return the figures that `found` has data for, by name."""
+    """Return the figures that have data."""
     rows, baseline = found.results, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
@@ -356,7 +350,7 @@ def drawings(found: Saved) -> dict[str, Drawing]:
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
-    """Return all figures as one HTML page. Call it in `theme.style()`."""
+    """Return all figures as an HTML page. Call it in `theme.style()`."""
     first, many = found.results[0], f"{len(found.results):,} configurations"
     work = f"context {first.context:,.0f}, decode {first.decode:,.0f}, batch {first.batch:g}"
     which = many if found.is_sweep else f"{first.model}, {first.workload}: {work}"

@@ -12,14 +12,14 @@ step at which that ends], ...]. Rows written by the prompt exist from step 0 on.
 
 A row of the account is one half (bits 15 to 8, or 7 to 0) of one key, value or x vector; its energy is its share of a pass
 over the array. Rules of counting (`RULES`):
-- ticks: one counter per group, as section 5.1 describes the controller; each tick refreshes all rows of the group.
+- ticks: one counter per group (section 5.1); each tick refreshes all rows of the group.
 - expected: the same with unknown phases of the counters: lifetime divided by interval.
-- floor: every row has its own timer, started by its write; exact for a controller that records the times of writes.
+- floor: every row has its own timer, started by its write.
 - ceil: an upper bound of floor, which counts at least one refresh for each stretch in a group.
 
 A row that is promoted to the high-score group is refreshed at once, because its age may exceed the shorter interval; a
-demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. Differs from the
-paper, which states none of this.
+demoted row keeps its timer. Reads do not refresh, because reading a 3T cell does not destroy its data. The paper states none
+of this.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ KINDS = ("kv", "x")
 
 @dataclass(frozen=True)
 class Life:
-    """`count` equal rows of a `kind` ("kv": a key and a value of one head; "x") that exist from step `begin` on.
+    """`count` equal rows of a `kind` that exist from step `begin` on.
 
-    `path`: for each stretch, whether the score is high, and the step at which it ends; the row ends with the last one.
+    `path`: for each stretch, whether the score is high, and the step at which it ends.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rows of one kind in one step: with high and low score, new, removed, and promoted from low to high."""
+    """Rows of one kind in one step."""
 
     high: int = 0
     low: int = 0
@@ -76,7 +76,7 @@ class Flow:
 
 @dataclass
 class Tracker:
-    """Follows the rows in one array of places (a layer's slots, or its x rows) from step to step."""
+    """Follows the rows in one array of places from step to step."""
 
     kind: str
     lives: Counter[Life]
@@ -85,7 +85,7 @@ class Tracker:
     _begins: dict[int, tuple[int, list[tuple[bool, int]]]] = field(default_factory=dict)
 
     def observe(self, step: int, ids: Int64s, high: Flags) -> Flow:
-        """Return the changes in `step`. `ids` identify the rows in the places (-1: free); `high`: their groups."""
+        """Take `ids` of the rows in the places (-1: free), and their groups."""
         ids, high = ids.reshape(-1).copy(), high.reshape(-1).copy()
         grown = len(ids) - len(self._ids)
         if grown < 0:
@@ -112,7 +112,6 @@ class Tracker:
         self.lives[Life(self.kind, begin, (*path, (high, step)))] += 1
 
     def close(self, step: int) -> None:
-        """End all lives before `step`."""
         for place in list(self._begins):
             self._end(place, step, bool(self._high[place]))
 
@@ -128,7 +127,7 @@ _LARGEST = 1 << 53
 class EdramRun:
     """The rows of a run in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] are modelled, None if unknown.
 
-    `pair_bytes`, `x_bytes`: of one half of the bits. `lives`: None if single rows were not recorded.
+    `pair_bytes`, `x_bytes`: of one half of the bits.
     """
 
     pair_bytes: int
@@ -145,14 +144,12 @@ class EdramRun:
         return len(self.flows["kv"])
 
     def half_bytes(self, kind: str) -> int:
-        """Return the bytes of one half (MSB or LSB) of a row of `kind`."""
         return self.pair_bytes if kind == "kv" else self.x_bytes
 
     def column(self, kind: str, flow: str) -> Doubles:
         return np.array([getattr(step, flow) for step in self.flows[kind]], np.float64)
 
     def with_step(self, step_ns: float, clock: str) -> EdramRun:
-        """Return the run with steps of `step_ns`; `clock` explains the duration."""
         if not 0 < step_ns < _LARGEST:
             raise UsageError(f"step_ns: must be more than 0, not {step_ns:g}")
         return replace(self, durations_ns=(step_ns,) * self.steps, clock=clock)
@@ -166,7 +163,7 @@ class EdramRun:
         return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Write the run to `path`; UsageError if it exists without `force`, MissingRequirement if it cannot be written."""
+        """Raise UsageError if `path` exists without `force`, MissingRequirement if it cannot be written."""
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
@@ -178,7 +175,7 @@ class EdramRun:
 
 
 def read_run(path: str | os.PathLike[str]) -> EdramRun:
-    """Return the recorded run in the file `path`; UsageError if it cannot be read, DataError naming invalid content."""
+    """Read a recorded run; UsageError if it cannot be read, DataError for invalid content."""
     return parse_run(read_json(path, _HINT))
 
 
@@ -204,7 +201,7 @@ class _SavedRun:
 
 
 def parse_run(data: Any) -> EdramRun:
-    """Return the run in `data` of `SCHEMA`; DataError naming a missing or invalid field."""
+    """Return the run in `data`; DataError names an invalid field."""
     with invalid("", _HINT):
         check_schema(data, SCHEMA)
         found: _SavedRun = from_json(_SavedRun, data)
@@ -239,7 +236,6 @@ def _ensure(holds: bool, message: str) -> None:
 
 
 def _life(found: _SavedLife, steps: int) -> Life:
-    """Return a life of a run of `steps` steps; its path has pairs of a bool and ascending steps."""
     _ensure(found.kind in KINDS, f"lives: kind must be one of {', '.join(KINDS)}, not {found.kind!r}")
     path = tuple(tuple(part) if isinstance(part, list) else () for part in found.path)
     pairs = bool(path) and all(len(part) == 2 and isinstance(part[0], bool) and type(part[1]) is int for part in path)
@@ -252,7 +248,7 @@ def _life(found: _SavedLife, steps: int) -> Life:
 
 
 def _check(run: EdramRun) -> None:
-    """Raise a ValueError unless the rows of each step are those of the step before, plus new ones, minus removed ones."""
+    """Raise a ValueError unless the rows of each step follow from the step before."""
     for kind in KINDS:
         before = 0
         for step, flow in enumerate(run.flows[kind]):
@@ -267,7 +263,6 @@ def _check(run: EdramRun) -> None:
 
 
 def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
-    """Raise a ValueError unless the lives agree with the rows of each group in each step."""
     changes = np.zeros((2, run.steps + 1), np.int64)
     for life in lives:
         begin = life.begin
@@ -281,10 +276,7 @@ def _check_lives(run: EdramRun, kind: str, lives: Sequence[Life]) -> None:
 
 
 class RunRecorder:
-    """Collects an `EdramRun`. `pair_bytes`, `x_bytes`: one half (MSB or LSB) of a key and value of a head, and of an x row.
-
-    Rows are followed one by one, which takes about 100 bytes per row ever written.
-    """
+    """Collects an `EdramRun`, with about 100 bytes per row ever written."""
 
     def __init__(self, pair_bytes: int, x_bytes: int = 0) -> None:
         if pair_bytes < 1 or x_bytes < 0:
@@ -297,9 +289,9 @@ class RunRecorder:
         self._durations: list[float] = []
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Record the rows in one array of places (a layer of a sequence) in the current step; call it once per step.
+        """Record the rows in one array of places; call it once per step.
 
-        `ids` identify the rows in the places, for example their positions (-1: free); `high`: which are high-score tokens.
+        `ids` identify the rows (-1: free).
         """
         if kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not '{kind}'")
@@ -307,7 +299,6 @@ class RunRecorder:
         self._now[kind] += tracker.observe(len(self._flows[kind]), ids, high)
 
     def end_step(self, duration_ns: float | None = None) -> None:
-        """End the current step; it takes `duration_ns` on the modelled clock, None in all steps if unknown."""
         timed = len(self._durations) if duration_ns is None else len(self._flows["kv"]) - len(self._durations)
         if timed:
             raise ValueError("duration_ns: must be given for all steps or for none")
@@ -334,7 +325,7 @@ _VECTORS = {"kv": 2, "x": 1}
 
 @dataclass(frozen=True)
 class GroupAccount:
-    """One group: mean number of rows, refreshes of rows (`promotions` of them immediate), bytes and joules, modelled.
+    """One group: mean number of rows, refreshes of rows (`promotions` of them immediate), bytes and joules.
 
     `row_seconds`: the sum of the lifetimes of its rows.
     """
@@ -351,7 +342,7 @@ class GroupAccount:
 
 @dataclass(frozen=True)
 class RefreshAccount:
-    """Refreshes of a run by group (in the order of `GROUPS`), modelled. `joules` is summed over steps, not over groups."""
+    """Refreshes by group (in the order of `GROUPS`). `joules` is summed over steps, not over groups."""
 
     rule: str
     clock: str
@@ -366,9 +357,6 @@ class RefreshAccount:
 
     @property
     def mean_interval_ns(self) -> float:
-        """The lifetime of all rows divided by their refreshes; for equal groups it tends to the harmonic mean of the
-        intervals.
-        """
         refreshes = sum(group.refreshes for group in self.groups)
         return 1e9 * sum(group.row_seconds for group in self.groups) / refreshes if refreshes else float("inf")
 
@@ -383,10 +371,9 @@ def account(
 ) -> RefreshAccount:
     """Return the cost of refreshing `run` at `intervals`, by one of `RULES`.
 
-    `joules_per_byte`: of refreshing a byte once (`Profile.refresh_j_per_byte`). `capacity_bytes`: size of the eDRAM (None:
-    unlimited). If the rows are larger, a share of that size is pinned, and the rest streams through, too briefly to be
-    refreshed. DataError if the run has no durations, or no lives where the rule needs them; UsageError if the rule does not
-    support a capacity.
+    `joules_per_byte`: of refreshing a byte once. `capacity_bytes`: size of the eDRAM (None: unlimited). If the rows are
+    larger, the rest streams through, too briefly to be refreshed. DataError if the run has no durations, or no lives where
+    the rule needs them; UsageError if the rule does not support a capacity.
     """
     if rule not in RULES:
         raise UsageError(f"rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
@@ -420,10 +407,7 @@ def account(
 
 
 def _loads(run: EdramRun) -> Doubles:
-    """Return the rows and bytes that exist, and those that are promoted, in each group and step [4, groups, steps].
-
-    Pairs (a key and a value) and x rows are added; both halves of a vector are in groups of the same score.
-    """
+    """Return rows and bytes that exist, and those promoted, [4, groups, steps]."""
     loads = np.zeros((2, 2, len(GROUPS), run.steps))
     for kind in KINDS:
         high, low, promoted = (run.column(kind, flow) for flow in ("high", "low", "promoted"))
@@ -446,7 +430,7 @@ def _pinned(living: Doubles, capacity_bytes: float | None) -> Doubles:
 def _by_row(
     run: EdramRun, times: list[float], intervals: tuple[float, ...], joules_per_byte: float, rule: str
 ) -> tuple[Doubles, float]:
-    """Return refreshes, promotions and refreshed bytes [3, groups], and the joules of all rows."""
+    """Return refreshes, promotions, bytes [3, groups], and joules."""
     if run.lives is None:
         raise DataError("lives: the run did not record single rows", "use the rule ticks or expected")
     counted, joules = np.zeros((3, len(GROUPS))), 0.0
@@ -459,7 +443,7 @@ def _by_row(
 
 
 def _refreshes(life: Life, times: list[float], intervals: tuple[float, ...], rule: str) -> tuple[Doubles, Doubles]:
-    """Return the refreshes of one row of `life` in each group [4], and the number of promotions among them."""
+    """Return the refreshes of one row [4], and the promotions."""
     counts, promotions = np.zeros(4), np.zeros(4)
     for half in (0, 1):
         last = begin = times[life.begin]

@@ -1,4 +1,4 @@
-"""Output of `llmcache edram report`: the refresh cost of a recorded run, as tables and as JSON; all modelled."""
+"""Output of `llmcache edram report`, as tables and as JSON; all modelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROW_RULES = ("floor", "ceil")
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """The accounts of one run: by profile for the given intervals and, for the first profile, by rule and strategy."""
+    """Accounts by profile and, for the first profile, by rule and strategy."""
 
     run: EdramRun
     intervals: RefreshIntervals
@@ -46,10 +46,7 @@ def accounted(
     capacity_bytes: float | None,
     constants: str | None,
 ) -> RefreshReport:
-    """Return the accounts of the run in the file `source`; UsageError and DataError name an invalid option or field.
-
-    `step_ns`: duration of a step, instead of that in the run; `capacity_bytes`: capacity of the eDRAM.
-    """
+    """Return the accounts of the run in the file `source`; UsageError and DataError name an invalid option or field."""
     profiles = listed("profile", read_constants(constants).profiles, profile)
     if rule not in RULES:
         raise UsageError(f"--rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")
@@ -72,7 +69,7 @@ def accounted(
 
 
 def parse_intervals(text: str) -> RefreshIntervals:
-    """Return the intervals for `text`: a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
+    """Parse a name of `STRATEGIES`, one duration, or four in the order of `GROUPS`."""
     if text.strip().lower() in STRATEGIES:
         return STRATEGIES[text.strip().lower()]
     try:
@@ -140,7 +137,7 @@ def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccou
 
 
 def document(found: RefreshReport) -> dict[str, Any]:
-    """Return `found` as JSON-ready values: seconds, nanoseconds for intervals, joules, bytes."""
+    """Return `found` as JSON-ready values."""
     run = found.run
     return {
         "schema": SCHEMA,

@@ -1,9 +1,8 @@
 """The probability that a bit is lost, as a curve over the refresh interval.
 
-Source: kelle.txt, sections 3.2 and 7.1, figure 4. The figure is an image; its text gives only two points: at 45 us almost
-nothing is lost, and the four intervals of section 7.1 lose 2e-3 on average. `paper_curve` is the log-normal curve through
-both, the form measured on silicon (Edri et al., TCAS-I 63(2), 2016). Its width is uncertain: 1.7 to 3.1 for failure rates of
-1e-8 to 1e-5 at 45 us. The curve is therefore an argument of all functions that use one.
+Source: kelle.txt, sections 3.2 and 7.1, figure 4, whose text gives only two points: at 45 us almost nothing is lost, and the
+intervals of section 7.1 lose 2e-3 on average. Log-normal is the form measured on silicon (Edri et al., TCAS-I 63(2), 2016).
+Its width is uncertain: 1.7 to 3.1 for failure rates of 1e-8 to 1e-5 at 45 us.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llmcache.units import parse_duration
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal retention times: half of the bits hold for `median_ns`; `sigma` is the width of the logarithm."""
+    """Log-normal retention times: half of the bits hold for `median_ns`."""
 
     median_ns: float
     sigma: float
@@ -33,12 +32,10 @@ class LogNormal:
             raise ValueError(f"sigma: must be more than 0 and finite, not {self.sigma}")
 
     def failure(self, interval_ns: float) -> float:
-        """Return the probability that a bit is lost between two refreshes `interval_ns` apart."""
         return _cumulative(math.log(interval_ns / self.median_ns) / self.sigma)
 
     @classmethod
     def through(cls, interval_ns: float, failure: float, sigma: float) -> LogNormal:
-        """Return the curve of width `sigma` with the failure rate `failure` at `interval_ns`."""
         return cls(interval_ns * math.exp(-sigma * _quantile(failure)), sigma)
 
 
@@ -61,7 +58,6 @@ class Points:
                 raise UsageError(f"points: must both rise, not {early:g} ns={low:g}, {late:g} ns={high:g}", _POINTS_HINT)
 
     def failure(self, interval_ns: float) -> float:
-        """Return the probability that a bit is lost between two refreshes `interval_ns` apart."""
         places = [(math.log(interval), _quantile(failure)) for interval, failure in self.points]
         return _cumulative(_along(places, math.log(interval_ns)))
 
@@ -73,7 +69,7 @@ _POINTS_HINT = "write intervals and failure rates, both rising: 45us=1e-6,1.05ms
 
 @functools.cache
 def paper_curve() -> LogNormal:
-    """Return the curve through the paper's two points: 1e-6 at 45 us, 2e-3 as the mean of section 7.1 (sigma 2.38).
+    """Return the curve through 1e-6 at 45 us and 2e-3 as the mean of section 7.1 (sigma 2.38).
 
     Differs from the paper: it prints neither the value at 45 us nor the curve.
     """
@@ -88,7 +84,7 @@ def paper_curve() -> LogNormal:
 
 
 def parse_curve(text: str) -> RetentionCurve:
-    """Return the curve that `text` specifies: "paper", or points such as "45us=1e-6,1.05ms=3e-4"; UsageError if invalid."""
+    """Parse "paper", or points such as "45us=1e-6,1.05ms=3e-4"; UsageError if invalid."""
     if text.strip() == "paper":
         return paper_curve()
     points = []
@@ -102,7 +98,7 @@ def parse_curve(text: str) -> RetentionCurve:
 
 
 def parse_intervals(text: str) -> RefreshIntervals:
-    """Return the intervals that `text` specifies: one for all groups ("1050us") or four, in the order of `GROUPS`."""
+    """Parse one interval ("1050us") or four, in the order of `GROUPS`."""
     parts = [float(parse_duration(part)) for part in text.split(",")]
     if len(parts) not in (1, 4) or min(parts) <= 0:
         raise UsageError(
@@ -123,7 +119,6 @@ def _quantile(probability: float) -> float:
 
 
 def _along(places: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the value at `x` of the line through `places`, whose first and last segments are extended."""
     last = max(1, min(sum(place[0] <= x for place in places), len(places) - 1))
     (left, low), (right, high) = places[last - 1 : last + 1]
     return low + (high - low) * (x - left) / (right - left)

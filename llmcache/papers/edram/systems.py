@@ -1,4 +1,4 @@
-"""The systems that Kelle is compared with: language models, workloads, and five systems, each a policy on an accelerator.
+"""The systems that Kelle is compared with: language models, workloads, and five systems.
 
 Source: kelle.txt, sections 7.1 (models, budgets, windows), 8 (contexts, decoded lengths) and 8.1.1 (systems).
 """
@@ -22,13 +22,12 @@ from llmcache.papers.edram.constants import (
 
 @dataclass(frozen=True)
 class LlmShape:
-    """The sizes of a decoder-only transformer: layers, channels, heads, widths, vocabulary. Weights have one byte each.
+    """The sizes of a decoder-only transformer. Weights have one byte each.
 
-    Unlike `model.shapes.ModelShape`, which is read from a config.json, it has the field names of `--constants` files and the
-    single matrices of a layer, which the array computes in tiles.
+    Unlike `model.shapes.ModelShape`, it has the field names of `--constants` files and the single matrices of a layer.
 
-    `gated`: the feed-forward network has a gate in addition to up and down. `tied`: the head is the embedding table.
-    ValueError naming the field for impossible values.
+    `gated`: the feed-forward network has a gate. `tied`: the head is the embedding table. ValueError names the field of an
+    impossible value.
     """
 
     name: str
@@ -51,7 +50,7 @@ class LlmShape:
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """The kinds of weight matrices of a layer: (inputs, outputs, number)."""
+        """Return (inputs, outputs, number) of the matrices of a layer."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = (self.channels, query, 1), (self.channels, key, 2), (query, self.channels, 1)
         return (*attention, (self.channels, self.hidden, 2 if self.gated else 1), (self.hidden, self.channels, 1))
@@ -62,12 +61,11 @@ class LlmShape:
 
     @property
     def read_weights(self) -> int:
-        """Number of weights that every token reads: all layers and the head. The row of the embedding is not counted."""
+        """Return the weights that every token reads."""
         return self.layers * self.layer_weights + self.channels * self.vocabulary
 
     @property
     def stored_weights(self) -> int:
-        """Number of weights in memory, including the embedding table unless it is the head."""
         return self.read_weights + (0 if self.tied else self.channels * self.vocabulary)
 
     @property
@@ -80,7 +78,6 @@ class LlmShape:
 
     @property
     def x_layer_bytes(self) -> int:
-        """Bytes of a token's input to one layer, which can replace its keys and values (section 4.1.2)."""
         return self.channels * CHIP.value_bytes
 
 
@@ -103,7 +100,7 @@ MODELS: dict[str, LlmShape] = {
 class GenerationWorkload:
     """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict.
 
-    All sizes are in tokens. ValueError naming the field for impossible values.
+    ValueError names the field of an impossible value.
     """
 
     name: str
@@ -123,10 +120,7 @@ class GenerationWorkload:
 
     @property
     def eviction_bound(self) -> float:
-        """The largest factor by which eviction can reduce a cost linear in cached tokens: mean(n) / mean(min(n, N')).
-
-        n: the cached tokens of each decode step, including the new one.
-        """
+        """Return the largest factor by which eviction reduces a cost: mean(n) / mean(min(n, N'))."""
         first, last = self.context + 1, self.context + self.decode
         whole = (first + last) * self.decode / 2
         growing = max(0, min(last, self.budget) - first + 1)  # steps before the budget is reached
@@ -153,11 +147,11 @@ RECOMPUTE_MODES = ("none", "first-principles", "declared")
 
 @dataclass(frozen=True)
 class AcceleratorHardware:
-    """An accelerator: array, memories and their connections. ValueError naming the field for impossible values.
+    """An accelerator. ValueError names the field of an impossible value.
 
-    `edram`: KV cache and activations are in eDRAM, otherwise the whole chip has SRAM. `overlap`: weights and KV are loaded
-    at the same time (the Kelle scheduler, section 6). Without `systolic_evictor` (section 5.3), the search for the token to
-    evict begins after the scores are complete.
+    `edram`: KV cache and activations are in eDRAM, otherwise in SRAM. `overlap`: weights and KV are loaded at the same time
+    (section 6). Without `systolic_evictor` (section 5.3), the search for the token to evict begins after the scores are
+    complete.
     """
 
     name: str
@@ -189,7 +183,6 @@ class AcceleratorHardware:
 
     @property
     def int8_ops_per_s(self) -> float:
-        """Peak number of 8-bit operations per second; a MAC is two."""
         return 2 * self.array_rows**2 * self.clock_hz * self.macs_per_pe
 
 
@@ -197,9 +190,7 @@ class AcceleratorHardware:
 class RetentionPolicy:
     """The treatment of the KV cache: eviction, recomputation and refresh.
 
-    `recompute_share`: share of the cached tokens that replaces the value of the mode. `intervals`: of the KV eDRAM.
-    `activation_interval_ns`: of the activation eDRAM. `hst_share`: share of the cached tokens with a high score (0..1; the
-    median gives 0.5).
+    `recompute_share` replaces the value of the mode. `hst_share`: share of the cached tokens with a high score (0..1).
     """
 
     name: str
@@ -230,7 +221,6 @@ class RetentionPolicy:
 
     @property
     def refresh_hz(self) -> tuple[float, float, float, float]:
-        """Refreshes per second of each group times its share of the memory, in the order of `constants.GROUPS`."""
         shares = (self.hst_share / 2, self.hst_share / 2, (1 - self.hst_share) / 2, (1 - self.hst_share) / 2)
         hst_msb, hst_lsb, lst_msb, lst_lsb = (
             1e9 * share / interval_ns for share, interval_ns in zip(shares, self.intervals.in_order(), strict=True)
@@ -247,7 +237,6 @@ class AcceleratorSystem:
     policy: RetentionPolicy
 
     def with_recompute(self, mode: str) -> AcceleratorSystem:
-        """Return the system with another mode of recomputation; a system that does not recompute is returned unchanged."""
         if self.policy.recompute == "none":
             return self
         return replace(self, policy=replace(self.policy, recompute=mode))
@@ -289,7 +278,7 @@ BASELINE = "Original+SRAM"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A language model with a workload on a system, with the energies of a profile."""
+    """A model with a workload on a system, with a profile."""
 
     model: LlmShape
     workload: GenerationWorkload
@@ -306,7 +295,6 @@ class Configuration:
 
     @property
     def last_cached(self) -> int:
-        """The number of tokens that the last decode step attends to, including its own."""
         end = self.workload.context + self.workload.decode
         return min(end, self.workload.budget) if self.policy.evict else end
 

@@ -1,4 +1,4 @@
-"""Output of `llmcache edram model` and `sweep`, as tables and as JSON; all values are modelled."""
+"""Output of `llmcache edram model` and `sweep`; all values are modelled."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, 
 
 
 def joules(value: float) -> str:
-    """Return `value` (J) with three digits: "1.14 mJ", "65.2 kJ"."""
+    """Return `value` with three digits: "1.14 mJ"."""
     return _with_prefix(value, "J")
 
 
 def watts(value: float) -> str:
-    """Return `value` (W) with three digits: "25.3 W"."""
+    """Return `value` with three digits: "25.3 W"."""
     return _with_prefix(value, "W")
 
 
@@ -50,7 +50,7 @@ def _with_prefix(value: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share (0..1) with three digits: "49.2%", "0.0398%"."""
+    """Return a share (0..1) with three digits: "49.2%"."""
     return f"{100 * share:.3g}%"
 
 
@@ -68,9 +68,9 @@ def compare(
     constants: str | None = None,
     **changes: int | None,
 ) -> list[Compared]:
-    """Return the results for the options of `llmcache edram model`: all systems for each profile in turn.
+    """Return all systems for each profile in turn.
 
-    `changes`: numbers that replace those of the workload. UsageError names an invalid option.
+    UsageError names an invalid option.
     """
     known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
@@ -101,7 +101,7 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> list[Acceler
 
 
 def show(rows: Sequence[Compared], as_json: bool) -> None:
-    """Print the result of `compare` on stdout."""
+    """Print the result of `compare`."""
     output.show(as_json, lambda: document(rows), _parts(rows))
 
 
@@ -169,7 +169,6 @@ AREA_NAMES = {"sram_mm2": "SRAM", "edram_mm2": "eDRAM", "sfu_mm2": "SFU"}
 
 
 def _evictors(rows: Sequence[Compared]) -> dict[str, EvictorCost]:
-    """Return, by system, the cost of eviction in a step with a full cache, for systems with the systolic evictor."""
     found: dict[str, EvictorCost] = {}
     for row in rows:
         one = row.configuration
@@ -214,7 +213,7 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """Return the result of `compare` as JSON-ready values: seconds, joules, bytes, mm²; ratios against the baseline."""
+    """Return the result of `compare` as JSON-ready values."""
     by_profile = _by_profile(rows)
     own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
@@ -245,7 +244,7 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
 
 
 def row_values(row: Compared) -> dict[str, Any]:
-    """Return the configuration and the totals of a result as JSON-ready values."""
+    """Return the totals of a result as JSON-ready values."""
     one, outcome = row.configuration, row.outcome
     return {
         "model": one.model.name,
@@ -275,7 +274,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweptSystems:
-    """Every configuration of some axes with its modelled cost; `seconds` is the computing time on this machine."""
+    """Configurations with their costs; `seconds` is the computing time on this machine."""
 
     rows: tuple[Compared, ...]
     baseline: str
@@ -283,7 +282,7 @@ class SweptSystems:
 
 
 def swept(axes: Axes, baseline: AcceleratorSystem) -> SweptSystems:
-    """Return all configurations of `axes`, compared with `baseline`; UsageError if there are too many."""
+    """Return all configurations; UsageError if there are too many."""
     start = time.perf_counter()
     rows = tuple(compared(axes.configurations(), baseline))
     return SweptSystems(rows, baseline.name, time.perf_counter() - start)
@@ -298,9 +297,9 @@ def axes_of(
     constants: str | None,
     **numbers: Sequence[float],
 ) -> tuple[Axes, AcceleratorSystem]:
-    """Return the axes for the options of `llmcache edram sweep`, and the baseline system.
+    """Return the axes and the baseline system.
 
-    `numbers`: the numeric axes of `Axes`. UsageError names an invalid option.
+    UsageError names an invalid option.
     """
     known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
@@ -309,7 +308,7 @@ def axes_of(
 
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
-    """Print `sweep` on stdout."""
+    """Print `sweep`."""
     output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
@@ -335,7 +334,7 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
-    """Return `sweep` as JSON-ready values: every configuration, in seconds, joules and bytes."""
+    """Return `sweep` as JSON-ready values."""
     return {
         "schema": SWEEP_SCHEMA,
         "kind": MODELLED,
