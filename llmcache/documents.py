@@ -1,4 +1,4 @@
-"""JSON documents that commands have written, read back into the dataclasses that they came from."""
+"""JSON documents that commands have written, read back into their dataclasses."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_schema(document: Any, *known: str) -> None:
 def from_json(kind: Any, data: Any, name: str = "") -> Any:
     """Return a value of type `kind` from the output of `dataclasses.asdict` and JSON.
 
-    Fields with a default may be missing, and unknown fields (derived values) are ignored. KeyError and ValueError name a
-    missing field or one of the wrong type by its path, such as `rows[1].policy`.
+    Fields with a default may be missing, and unknown fields are ignored. KeyError and ValueError name a field by its path,
+    such as `rows[1].policy`.
     """
     inside = get_args(kind)
     if type(None) in inside:

@@ -33,7 +33,7 @@ def exit_codes(interrupted: int) -> dict[int, tuple[str, str]]:
 
 
 class LlmcacheError(Exception):
-    """A problem outside of the program: `message` describes it, `hint` says how to fix it, `exit_code` is its kind."""
+    """A problem outside of the program; `hint` says how to fix it."""
 
     exit_code: int = 3
 
@@ -71,7 +71,7 @@ class UsageError(LlmcacheError):
 
 
 class MissingRequirement(LlmcacheError):
-    """The machine lacks something: a package, a device, a privilege, memory (exit code 3)."""
+    """The machine lacks a package, a device, a privilege or memory (exit code 3)."""
 
     exit_code = 3
 
@@ -92,7 +92,7 @@ class DataError(LlmcacheError):
 
 
 def printable(text: str) -> str:
-    """Return `text` (a file name, or output of another program) with control and invalid characters as `\\x1b`."""
+    r"""Return `text` with control and invalid characters as `\x1b`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))
 
 
@@ -118,9 +118,9 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def broken(text: str, width: int, indent: int = 2) -> list[str]:
-    """Return `text` as lines of at most `width`, broken at spaces, but not between a number and its unit.
+    """Return `text` in lines of at most `width`, broken at spaces, but not between a number and its unit.
 
-    All lines but the first are indented. Words longer than `width` are not broken.
+    Words longer than `width` are not broken.
     """
     import re  # here: most runs print nothing to a terminal
     import textwrap

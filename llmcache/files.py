@@ -1,11 +1,10 @@
 """Writing files atomically and durably, with private permissions.
 
-llmcache writes all named files through this module. `Output` writes files that a user named (traces, plots, reports): it
-overwrites none without `--force`. `replacing` writes llmcache's own state. Other users cannot read the files, because they
-show which files were accessed.
+llmcache writes all named files through this module. Other users cannot read them, because they show which files were
+accessed.
 
-A rename or unlink is durable only after its directory is synced. Otherwise, after a power failure, the old name may
-reappear or no name may exist.
+A rename or unlink is durable only after its directory is synced; otherwise, after a power failure, the old name may reappear
+or no name may exist.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_below(path: str, directory: str) -> bool:
-    """Return True if an absolute path is the directory, or lies below it."""
+    """Return whether an absolute path is the directory, or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
-    """Create an empty file at `path` and return its descriptor, for reading and writing; the umask applies. OSError.
+    """Return the descriptor of an empty file, for reading and writing; the umask applies. OSError.
 
-    An existing file or link at `path`, which another user may have created, is removed and not followed or written.
+    An existing file or link at `path`, which another user may have created, is removed and not followed.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -64,16 +63,16 @@ def open_regular(path: str, is_expected: Callable[[os.stat_result], bool] = lamb
 
 
 def _beside(path: Path) -> Path:
-    """Return the name of a temporary file in the directory of `path`; the suffix stays, because --spill uses globs."""
+    """Return the name of a temporary file beside `path`; the suffix stays, because --spill uses globs."""
     return path.with_name(f"new-{os.getpid()}-{path.name}")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yield a new file, open for writing, that replaces `path` atomically and durably at the end of the block. OSError.
+    """Yield a new file that replaces `path` atomically and durably at the end of the block. OSError.
 
-    If an error ends the block, the new file is removed and `path` is unchanged. The sync uses the descriptor of the writes,
-    because the kernel reports a writeback error only to descriptors opened before it.
+    After an error, `path` is unchanged. The sync uses the descriptor of the writes, because the kernel reports a writeback
+    error only to descriptors opened before it.
     """
     temporary = _beside(Path(path))
     try:
@@ -113,7 +112,7 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "create it first")
 
     def begin(self) -> Path:
-        """Create the empty temporary file and return a path to write it, valid in this process. MissingRequirement.
+        """Return a path to write the file, valid in this process. MissingRequirement.
 
         The path refers to the open file, because another user with write access to the directory could replace the name.
         """
@@ -122,7 +121,7 @@ class Output:
         return Path(f"/proc/self/fd/{self._fd}")
 
     def keep(self) -> None:
-        """Sync the file and rename it to `path`; MissingRequirement, for example on a full disk."""
+        """Sync the file and rename it to `path`. MissingRequirement."""
         try:
             with writing(self.path):
                 _finish(self._fd, self._temporary)

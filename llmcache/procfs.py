@@ -1,4 +1,4 @@
-"""Data from /proc that psutil lacks or needs too much memory for: status, bytes read, mounts, mappings, children."""
+"""Data from /proc that psutil lacks or needs too much memory for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo. `dev` is as in st_dev; `root` is the directory of the file system that is mounted on `point`."""
+    """A line of mountinfo. `root` is the directory of the file system that is mounted on `point`."""
 
     id: int
     dev: int
@@ -59,13 +59,13 @@ class Mount:
 
 
 def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
-    """Return the fields of the status of a process or thread; OSError if it has ended. Tests set `proc` to a fake tree."""
+    """Return the fields of the status of a process or thread; OSError if it has ended."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended. Its parent may not have waited for it yet (a zombie)."""
+    """Return whether a process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return status_of(pid)["State"][0] not in "ZX"
     return False
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 def check_process(name: str, pid: int) -> dict[str, str]:
     """Return the status of a process, other than this one, that an argument or option (`name`) gives.
 
-    MissingRequirement: it does not exist, has ended, or is a thread or a kernel thread; UsageError: it is this process.
+    MissingRequirement: it has ended, or is a thread or a kernel thread; UsageError: it is this process.
     """
     hint = "list processes with: ps -e"
     try:
@@ -93,7 +93,7 @@ def check_process(name: str, pid: int) -> dict[str, str]:
 
 
 class RunningProcesses:
-    """Processes of which the kernel reports the end (pidfds in an epoll). `pids`: those that have not ended."""
+    """Processes of which the kernel reports the end (pidfds in an epoll)."""
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
         self._epoll = select.epoll()
@@ -107,7 +107,6 @@ class RunningProcesses:
         return set(self._fds)
 
     def add(self, pid: int) -> None:
-        """Add a process, unless it has ended."""
         if pid in self._fds:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +114,7 @@ class RunningProcesses:
             self._epoll.register(self._fds[pid], select.EPOLLIN)
 
     def wait(self, seconds: float | None) -> set[int]:
-        """Wait until a process ends, for at most `seconds`; return those that have ended, which are removed."""
+        """Wait until a process ends; return and remove those that have ended."""
         ready = {fd for fd, _ in self._epoll.poll(seconds)}
         ended = {pid for pid, fd in self._fds.items() if fd in ready}
         for pid in ended:
@@ -132,7 +131,6 @@ class RunningProcesses:
         return self._epoll.fileno()
 
     def close(self) -> None:
-        """Close all descriptors."""
         for pid in self.pids:
             self._remove(pid)
         self._epoll.close()
@@ -151,10 +149,7 @@ def read_bytes_of(pid: int) -> int:
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
-    """Return the mounts that process `pid` sees, by mount id and in mounting order; OSError if it has ended.
-
-    Tests set `proc` to a fake tree.
-    """
+    """Return the mounts that process `pid` sees, by mount id and in mounting order; OSError if it has ended."""
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
@@ -195,7 +190,6 @@ class MountWatch(Generic[_Found]):
             self._found = []
 
     def close(self) -> None:
-        """Close the table; `current` opens it again."""
         if self._table is not None:
             self._poll.unregister(self._table)
             self._table.close()
@@ -257,7 +251,7 @@ class FileMapping:
 
 
 def mappings(pid: int) -> Iterator[FileMapping]:
-    """Yield the mappings of process `pid`, ascending; nothing if it has ended or belongs to another user."""
+    """Yield the mappings of a process, ascending; nothing if it has ended or belongs to another user."""
     # Not with psutil, which reads smaps (slow) and does not return inodes.
     with (
         contextlib.suppress(OSError),

@@ -1,6 +1,6 @@
-"""libbpf 1.x through ctypes: loading a compiled BPF object, attaching its programs, running them, reading its maps.
+"""libbpf 1.x through ctypes.
 
-No other file uses libbpf. When the process ends or is killed, the kernel removes its links and maps.
+When the process ends or is killed, the kernel removes its links and maps.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class LoadFailure(Exception):
 
 
 class _TestRun(ctypes.Structure):
-    """The first fields of struct bpf_test_run_opts; `sz` is their size."""
-
     _fields_ = (
         ("sz", _size),
         ("data_in", _pointer),
@@ -79,7 +77,7 @@ class _TestRun(ctypes.Structure):
 
 
 class _Log:
-    """libbpf's warnings. `program` is the first program that failed in the last operation, according to them."""
+    """libbpf's warnings. `program` is the first program that failed in the last operation."""
 
     def __init__(self) -> None:
         self.program: str | None = None
@@ -113,7 +111,7 @@ def library() -> Any:
 
 
 def has_tracepoint(name: str) -> bool:
-    """Return whether the kernel's BTF has tracepoint `name`, so that a program can be attached to it."""
+    """Return whether the kernel's BTF has tracepoint `name`."""
     return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
 
 
@@ -142,19 +140,17 @@ class BpfObject:
         return LoadFailure(abs(number), _log.program)
 
     def configure(self, value: bytes) -> None:
-        """Set the constants, before loading."""
         found = next(item for name, item in self._maps.items() if name.endswith(".rodata"))
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
-        """Load `programs` and no others into the kernel; LoadFailure if it refuses one."""
+        """Load `programs` and no others into the kernel. LoadFailure."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
         _log.program = None
         self._check(self._lib.bpf_object__load(self._object))
 
     def attach(self, program: str) -> None:
-        """Attach `program` to its hook; LoadFailure if the kernel refuses."""
         ctypes.set_errno(0)
         link = self._lib.bpf_program__attach(self._programs[program])
         if not link:
@@ -188,11 +184,9 @@ class BpfObject:
             self._lib.bpf_link__destroy(link)
 
     def put(self, name: str, key: bytes, value: bytes) -> None:
-        """Set an entry of a map. Key and value must have the sizes that the map declares."""
         self._check(self._lib.bpf_map_update_elem(self.map_fd(name), key, value, 0))
 
     def read(self, name: str, key: bytes, size: int) -> bytes:
-        """Return the value of a map entry, of `size` bytes."""
         value = ctypes.create_string_buffer(size)
         self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), key, value))
         return value.raw

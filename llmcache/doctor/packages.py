@@ -1,4 +1,4 @@
-"""Checks of the Python packages that llmcache requires: version bounds, and whether they can be imported."""
+"""Checks of the Python packages that llmcache requires."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
 
 
 def _import_problem(distribution: str) -> str | None:
-    """Return why a distribution cannot be imported; None if it can or has no module. A subprocess imports it."""
+    """Return why a distribution cannot be imported; None if it can or has no module."""
     name = canonicalize_name(distribution)
     modules = [module for module, names in _modules().items() if name in map(canonicalize_name, names)]
     named = [module for module in modules if canonicalize_name(module) == name]
