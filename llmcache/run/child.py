@@ -1,4 +1,4 @@
-"""The command that `llmcache run` starts: found, given its user, held until its model is steered, and waited for."""
+"""The command that `llmcache run` starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NotRunnable(LlmcacheError):
 
 
 def resolve(command: str, path: str | None) -> str:
-    """Return the path of the program that `command` names, by PATH if it has no slash. NotRunnable."""
+    """Return the path of the program that `command` names. NotRunnable."""
     found = shutil.which(command, path=path)
     if found is not None:
         return found
@@ -55,8 +55,6 @@ def resolve(command: str, path: str | None) -> str:
 
 @dataclass(frozen=True)
 class User:
-    """The user that a command of root runs as."""
-
     name: str
     uid: int
     gid: int
@@ -77,9 +75,9 @@ class User:
 
 
 def user_of(name: str | None, environment: Mapping[str, str]) -> User | None:
-    """Return the user that the command runs as: `name`, else the user that has called sudo; None: this process's own.
+    """Return the user that the command runs as: `name`, else the caller of sudo; None: this process's own user.
 
-    UsageError: there is no such user, or this process is not root and may not change to it.
+    UsageError: there is no such user, or this process is not root.
     """
     is_root, chosen, named_by = os.geteuid() == 0, name, "--user"
     if chosen is None and is_root:
@@ -112,9 +110,7 @@ class Child:
         private: bool = False,
         dies_with_parent: bool = False,
     ) -> None:
-        """`private`: in a mount namespace of its own, see `enter_private`; OSError if the kernel refuses that.
-
-        `dies_with_parent`: it gets SIGTERM if this process is killed.
+        """`private`: in a mount namespace of its own; OSError if the kernel refuses that.
 
         This process must have a single thread, because the new one runs Python until it executes the program.
         """
@@ -141,7 +137,6 @@ class Child:
             raise OSError(failed, os.strerror(failed))
 
     def _become(self, gate: int, report: int, private: bool, parent: int) -> NoReturn:
-        """In the new process: prepare, wait at the gate, and execute the program."""
         code = NOT_EXECUTABLE
         try:
             for number in (*FORWARDED, *KEYS):
@@ -181,7 +176,7 @@ class Child:
             os._exit(NOT_EXECUTABLE)
 
     def _read_report(self) -> int:
-        """Return the next errno that the new process reports: 0 if it is ready, or (at the end of the pipe) executes.
+        """Return the next errno that the new process reports: 0 if it is ready, or executes.
 
         It is negative if the user cannot be changed.
         """
@@ -227,7 +222,6 @@ class Child:
             _, self.status = os.waitpid(self.pid, 0)
 
     def cancel(self) -> None:
-        """End the command if it was not released yet, or by SIGTERM if it runs."""
         self._close_gate()
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
@@ -237,7 +231,7 @@ class Child:
 
     @contextlib.contextmanager
     def forwarding(self) -> Iterator[None]:
-        """While it lasts, signals for this process go to the command. This process ends after the command."""
+        """Send signals for this process to the command. This process ends after the command."""
         before = {number: signal.signal(number, self._forward) for number in (*FORWARDED, *KEYS) if not _is_ignored(number)}
         try:
             yield

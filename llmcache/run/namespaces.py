@@ -1,8 +1,7 @@
 """Private mount namespaces: the command sees a FUSE mount over its model's directory, other processes see the directory.
 
-An ordinary user gets one together with a user namespace, in which the user's own ids are mapped to themselves. There the
-daemon has CAP_SYS_ADMIN and mounts without help; the command has no capability, because `execve` of a user other than root
-clears them.
+An ordinary user gets one together with a user namespace. There the daemon has CAP_SYS_ADMIN and mounts without help; the
+command has no capability, because `execve` of a user other than root clears them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def enter_private() -> None:
     """Give this process, which has a single thread, a mount namespace of its own. OSError: the kernel refuses it.
 
-    Mounts and unmounts of other namespaces still arrive; those made here stay here. A process without the right to make it
-    gets a user namespace as well.
+    Mounts and unmounts of other namespaces still arrive. A process without the right to make it gets a user namespace too.
     """
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_CLONE_NEWNS) != 0:
@@ -52,7 +50,7 @@ def die_with_parent(parent: int) -> None:
 
 
 class Namespaces:
-    """The mount namespace of a process, and its user namespace where that is another than ours, to be joined by a child."""
+    """The mount namespace of a process, and its user namespace where that is another than ours."""
 
     def __init__(self, pid: int) -> None:
         """OSError: the process has ended."""

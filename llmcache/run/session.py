@@ -1,8 +1,8 @@
-"""One `llmcache run`: from the words of the command line to the command's end, with its model files steered.
+"""One `llmcache run`, from the words of the command line to the command's end.
 
 How files are steered, best first: in place (root; also for files that the command opens later, and for a process that runs
-already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the words of the command
-that name model files changed to it.
+already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the paths of model files
+in the command's words changed to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COPY_SHARE = 0.75
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Options of `llmcache run`. `directories`, `globs`: where and which model files are."""
+    """Options of `llmcache run`."""
 
     cache_bytes: int | None = None
     memory_bytes: int | None = None
@@ -63,7 +63,6 @@ class RunSettings:
         return [path for glob_of in self.globs for path in sorted(glob(os.path.expanduser(glob_of)))]
 
     def wants(self, path: str) -> bool:
-        """Return whether a model file is to be steered: --files matches its path or its name, or is not given."""
         names = (path, os.path.basename(path))
         globs = [os.path.abspath(os.path.expanduser(one)) if "/" in one else one for one in self.globs]
         return not globs or any(fnmatch.fnmatch(name, one) for one in globs for name in names)
@@ -71,8 +70,6 @@ class RunSettings:
 
 @dataclass
 class Session:
-    """State of a run: the files that were found, and the mounts that steer their directories."""
-
     settings: RunSettings
     files: list[str] = field(default_factory=list)
     steered: dict[str, Steered] = field(default_factory=dict)
@@ -95,9 +92,9 @@ class Session:
         return [source for source in sources if source not in self.refused]
 
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
-        """Steer a directory, unless a mount does that already; say which. A refusal is reported, and not tried again.
+        """Steer a directory, unless a mount does that already. A refusal is reported, and not tried again.
 
-        A budget that was given and is refused is an error, if the command has not started: LlmcacheError.
+        LlmcacheError if a given budget is refused before the command has started.
         """
         mounted = steering.served_already(source)
         if mounted is not None:
@@ -154,7 +151,7 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 
 def _described(path: str) -> str:
-    """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
+    """Return name, size and kind of a model for its first shard: "" for the others."""
     if path != models.shards_of(path)[0]:
         return ""
     try:
@@ -172,8 +169,8 @@ def engine_variables(
 ) -> dict[str, str]:
     """Return the variables to set for an engine whose defaults would copy more of the model than memory can hold.
 
-    llama.cpp copies ("repacks") tensors of some types into private memory. Where the copy fits in `room_bytes`, it makes the
-    engine faster and nothing is set; nor where the words or variables of the user say whether to repack.
+    llama.cpp copies ("repacks") tensors of some types into private memory. Nothing is set where the copy fits in
+    `room_bytes`, because it makes the engine faster, or where the user says whether to repack.
     """
     if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
         return {}
@@ -198,7 +195,6 @@ class _Command:
         return child
 
     def move(self, points: Mapping[str, str]) -> None:
-        """Change paths of model files in arguments and variables to those on the mounts of their directories."""
         own = self.environment
         own |= {name: _moved(own[name], points) for name in models.VARIABLES if name in own}
         self.words = [self.words[0], *(_moved(word, points) for word in self.words[1:])]
@@ -261,7 +257,7 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
 
 
 def _directory() -> str:
-    """Return the working directory; the root directory if it was removed: no relative path leads to a file then."""
+    """Return the working directory, or the root directory if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -307,7 +303,6 @@ def _over_fuse(
 
 
 def _moved(word: str, points: Mapping[str, str]) -> str:
-    """Return a word of a command, with a path in a steered directory (also after "=") changed to the mount of that."""
     option, equals, value = word.rpartition("=")
     path = os.path.normpath(os.path.join(_directory(), os.path.expanduser(value)))
     for real in (os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), os.path.realpath(path)):
@@ -318,7 +313,7 @@ def _moved(word: str, points: Mapping[str, str]) -> str:
 
 
 def attach(pid: int, settings: RunSettings) -> int:
-    """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
+    """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError."""
     models.check_process("--pid", pid)
     if reason := why_not():
         raise MissingRequirement(
@@ -412,10 +407,10 @@ def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
 
 
 def page_cache_ratio(tokens: TokenSummary, loops: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the time of a token with an LRU page cache, as a multiple of the measured one; None if it is not known.
+    """Return the modelled time of a token with an LRU page cache, as a multiple of the measured one; None if unknown.
 
-    Modelled: the time waiting for storage grows with the bytes of a pass, which are measured for the mount and computed for
-    LRU from the observed touches; all other time stays.
+    The time waiting for storage grows with the bytes of a pass, which are measured for the mount and computed for LRU from
+    the observed touches; all other time stays.
     """
     known = [loop for loop in loops if not loop["left"] and loop["steered_pass_bytes"] and loop["lru_pass_bytes"]]
     steered, lru = (sum(int(loop[key]) for loop in known) for key in ("steered_pass_bytes", "lru_pass_bytes"))

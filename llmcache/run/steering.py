@@ -1,4 +1,4 @@
-"""The mounts that `llmcache run` makes for a command: one daemon for each directory with model files, which ends with it."""
+"""The mounts that `llmcache run` makes: one daemon for each directory with model files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_S = 30.0
 
 @dataclass(frozen=True)
 class Steered:
-    """A directory that is steered. `document`: of `llmcache mount --json`, with mode and budget; `own`: by our daemon."""
+    """A steered directory. `document`: of `llmcache mount --json`; `own`: by our daemon."""
 
     source: str
     point: str
@@ -72,8 +72,8 @@ def start(
 ) -> Steered:
     """Mount `source` on `point` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
 
-    The daemon runs in the cgroup `group`, so that its reads are charged to it, and in `namespaces`. It is in a session
-    of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
+    The daemon runs in `group`, to which its reads are charged, and in a session of its own, which Ctrl-C does not reach.
+    LlmcacheError: what `llmcache mount` reports.
     """
 
     words = [sys.executable, "-m", "llmcache", "mount", source, point, "--json", "--rw", "--mode", mode]
@@ -100,7 +100,7 @@ def start(
 
 
 def remove_abandoned() -> None:
-    """Unmount what runs have left behind that were killed together with their daemons. Changes control.SESSION."""
+    """Unmount what killed runs have left behind. Changes control.SESSION."""
     directory = control.directory(os.geteuid())
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
         found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)

@@ -1,4 +1,4 @@
-"""The model files that a process maps, and the processes that belong together; reads /proc."""
+"""The model files that a process maps, and the processes that belong together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Model:
-    """A model that a process maps, in one file or several. `path`: of its first file; `size_bytes`: of all tensors."""
+    """A model in one file or several. `path`: of its first file; `size_bytes`: of all tensors."""
 
     path: str
     layouts: dict[Key, ModelLayout]
@@ -71,7 +71,6 @@ class ModelFinder:
         return sorted(found, key=lambda model: -model.size_bytes)
 
     def _layout(self, pid: int, key: Key, mapping: FileMapping) -> ModelLayout | None:
-        """Return the header of a mapped file; None if it is no model, or cannot be read."""
         try:
             fd = _opened(pid, key, mapping)
         except OSError:
@@ -109,7 +108,7 @@ def _name_of_all(path: str, layout: ModelLayout) -> str:
 
 
 class ProcessTree:
-    """A process and its children, and theirs: also those whose parent has ended."""
+    """A process and its descendants, also those whose parent has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pids = {pid}
@@ -158,5 +157,5 @@ def _counters(pid: int) -> Iterator[Counters]:
 
 
 def pressure() -> dict[str, int]:
-    """Return for how many microseconds some task of this machine has waited for memory and for I/O; {} where not counted."""
+    """Return for how many microseconds some task has waited for memory and for I/O; {} where not counted."""
     return {name: us for name in ("io", "memory") if (us := stalled_us(resource=name)) is not None}

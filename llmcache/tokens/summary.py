@@ -1,4 +1,4 @@
-"""Tokens with their causes, and their sums. Pure."""
+"""Tokens with their causes, and their sums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _MOST_TIMES = 1 << 17  # of the last tokens, for the median and p99
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A pass over a model: a token, or a part of a prompt.
+    """A pass over a model: a token, or a part of a prompt (`number` 0).
 
-    `number` counts tokens from 1, and is 0 for a prompt. `start_ns`: CLOCK_MONOTONIC. The time of the pass is the sum of
-    compute, storage and other. `rows`: tokens of the batch; None where that is not known. `experts_missed`: experts that a
-    thread waited for, of `experts_used`; None for dense models, and where the kernel does not show it. `slowest_layer_ns`:
-    the part of the storage time that this layer took.
+    The time of the pass is the sum of compute, storage and other. `rows`: tokens of the batch; None if unknown.
+    `experts_missed`: experts that a thread waited for; None for dense models, and where the kernel does not show it.
+    `slowest_layer_ns`: the part of the storage time that this layer took.
     """
 
     pid: int
@@ -46,7 +45,6 @@ class Token:
 
     @property
     def time_ns(self) -> int:
-        """Return the time of the token, without the time in which the process was idle after it."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
     def document(self) -> dict[str, Any]:
@@ -72,10 +70,9 @@ class Interval:
 class TokenSummary:
     """All tokens of an observation. Times in seconds; those of tokens are without idle time and without prompts.
 
-    `can_see_tokens`: False where none was seen; `why_not` says why, if it is known. `storage_share`: of the time of tokens.
-    `prefill_tokens`: None where the rows of a batch are not known. `slowest`: at most SLOWEST tokens, slowest first.
-    `pressure`: shares of the observation in which some task of this machine waited ("memory", "io"), where the kernel
-    counts that. `overhead_s`: processor time of the observer, without the programs in the kernel.
+    `storage_share`: of the time of tokens. `prefill_tokens`: None if the rows of a batch are unknown. `slowest`: at most
+    SLOWEST tokens. `pressure`: shares of the observation in which some task of this machine waited for a resource.
+    `overhead_s`: processor time of the observer, without the programs in the kernel.
     """
 
     tokens: int = 0
@@ -110,7 +107,7 @@ class TokenSummary:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Tokens of prompts in a second; None where their number is not known."""
+        """Return tokens of prompts per second; None if their number is unknown."""
         return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s else None
 
     def document(self) -> dict[str, Any]:
@@ -125,8 +122,6 @@ class TokenSummary:
 
 
 class Totals:
-    """Adds tokens up."""
-
     def __init__(self) -> None:
         self.tokens = 0
         self.prefill_passes = 0
