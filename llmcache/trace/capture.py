@@ -1,11 +1,10 @@
 """`llmcache trace`: one recording, from the choice of the source to the finished trace.
 
-One thread drains the source, looks up file names and writes rows in a loop. Signal handlers only set a flag, so at the end
-of every recording the remaining events are drained and the file is completed. If the process is killed before that, the
-rows written until then are in `OUT.recording`.
+One thread drains the source, looks up file names and writes rows. Signal handlers only set a flag, so the remaining events
+are drained and the file is completed. If the process is killed, the rows written until then are in `OUT.recording`.
 
-Records that are not accesses go to separate files. `RUN.block.parquet` (schema "llmcache.block/1") has a row for each
-request of the block layer, with its latency. `RUN.sampled.parquet` is a trace of the pages touched in each interval.
+`RUN.block.parquet` (schema "llmcache.block/1") has a row for each request of the block layer, with its latency.
+`RUN.sampled.parquet` is a trace of the pages touched in each interval.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _ROW = ("t_ns", "first", "count", "op", "miss", "pid")
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """The options of `llmcache trace`. `seconds` None: until the target ends; `glob` None: all files."""
+    """The options of `llmcache trace`."""
 
     output: str
     seconds: float | None = None
@@ -108,9 +107,9 @@ def default_output(target: Target) -> str:
 def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Captured:
     """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
 
-    `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works on this machine, the
-    target has ended or the output cannot be written; UsageError if the output exists. On a full disk the rows written so
-    far stay in `OUT.recording`, and the error names that file.
+    `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works, the target has ended
+    or the output cannot be written; UsageError if the output exists. On a full disk the rows written so far stay in
+    `OUT.recording`, and the error names that file.
     """
     with ExitStack() as stack:
         stack.callback(target.end)
@@ -123,8 +122,7 @@ def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Ca
 class Captured:
     """The summary of a recording. Blocks are counted at each access, so repeated accesses count again.
 
-    `known_blocks` counts the blocks read or mapped for which hit or miss is known; `missed_blocks` of them were misses.
-    `files` has path and accessed blocks of each file, the most accessed first.
+    `missed_blocks` are among the `known_blocks`, read or mapped, for which hit or miss is known.
     """
 
     trace: str
@@ -161,7 +159,7 @@ class Captured:
 
     @property
     def miss_ratio(self) -> float | None:
-        """Return the share (0..1) of misses among the blocks read or mapped; None if no hit or miss is known."""
+        """Return the share (0..1) of misses; None if no hit or miss is known."""
         return self.missed_blocks / self.known_blocks if self.known_blocks else None
 
     def document(self) -> dict[str, Any]:
@@ -199,7 +197,7 @@ class Captured:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[str]]:
-    """Yield a list to which signal handlers append the names of stop signals; restore the old handlers at exit."""
+    """Yield a list to which signal handlers append the names of stop signals."""
     received: list[str] = []
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
@@ -309,7 +307,6 @@ class _Capture:
                 running.wait(POLL_S if end_s is None else min(POLL_S, max(0.0, end_s - now_s)))
 
     def _take(self, records: Records) -> None:
-        """Add accesses to the trace, requests and samples to their files, fills and evictions to the counters."""
         if not len(records):
             return
         counts, kinds = self._counts, records["kind"]
@@ -336,7 +333,7 @@ class _Capture:
         return accesses[chosen], file[chosen]
 
     def _flush(self, whole_table: bool = False) -> None:
-        """Write the waiting rows and new files to the recording; with `whole_table` all files, with their last names."""
+        """Write the waiting rows and new files; with `whole_table` all files, with their last names."""
         files = self._table.files[0 if whole_table else self._files_written :]
         if not self._waiting and not whole_table:
             return
@@ -351,7 +348,6 @@ class _Capture:
         self._files_written = len(self._table.files)
 
     def _finish(self) -> None:
-        """Convert the recording to the trace, and rename the additional files to their final names."""
         provenance = self._provenance()
         if self._recording.size_bytes >= _LARGE_BYTES:
             say(f"writing {self._settings.output}")
@@ -477,7 +473,6 @@ class SampledTouches:
     """The writer of the sampled pages, as a trace. The file has a temporary name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set."""
         self.path = path
         self._blocks = 0
         self._writer = TraceWriter(path, force=force)

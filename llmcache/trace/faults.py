@@ -1,10 +1,8 @@
 """The tier without privilege: page faults of the user's own processes, and their reads and writes if strace is installed.
 
-The kernel's perf events report the address of each page fault, and every new mapping and fork. They arrive in one ring per
-CPU (`EventRing`). `AddressSpaces` maps an address at a given time to a file and a block.
-
-System calls are recorded by strace, the tool of the paper. It is slow, but needs no privilege either: `Strace` reads its
-log from a pipe and parses it with the importer of strace logs. `FaultSource` merges both streams by time.
+The kernel's perf events report the address of each page fault, and every new mapping and fork, in one ring per CPU
+(`EventRing`). `AddressSpaces` maps an address at a given time to a file and a block. `Strace` parses the log of strace, the
+tool of the paper, which is slow, from a pipe. `FaultSource` merges both streams by time.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ class EventRing:
     """The ring buffer for the events on one CPU. Any number of threads share it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Map a ring of `size_bytes` (a power of two). OSError if the kernel refuses the memory."""
+        """`size_bytes` is a power of two. OSError if the kernel refuses the memory."""
         self.lost = 0
         self._fds = [fd]
         self._size = size_bytes
@@ -181,7 +179,7 @@ class AddressSpace:
 
 
 class AddressSpaces:
-    """The address spaces of all recorded processes, kept up to date by the kernel's records of mappings and forks."""
+    """The address spaces of all recorded processes."""
 
     def __init__(self, paths: dict[Key, str]) -> None:
         """Store the path of each new mapping in `paths`."""
@@ -235,10 +233,10 @@ class AddressSpaces:
 
 
 class Strace:
-    """The system calls of a scope's targets, traced by strace. `drain` returns the reads, and the writes if required."""
+    """The system calls of a scope's targets, traced by strace."""
 
     def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
-        """Start strace and return when it is attached. Paths of accessed files are stored in `paths`.
+        """Return when strace is attached. Paths of accessed files are stored in `paths`.
 
         MissingRequirement if strace may not attach, or another debugger is attached.
         """
@@ -430,7 +428,6 @@ class FaultSource(Source):
         return self._order.put(records, horizon)
 
     def _in_files(self, samples: Records) -> Records:
-        """Return records of the page faults in files among `samples`."""
         samples = samples[np.argsort(samples["t_ns"], kind="stable")]
         records = no_records(len(samples))
         records["pid"], records["t_ns"] = samples["pid"], samples["t_ns"]

@@ -1,13 +1,12 @@
-"""The files of a recording: paths by device and inode. The kernel reports an access with device and inode only.
+"""The files of a recording: paths by device and inode, which are all that the kernel reports.
 
-A path is looked up when its inode first appears: in the open and mapped files of the process, then through the file system
-(by file handle). If both fail, because the file was closed already, the lookup is repeated each time the inode appears
-again. A file that is renamed later keeps its first path, unless that path no longer exists at the end and a process shows
-the new one. A deleted file keeps its last path.
+A path is looked up when its inode first appears: in the open and mapped files of the process, then by file handle. If both
+fail, because the file was closed already, the lookup is repeated each time the inode appears again. A renamed file keeps its
+first path, unless that path no longer exists at the end. A deleted file keeps its last path.
 
 A mount in mode inplace or steer locks the pinned part of a loop in memory. After the first touch no tier sees accesses to
-those pages, so the recording contains only the streamed part. `LockedBytes` queries the number of locked bytes when a
-file first appears and again at the end. The smaller number was locked all the time and is stored in the trace.
+those pages. `LockedBytes` queries the locked bytes when a file first appears and at the end; the trace stores the smaller
+number.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def _without_mark(path: str, links: int) -> str:
 
 
 class LockedBytes:
-    """The locked bytes of the files of a recording, returned by `query`. `by_file` is the result, by file id."""
+    """The locked bytes of the files of a recording."""
 
     def __init__(self, query: LockedQuery) -> None:
         self.by_file: dict[int, int] = {}

@@ -1,8 +1,6 @@
 """The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls.
 
-`KernelPrograms` loads and configures the BPF object, with the programs that this kernel accepts. Each subclass of
-`BpfSource` is a tier that uses them. `SOURCES` lists all tiers, best first; the last one needs no BPF. `start_source`
-starts the best tier that works.
+`SOURCES` lists all tiers, best first; the last one needs no BPF.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ class _FlushResult(ctypes.Structure):
 
 
 class RecordRing(Ring):
-    """A ring whose records all have the dtype `record`, read with numpy."""
+    """A ring whose records all have the dtype `record`."""
 
     def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
         super().__init__(fd, size, record.itemsize)
@@ -235,7 +233,7 @@ _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block reque
 
 
 class BpfSource(Source):
-    """The common part of all BPF tiers; a subclass names its programs."""
+    """The common part of all BPF tiers."""
 
     programs: ClassVar[Sequence[str]]  # the programs that see accesses: required
     pages = True
@@ -370,7 +368,6 @@ def _described() -> bool:
 
 
 def _has_capabilities() -> bool:
-    """Return whether CAP_BPF (39) and CAP_PERFMON (38) are effective."""
     effective = int(status_of()["CapEff"], 16)
     return bool(effective >> 39 & effective >> 38 & 1)
 
@@ -380,10 +377,9 @@ SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, 
 
 
 def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
-    """Start the source `tier` ("auto": the best that works) on `scope`; return it, and why each better one does not work.
+    """Start the source `tier` ("auto": the best that works); return it, and why each better one does not work.
 
-    UsageError for an unknown name; MissingRequirement, with the reason and a tier that works, if the tier cannot record
-    here.
+    UsageError for an unknown name; MissingRequirement, with the reason and a tier that works, if the tier cannot record.
     """
     if tier not in (AUTO, *SOURCES):
         raise UsageError(f"--tier: '{tier}' is unknown", f"use one of: {', '.join([AUTO, *SOURCES])}")
@@ -405,8 +401,8 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
 def _started(kind: type[Source], scope: Scope) -> Source | str:
     """Return a started source, or the reason why this tier cannot record here.
 
-    Probing takes as long as starting, so the source is started first and probed only if that fails. The original
-    MissingRequirement is raised if the probe succeeds.
+    Probing takes as long as starting, so the source is probed only if starting fails. MissingRequirement if the probe
+    succeeds.
     """
     if reason := _unseen(kind, scope):
         return reason

@@ -1,9 +1,8 @@
 """The trace format: a Parquet file with one row for each accessed run of 4 KiB blocks of a file.
 
-`Trace` holds rows in memory. `TraceReader` and `TraceWriter` process traces larger than memory, in batches and row groups
-of bounded size. Every row is checked when it is read and when it is written. The file table and the provenance of the rows
-are JSON in the metadata of the Parquet schema. `BlockSpace` numbers the blocks of all files, so that policies can use arrays
-instead of dictionaries. `llmcache.trace.formats` reads and writes other formats.
+`TraceReader` and `TraceWriter` process traces larger than memory, in batches and row groups of bounded size. Every row is
+checked when it is read and when it is written. The file table and the provenance are JSON in the metadata of the Parquet
+schema. `BlockSpace` numbers the blocks of all files, so that policies can use arrays.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _LIMITS = {"id": 1 << 32, "dev": 1 << 64, "inode": 1 << 64, "generation": 1 << 6
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A file of a trace. `size_bytes` is the largest size seen during the recording, 0 if unknown.
+    """A file of a trace. `size_bytes` is the largest size seen during the recording.
 
-    `dev`, `inode` and `generation` are 0 if the source of the trace does not have them.
+    Numbers that the source of the trace does not have are 0.
     """
 
     id: int
@@ -88,10 +87,7 @@ def locked_extra(locked: Mapping[int, int]) -> str:
 
 
 def locked_bytes(provenance: Provenance) -> dict[int, int]:
-    """Return the bytes by file id that a mount had locked during the recording, so that the trace lacks accesses to them.
-
-    DataError if the value is invalid.
-    """
+    """Return the bytes by file id that a mount had locked, so that the trace lacks accesses to them; DataError."""
     text = provenance.extra.get(LOCKED)
     if text is None:
         return {}
@@ -191,7 +187,7 @@ _HINT = "the trace is damaged, or the program that wrote it has a bug"
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of some rows: arrays of equal length with the dtypes of `COLUMNS`."""
+    """Some rows: arrays of equal length with the dtypes of `COLUMNS`."""
 
     t_ns: Uint64s
     file: Uint32s
@@ -212,9 +208,9 @@ class Columns:
 
 
 def columns_from(arrays: Mapping[str, ArrayLike]) -> Columns:
-    """Return `arrays` (numbers or arrays, integers of any width) as columns; DataError names an invalid one.
+    """Return `arrays` (numbers, which are repeated, or integers of any width) as columns; DataError.
 
-    Numbers are repeated. `op`, `miss` and `pid` are optional; the defaults are READ, UNKNOWN and 0.
+    The defaults of `op`, `miss` and `pid` are READ, UNKNOWN and 0.
     """
     given = {"op": READ, "miss": UNKNOWN, "pid": 0, **arrays}
     if unlike := given.keys() ^ COLUMNS.keys():
@@ -247,7 +243,7 @@ def concatenated(parts: Sequence[Columns]) -> Columns:
 
 
 def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
-    """Raise DataError, with column and row, unless every row is valid and times ascend from `after_ns` on.
+    """Raise DataError unless every row is valid and times ascend from `after_ns` on.
 
     `row` is the number of the first row, for the message.
     """
@@ -329,10 +325,10 @@ _FOREIGN = "this is not a trace of llmcache; llmcache convert --help lists the f
 
 
 class Trace:
-    """Accesses to runs of blocks, in the order of time, with the file table. Immutable.
+    """Accesses to runs of blocks, in the order of time, with the file table, sorted by id. Immutable.
 
-    Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of
-    4 KiB), `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32. `files` is sorted by id.
+    Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of 4 KiB),
+    `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32.
     """
 
     def __init__(self, columns: Columns, files: Sequence[TraceFile], provenance: Provenance) -> None:
@@ -390,7 +386,7 @@ class TraceReader:
     """A Parquet trace on disk; `batches` reads it in constant memory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path`. DataError if it is not a trace, UsageError if it does not exist."""
+        """DataError if `path` is not a trace, UsageError if it does not exist."""
         self.path = Path(path)
         with readable(self.path), _decoding(self.path):
             self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
@@ -451,7 +447,7 @@ class TraceWriter:
         provenance: Provenance | None = None,
         force: bool = False,
     ) -> None:
-        """Open the temporary file. UsageError if `path` exists and `force` is not set."""
+        """UsageError if `path` exists and `force` is not set."""
         self.provenance = provenance or Provenance(tier="unknown")
         self.rows = 0
         self._files = {file.id: file for file in file_table(files)}
@@ -482,10 +478,7 @@ class TraceWriter:
         self._files[file.id] = file
 
     def append(self, rows: Trace | Columns | Mapping[str, ArrayLike]) -> None:
-        """Write rows, which must not be earlier than the previous ones; DataError names an invalid column.
-
-        The files of a `Trace` are added to the table.
-        """
+        """Write rows, which must not be earlier than the previous ones, and the files of a `Trace`; DataError."""
         if isinstance(rows, Trace):
             if rows.files is not self._known:
                 self._known = rows.files
@@ -665,7 +658,7 @@ class BlockSpace:
         return np.concatenate(parts)
 
     def place(self, batch: Trace) -> Int64s:
-        """Return the id of the first block of each run (int64, one per row); ValueError for a run outside of the space."""
+        """Return the id of the first block of each run (int64); ValueError for a run outside of the space."""
         keys = _keys(batch)
         found = np.searchsorted(self._joined, keys, side="right") - 1
         if len(keys) and (found.min() < 0 or np.any(keys + batch.count.astype(np.int64) > self._joined_ends[found])):
@@ -673,7 +666,7 @@ class BlockSpace:
         return keys + self._moves[found]
 
     def footprint_by_file(self) -> dict[int, int]:
-        """Return the number of distinct blocks of each file that was touched."""
+        """Return the number of distinct touched blocks by file."""
         file, index = np.unique(self._starts >> BLOCK_BITS, return_inverse=True)
         blocks = np.bincount(index, self._ends - self._starts).astype(np.int64)
         return dict(zip(file.tolist(), blocks.tolist(), strict=True))
@@ -698,8 +691,8 @@ def _keys(batch: Trace) -> Int64s:
 def _union(starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
     """Return the union of half-open intervals as sorted, disjoint, non-adjacent intervals.
 
-    Starts and ends are sorted independently, which takes a quarter of the time of sorting pairs. If the i-th end lies
-    before the next start, all i intervals that have begun have also ended.
+    Starts and ends are sorted independently, which takes a quarter of the time of sorting pairs. If the i-th end lies before
+    the next start, all i intervals that have begun have also ended.
     """
     if len(starts) == 0:
         return starts, ends

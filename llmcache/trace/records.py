@@ -1,9 +1,8 @@
-"""Records of block accesses: their layout, their source (`Source`), their order, and hit or miss.
+"""Records of block accesses: their layout, their source, their order, and hit or miss.
 
-The fills and evictions between accesses determine hit or miss. If a block was read from storage since its last access, by
-readahead or for the access itself, its next access is a MISS; otherwise it is a HIT. So every block that is read and then
-used counts once, whichever thread, io_uring worker or page fault read it, and misses are comparable with those of a
-simulated cache, which has no readahead.
+If a block was read from storage since its last access, by readahead or for the access itself, its next access is a MISS;
+otherwise it is a HIT. So every block that is read and then used counts once, whichever thread read it, and misses are
+comparable with those of a simulated cache, which has no readahead.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ RECORD = np.dtype(
 
 
 def no_records(rows: int = 0) -> Records:
-    """Return `rows` zeroed records."""
+    """Return zeroed records."""
     return np.zeros(rows, RECORD)
 
 
 def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
-    """Return the index of a row of each distinct (dev, inode), and for each row the position of its pair among them.
+    """Return the row of one record of each distinct (dev, inode), and for each row the position of its pair among them.
 
     There must be at least one row.
     """
@@ -78,8 +77,8 @@ class TimeOrder:
     def put(self, records: Records, horizon_ns: int | None) -> Records:
         """Add `records`; return those up to `horizon_ns` (None: all), sorted by time.
 
-        Of records with equal times, fills come first, because they preceded the access. A record older than the previous
-        horizon, which a stalled machine can cause, gets the time of that horizon.
+        Fills precede accesses of equal time. A record older than the previous horizon, which a stalled machine can cause,
+        gets the time of that horizon.
         """
         rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
         if not len(rows):
@@ -136,7 +135,7 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> str | None:
-        """Return why the tier cannot work now on this machine ("needs root"), or None if it can. No side effects."""
+        """Return why the tier cannot work now on this machine ("needs root"), or None. No side effects."""
 
     @abstractmethod
     def start(self, scope: Scope) -> None:
@@ -161,7 +160,7 @@ class Source(ABC):
 
 
 class Residency:
-    """The blocks, by file, that were filled and not accessed since; `mark` uses them to set hit or miss."""
+    """The blocks, by file, that were filled and not accessed since."""
 
     def __init__(self) -> None:
         self._fresh: dict[Key, Int64s] = {}
@@ -229,7 +228,7 @@ def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
 
 
 def unknown(records: Records) -> Records:
-    """Set `miss` to UNKNOWN for sources that see no fills; O_DIRECT is still a MISS. Return `records`."""
+    """Set `miss` to UNKNOWN for sources that see no fills; O_DIRECT is still a MISS."""
     access = records["kind"] == ACCESS
     records["miss"][access] = UNKNOWN
     records["miss"][access & (records["flags"] & DIRECT != 0)] = MISS

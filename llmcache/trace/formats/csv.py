@@ -1,8 +1,7 @@
 """CSV traces: `file,offset,length,op[,time]`, offsets and lengths in bytes, time in seconds, with or without a header.
 
-`op` is read, write or map, or its first letter. Without times, the rows are one microsecond apart. `write` writes all five
-columns with a header, and seconds with nine decimals. It joins the columns itself, because pyarrow's writer rejects paths
-that are not UTF-8 and writes small times as 1E-9.
+`op` is read, write or map, or its first letter. Without times, the rows are one microsecond apart. `write` joins the columns
+itself, because pyarrow's writer rejects paths that are not UTF-8 and writes small times as 1E-9.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ def read(path: Path, writer: TraceWriter) -> None:
 
 
 class _CsvImporter:
-    """Numbers the files and converts bytes to blocks."""
-
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self._ids: dict[bytes, int] = {}
@@ -165,7 +162,6 @@ def _header(path: Path) -> tuple[list[str], bool]:
 
 
 def _batches(path: Path, names: list[str], has_header: bool) -> Iterator[Any]:
-    """Yield record batches; DataError, with the name of the column, for a value that pyarrow cannot convert."""
     options = {
         "read_options": pyarrow.csv.ReadOptions(
             column_names=names, skip_rows=int(has_header), block_size=_CHUNK_BYTES, use_threads=False
@@ -191,7 +187,7 @@ def _explained(message: str, names: list[str]) -> DataError:
 
 
 def write(reader: TraceReader, path: Path) -> None:
-    """Write all rows to `path`, in whole blocks, without miss, pid, device and inode, for which CSV has no columns."""
+    """Write all rows to `path`, in whole blocks, without miss, pid, device and inode."""
     numbers = np.array([file.id for file in reader.files], np.uint32)
     paths = pa.array([_quoted(os.fsencode(file.path)) for file in reader.files], pa.binary())
     with open(path, "wb") as target:

@@ -1,9 +1,8 @@
 """libCacheSim's oracleGeneral: records of 24 bytes, u32 time (s), u64 object, u32 size (bytes), i64 next access.
 
 `read` places all objects in one file, in the order of their ids. An object occupies a run of blocks of the largest size that
-a request has for it, rounded up. Objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks,
-so a trace whose objects are blocks keeps its runs. `write` writes a record for each touched block, with the number of the
-block's next request.
+a request has for it. Objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks. `write`
+writes a record for each touched block, with the number of the block's next request.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def write(reader: TraceReader, path: Path) -> None:
 
 
 def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
-    """Return a new mapped file of `rows` records. Its space is reserved, so a full disk is an OSError and not a SIGBUS."""
+    """Return a new mapped file. Its space is reserved, so a full disk is an OSError and not a SIGBUS."""
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
     return np.memmap(path, RECORD, "r+", shape=(rows,))

@@ -1,8 +1,7 @@
 """The file that grows during a recording: an Arrow stream, readable up to the last flush even if the recorder is killed.
 
-A Parquet file is readable only after its footer is written at the end. So `RecordingWriter` writes the rows to
-`OUT.recording` first, in batches that contain the new entries of the file table. At the end they are converted to OUT. A
-recording that remains after a kill or on a full disk is read like any other format (`read`).
+A Parquet file is readable only after its footer is written, so the rows go to `OUT.recording` first, in batches that contain
+the new entries of the file table. At the end they are converted to OUT.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class RecordingWriter:
     """Appends batches to `path`, which stays readable after `close` or a kill of the process."""
 
     def __init__(self, path: Path, provenance: Provenance, force: bool) -> None:
-        """Create `path`. UsageError if it exists and `force` is not set; MissingRequirement if it cannot be written."""
+        """UsageError if `path` exists and `force` is not set; MissingRequirement if it cannot be written."""
         self.path = path
         with writing(path):
             if force:

@@ -1,11 +1,12 @@
 """The importer of logs of strace, the tool of the paper: `strace -f -ttt -y -e trace=desc,process -o app.strace APP`.
 
-A log has system calls only. Accesses through mmap do not appear in it; a mapping becomes one row with the mapped range.
+A log has system calls only, not accesses through mmap; a mapping becomes one row with the mapped range.
 
 The importer tracks the offset of each open file description, which dup and fork share. With `-y` strace prints the path of
-each descriptor, which identifies files that were opened before tracing began. Descriptors closed by exec or close_range are
-not tracked; the next call that returns such a number replaces it. The log may have any of the options -t, -tt, -ttt and -r,
-or none, and -f or not.
+each descriptor, which identifies files opened before tracing began. Descriptors closed by exec or close_range are not
+tracked; the next call that returns such a number replaces it. The log may have any of the options -t, -tt, -ttt and -r, or
+none, and -f or not.
+
 Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
 """
 
@@ -148,7 +149,7 @@ def _fraction_ns(digits: str | None) -> int:
 
 
 def split(args: str) -> list[str]:
-    """Return the arguments of a call, each as written in the log."""
+    """Return the arguments of a call, as written in the log."""
     parts, start, depth = [], 0, 0
     for found in _SEPARATOR.finditer(args):
         token = found[0]
@@ -183,7 +184,7 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
 
 @dataclass(eq=False)
 class LoggedFile:
-    """A file. `size` is its current size, `largest` its maximum. Without `is_size_known`, `size` is a lower bound."""
+    """`size` is the current size, a lower bound without `is_size_known`; `largest` is its maximum."""
 
     number: int
     path: str
@@ -232,7 +233,7 @@ class FileNames:
 
 @dataclass(eq=False)
 class Description:
-    """An open file description, which dup and fork share. With `is_guessed`, its offset was unknown and assumed to be 0."""
+    """An open file description. With `is_guessed`, its offset was unknown and assumed to be 0."""
 
     file: LoggedFile | None
     offset: int = 0
@@ -267,7 +268,7 @@ class Task:
 
 
 class Tasks:
-    """All processes and threads of a log by thread id; the id is 0 if the log has none."""
+    """All tasks of a log by thread id; the id is 0 if the log has none."""
 
     def __init__(self) -> None:
         self.adopted = 0
@@ -279,8 +280,8 @@ class Tasks:
     def get(self, tid: int) -> Task:
         """Return the task `tid`.
 
-        A task that is new is the child of an unfinished clone. If there is none, it is assumed to be a thread of the first
-        task: logs of `-e trace=` without the process calls contain threads, but not their creation.
+        A new task is the child of an unfinished clone, else assumed to be a thread of the first task: logs of `-e trace=`
+        without the process calls contain threads, but not their creation.
         """
         if tid not in self._known:
             if self._cloning:
@@ -400,7 +401,7 @@ class StraceLog:
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
-        """Add an access of `length` bytes at `offset`; None: at the offset of the description, which then advances."""
+        """Add an access at `offset`; None: at the offset of the description, which then advances."""
         described = self._description(fd, task)
         if length <= 0:
             return
