@@ -1,12 +1,8 @@
 """A cgroup (v1, v2 or hybrid) with a memory limit and a read throttle, removed at the end of a with block.
 
-`wrap` prepends a one-line shell that enters the group and execs the program, so all memory is charged to the group and no
-Python code runs between fork and exec. `wrap` also sets a variable that identifies detached daemons when the group is
-removed.
-
-v1 charges a read, buffered or direct, to the task that submits it, so the daemon of a FUSE mount must be in the throttled
-group. A v2 group other than the root can either contain processes or enable controllers for its children. If the parent has
-processes (the root of a container, a delegated scope), they are moved to a sibling of the new group, and back at the end.
+v1 charges a read to the task that submits it, so the daemon of a FUSE mount must be in the throttled group. A v2 group other
+than the root can either contain processes or enable controllers for its children. If the parent has processes (the root of a
+container, a delegated scope), they are moved to a sibling of the new group, and back at the end.
 """
 
 from __future__ import annotations
@@ -58,7 +54,6 @@ class Controllers:
         (self.path / name).write_text(unlimited if size_bytes is None else str(size_bytes))
 
     def set_read_bps(self, disk: str, bps: int | None) -> None:
-        """Limit reads from `disk`; None removes the limit, but the kernel still counts reads."""
         if self.version == 1:
             file, text = "blkio.throttle.read_bps_device", f"{disk} {UNLIMITED_BPS if bps is None else bps}"
         else:
@@ -85,7 +80,7 @@ class Controllers:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A mounted hierarchy; `own` is the directory of this process's group in it."""
+    """A mounted hierarchy; this process's group in it is `own`."""
 
     version: int
     root: Path
@@ -119,14 +114,14 @@ def find(controller: str) -> Hierarchy:
 
 @dataclass
 class Delegation:
-    """The controllers (v2) enabled for the children of `parent`, and the leaf to which its processes were moved."""
+    """The controllers (v2) enabled for the children of `parent`, and the leaf that its processes were moved to."""
 
     parent: Path
     enabled: list[str] = field(default_factory=list)
     leaf: Path | None = None
 
     def hand_down(self, controllers: Sequence[str]) -> None:
-        """Enable `controllers` for the children; if the kernel refuses, undo all changes and raise OSError."""
+        """Enable `controllers` for the children; after an OSError, all changes are undone."""
         control = self.parent / "cgroup.subtree_control"
         have = control.read_text().split()
         try:
@@ -173,7 +168,6 @@ class Cgroup:
     def __init__(
         self, name: str, *, directory: Path | None, memory_bytes: int | None = None, read_bps: int | None = None
     ) -> None:
-        """`directory` is on the disk to throttle and count."""
         self.name = f"llmcache-{name}-{os.getpid()}"
         self.disk = None if directory is None else storage.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
@@ -224,17 +218,17 @@ class Cgroup:
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
+        """Return a shell command line that enters the group before it executes `command`, so that all memory is charged."""
         procs = [str(path / "cgroup.procs") for path in self.paths]
         argv = [os.fspath(word) for word in command]
         return ["/usr/bin/env", f"{MARK}={self.name}", "/bin/sh", "-c", _JOIN, "join", *procs, "--", *argv]
 
     def add(self, pid: int) -> None:
-        """Move a running process to the group; its memory so far stays charged to its old group."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
 
     def set_memory(self, size_bytes: int | None) -> None:
-        """Change the limit; the kernel reclaims memory at once. OSError (EBUSY) if it cannot."""
+        """Change the limit. OSError (EBUSY) if the kernel cannot reclaim enough memory."""
         self._controllers["memory"].set_memory(size_bytes)
 
     def set_read_bps(self, bps: int | None) -> None:
@@ -252,7 +246,7 @@ class Cgroup:
         return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:
-        """Kill the processes started with `wrap`, move others to the parent, and remove the group. Can be called twice."""
+        """Kill the processes started with `wrap`, move others to the parent, and remove the group."""
         for path in self.paths:
             if path.is_dir():
                 self._remove(path)
@@ -292,7 +286,7 @@ def _remove_abandoned(tree: Hierarchy) -> None:
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """Return the initial environment of process `pid`; empty if it has none, has ended or is inside execve."""
+    """Return the initial environment of a process; empty if it has none, has ended or is inside execve."""
     try:
         environment = (storage.PROC / str(pid) / "environ").read_bytes()
     except OSError:

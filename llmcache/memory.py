@@ -25,10 +25,9 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the machine or of a cgroup with a limit.
+    """The memory of the machine or of a cgroup. `margin_bytes` of the available memory should stay available.
 
-    `margin_bytes` of the free or reclaimable memory should stay available. Data that can be dropped at any time may fill
-    `free_bytes`, except for `reserve_bytes`.
+    Data that can be dropped at any time may fill `free_bytes`, except for `reserve_bytes`.
     """
 
     name: str
@@ -40,12 +39,10 @@ class Memory:
 
     @property
     def spare_bytes(self) -> int:
-        """Return the available bytes above the margin; may be negative."""
         return self.available_bytes - self.margin_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """Return the free bytes above the reserve; may be negative."""
         return self.free_bytes - self.reserve_bytes
 
 
@@ -67,7 +64,7 @@ def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
 
 
 def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
-    """Return the memory limits of the cgroup with this inode that do not apply to this process; None if it is not visible.
+    """Return the limits of the cgroup with this inode that do not apply to this process; None if it is not visible.
 
     Without a cgroup file system (in a chroot without /sys), the list is empty.
     """
@@ -105,9 +102,9 @@ _V2_FILES: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
 
 @functools.lru_cache(maxsize=8)
 def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
-    """Return (directory, usage file, limit files) of the groups in the content of /proc/PID/cgroup and their ancestors.
+    """Return (directory, usage file, limit files) of the groups in /proc/PID/cgroup and their ancestors.
 
-    Above memory.high of v2 (systemd's MemoryHigh), the kernel throttles the group until it has reclaimed enough.
+    Above memory.high of v2, the kernel throttles the group.
     """
     found: dict[Path, tuple[str, ...]] = {}
     for line in lines.decode(errors="surrogateescape").splitlines():
@@ -158,7 +155,7 @@ def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
 
 
 def read(path: str | Path) -> bytes:
-    """Return the content of a small kernel file. OSError. Callers read many times a second, so avoid the cost of `open`."""
+    """Return the content of a small kernel file; OSError. It is faster than `open`, for many reads a second."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)

@@ -31,12 +31,12 @@ class Mount:
 
     @property
     def owner(self) -> int:
-        """Return the id of the user who mounted a FUSE file system; 0 for other types."""
+        """Return the id of the user who mounted a FUSE file system."""
         found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(found[1]) if found else 0
 
     def layers(self, path: str) -> Iterator[str]:
-        """Yield the possible paths of the overlay's file `path` in its layers, topmost first; nothing for other types.
+        """Yield the possible paths of the overlay's file `path` in its layers, topmost first.
 
         The page cache belongs to the file in a layer, whose device and inode differ from those of the overlay.
         """
@@ -72,7 +72,7 @@ def is_running(pid: int) -> bool:
 
 
 def check_process(name: str, pid: int) -> dict[str, str]:
-    """Return the status of a process, other than this one, that an argument or option (`name`) gives.
+    """Return the status of a process that an argument or option (`name`) gives.
 
     MissingRequirement: it has ended, or is a thread or a kernel thread; UsageError: it is this process.
     """
@@ -103,7 +103,6 @@ class RunningProcesses:
 
     @property
     def pids(self) -> set[int]:
-        """Return the processes that have not ended, as of the last `wait`."""
         return set(self._fds)
 
     def add(self, pid: int) -> None:
@@ -149,7 +148,7 @@ def read_bytes_of(pid: int) -> int:
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
-    """Return the mounts that process `pid` sees, by mount id and in mounting order; OSError if it has ended."""
+    """Return the mounts of a process, by mount id and in mounting order; OSError if it has ended."""
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
@@ -159,7 +158,7 @@ _Found = TypeVar("_Found")
 
 
 class MountWatch(Generic[_Found]):
-    """A cached fact about the mount table. `look` computes it, and is called again only after the table has changed."""
+    """A cached fact about the mount table, computed again only after the table has changed."""
 
     def __init__(self, look: Callable[[], _Found]) -> None:
         self._look = look
@@ -168,14 +167,14 @@ class MountWatch(Generic[_Found]):
         self._found: list[_Found] = []  # one element, or none if `look` must be called
 
     def current(self) -> _Found:
-        """Return the result. OSError if the mount table cannot be opened; the next call tries again."""
+        """Return the result. OSError if the mount table cannot be opened."""
         self._wait(0)
         if not self._found:
             self._found = [self._look()]
         return self._found[0]
 
     def wait(self, stop: int) -> None:
-        """Wait until the mount table has changed or the descriptor `stop` is readable. OSError as in `current`."""
+        """Wait until the mount table has changed or the descriptor `stop` is readable. OSError."""
         self._poll.register(stop, select.POLLIN)
         try:
             self._wait(None)
@@ -201,7 +200,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))
 
 
 def fstype_at(path: str | os.PathLike[str]) -> str:
-    """Return the type of the file system of a path; "" if its mount is not in mountinfo (a chroot). OSError.
+    """Return the type of the file system of a path, "" if unknown (a chroot); OSError.
 
     The lookup uses the mount id, because st_dev of files on btrfs and overlayfs is not in mountinfo.
     """
@@ -240,7 +239,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class FileMapping:
-    """A mapping of addresses `low` .. `high` - 1; `block` is the block of the file at `low`. Inode 0: no file."""
+    """The addresses `low` .. `high` - 1; `block` is the block of the file at `low`. Inode 0: no file."""
 
     low: int
     high: int

@@ -64,10 +64,10 @@ def disk_of(path: Path) -> Disk:
 def timed_reads(
     fd: int, request_bytes: int, order: Sequence[int], readers: int, enough: Callable[[int, float], bool]
 ) -> list[tuple[float, int]]:
-    """Read the requests numbered `order` from an open file, repeatedly, until `enough` returns true.
+    """Read the requests numbered `order` from an open file, repeatedly, until `enough` returns true; OSError.
 
     Return completion time (seconds since the start) and size of each read, sorted by time. `enough` gets the number of
-    requests begun and the elapsed seconds. `fd` may have O_DIRECT. OSError.
+    requests begun and the elapsed seconds. `fd` may have O_DIRECT.
     """
     numbers, stop = itertools.count(), threading.Event()
     completed: list[tuple[float, int]] = []

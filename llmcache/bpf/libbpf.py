@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None)
 
 
 class LoadFailure(Exception):
-    """The kernel or libbpf refused an object; `program` is the program at fault, if known."""
+    """The kernel or libbpf refused an object."""
 
     def __init__(self, number: int, program: str | None) -> None:
         super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
@@ -77,8 +77,6 @@ class _TestRun(ctypes.Structure):
 
 
 class _Log:
-    """libbpf's warnings. `program` is the first program that failed in the last operation."""
-
     def __init__(self) -> None:
         self.program: str | None = None
         self.callback = _PRINT(self._take)  # an attribute, because libbpf keeps the pointer
@@ -97,7 +95,7 @@ _log = _Log()
 
 @functools.cache
 def library() -> Any:
-    """Return libbpf with the types of its functions set; MissingRequirement if it is not installed."""
+    """Return libbpf; MissingRequirement if it is not installed."""
     try:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError as error:
@@ -116,7 +114,7 @@ def has_tracepoint(name: str) -> bool:
 
 
 class BpfObject:
-    """A BPF object. Call `configure`, then `load` for some of its programs, then `attach`, and `close` at the end."""
+    """A BPF object. Call `configure`, `load` for some of its programs, `attach`, and `close` at the end."""
 
     def __init__(self, path: Path) -> None:
         self._lib = library()
@@ -144,7 +142,6 @@ class BpfObject:
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
-        """Load `programs` and no others into the kernel. LoadFailure."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
         _log.program = None
@@ -164,7 +161,7 @@ class BpfObject:
         return int(self._lib.bpf_map__fd(self._maps[name]))
 
     def run(self, program: str, context: ctypes.Structure) -> int:
-        """Run a program of section "syscall" once on `context`, which it may change; return its result."""
+        """Run a program of section "syscall" once; it may change `context`."""
         options = _TestRun()
         options.sz = ctypes.sizeof(options)
         options.ctx_in, options.ctx_size_in = ctypes.addressof(context), ctypes.sizeof(context)
@@ -172,7 +169,6 @@ class BpfObject:
         return int(options.retval)
 
     def iterate(self, program: str) -> bytes:
-        """Run an iterator program over all its objects; return its output."""
         link = self._lib.bpf_program__attach_iter(self._programs[program], None)
         if not link:
             raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)

@@ -1,4 +1,4 @@
-"""The accessed bits in the page tables of processes (x86-64, four levels), read by bpf/pagewalk.bpf.c."""
+"""The accessed bits in page tables (x86-64, four levels), read by bpf/pagewalk.bpf.c."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Unreadable(Exception):
 class PageTables:
     """A reader of page tables; Unreadable if this machine does not allow it.
 
-    `copy` fills `tables` (TABLES tables of 512 entries, u64) and `entries` (the entries that point to these tables, u64).
+    `copy` fills `tables` (TABLES tables of 512 entries, u64) and `entries` (which point to these tables, u64).
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class PageTables:
         return not self._object.run("copy_tables", _Place(address, self._memory, 0, 0, pid, count))
 
     def accessed(self, pid: int, addresses: Sequence[int]) -> list[bool]:
-        """Return, for each address, whether its page is mapped and was accessed since the bits were cleared."""
+        """Return whether each page is mapped and was accessed since the bits were cleared."""
         found: list[bool] = []
         for begin in range(0, len(addresses), PROBES):
             part = addresses[begin : begin + PROBES]

@@ -56,8 +56,8 @@ def open_event(attributes: Attributes, tid: int, cpu: int = -1) -> int:
 def open_breakpoint(tid: int, address: int, program_fd: int) -> int:
     """Return a descriptor of a hardware breakpoint that runs a BPF program; closing it removes the breakpoint. OSError.
 
-    It covers 8 bytes at `address` (a multiple of 8) in thread `tid` and the threads that it starts, and fires for accesses
-    by user code only.
+    It covers 8 bytes at `address` (a multiple of 8) in a thread and the threads that it starts, and ignores the kernel's
+    accesses.
     """
     flags = _INHERIT | _INHERIT_THREADS_ONLY | _REMOVE_ON_EXEC | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
     attributes = Attributes(

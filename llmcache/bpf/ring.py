@@ -1,8 +1,8 @@
-"""The reader of a BPF ring buffer with records of one size. It reads all available records at once.
+"""The reader of a BPF ring buffer with records of one size.
 
-The kernel writes and one reader reads. Both positions only grow. The kernel may overwrite data before the reader's position.
-Fences order the copy of the data after the read of the kernel's position and before the write of the reader's. x86-64
-reorders neither loads with loads nor loads with later stores and needs no fences.
+The kernel writes and one reader reads. Both positions only grow. Fences order the copy of the data after the read of the
+kernel's position and before the write of the reader's. x86-64 reorders neither loads with loads nor loads with later stores
+and needs no fences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fence:
-    """A full memory barrier through membarrier(2); does nothing if the CPU needs none."""
+    """A full memory barrier through membarrier(2)."""
 
     def __init__(self) -> None:
         self._call = _MEMBARRIER_CALL.get(platform.machine())
@@ -41,7 +41,7 @@ class Fence:
 
 
 class Ring:
-    """A ring buffer map of `size` bytes (a power of two) whose records all have `record_bytes` (a multiple of 8)."""
+    """A ring buffer of `size` bytes (a power of two) whose records have `record_bytes` (a multiple of 8)."""
 
     def __init__(self, fd: int, size: int, record_bytes: int) -> None:
         self.frame_bytes = FRAME_BYTES + record_bytes
@@ -63,7 +63,7 @@ class Ring:
         return frames
 
     def take(self, frame: struct.Struct) -> list[tuple[int, ...]]:
-        """Return the new records in order, without the first two numbers (length and padding), and free their space."""
+        """Return the new records, without length and padding, and free their space."""
         done, found = 0, []
         for length, _, *fields in frame.iter_unpack(bytes(self.stretch())):
             if length & BUSY:

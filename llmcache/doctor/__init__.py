@@ -38,7 +38,6 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if a mount is possible, 3 if a check has failed."""
         return MissingRequirement.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
 
 
 def _area(file: str, directory: str | None) -> tuple[str, list[Check]]:
-    """Return name and checks of one area. A missing library becomes a check, so that the other areas are still shown."""
+    """A missing library becomes a check, so that the other areas are still shown."""
     try:
         module = importlib.import_module(f"llmcache.doctor.{file}")
     except ImportError as error:

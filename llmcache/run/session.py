@@ -1,8 +1,7 @@
 """One `llmcache run`, from the words of the command line to the command's end.
 
-How files are steered, best first: in place (root; also for files that the command opens later, and for a process that runs
-already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the paths of model files
-in the command's words changed to it.
+The ways to steer files, best first: in place (root; also later files, and running processes), over FUSE in a mount namespace
+of the command's own, and over a FUSE mount elsewhere, with changed paths in the command's words.
 """
 
 from __future__ import annotations
@@ -70,6 +69,8 @@ class RunSettings:
 
 @dataclass
 class Session:
+    """The files that were found, and the mounts that steer their directories."""
+
     settings: RunSettings
     files: list[str] = field(default_factory=list)
     steered: dict[str, Steered] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Session:
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
 
     def without_memory(self, sources: Sequence[str]) -> list[str]:
-        """Return the directories that are on storage, and say which are in memory already."""
+        """Return the directories that are on storage, and report the others."""
         for source in sources:
             if (kind := fstype_at(source)) in IN_MEMORY:
                 self.refused[source] = kind
@@ -94,7 +95,7 @@ class Session:
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
         """Steer a directory, unless a mount does that already. A refusal is reported, and not tried again.
 
-        LlmcacheError if a given budget is refused before the command has started.
+        Raise LlmcacheError if a given budget is refused before the command has started.
         """
         mounted = steering.served_already(source)
         if mounted is not None:
@@ -151,7 +152,6 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 
 def _described(path: str) -> str:
-    """Return name, size and kind of a model for its first shard: "" for the others."""
     if path != models.shards_of(path)[0]:
         return ""
     try:
@@ -167,7 +167,7 @@ def _described(path: str) -> str:
 def engine_variables(
     files: Sequence[str], words: Sequence[str], environment: dict[str, str], room_bytes: int
 ) -> dict[str, str]:
-    """Return the variables to set for an engine whose defaults would copy more of the model than memory can hold.
+    """Return the variables for an engine whose defaults would copy more of the model than memory can hold.
 
     llama.cpp copies ("repacks") tensors of some types into private memory. Nothing is set where the copy fits in
     `room_bytes`, because it makes the engine faster, or where the user says whether to repack.
@@ -189,7 +189,6 @@ class _Command:
     user: User | None
 
     def start(self, session: Session, stack: contextlib.ExitStack, *, private: bool = False) -> Child:
-        """Return the command as a process that waits, and that `stack` ends. OSError: see Child."""
         child = Child(self.words, self.program, self.environment, user=self.user, group=session.group, private=private)
         stack.callback(child.cancel)
         return child
@@ -257,7 +256,6 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
 
 
 def _directory() -> str:
-    """Return the working directory, or the root directory if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -272,7 +270,6 @@ def _not_found(given: Sequence[str]) -> str:
 def _over_fuse(
     session: Session, command: _Command, stack: contextlib.ExitStack, sources: Sequence[str], reason: str
 ) -> Child:
-    """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
     steering.remove_abandoned()
     name = f"run-{os.getpid()}"
@@ -338,7 +335,6 @@ def attach(pid: int, settings: RunSettings) -> int:
 
 @contextlib.contextmanager
 def _tokens_of(pid: int) -> Iterator[TokenWatch]:
-    """Observe the tokens of a process. This process has a second thread from then on."""
     tokens = TokenWatch(pid)
     tokens.start()
     try:
@@ -349,7 +345,7 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
 
 
 def _watch(session: Session, pid: int, owner_pid: int | None) -> None:
-    """Return at the end of a process. Until then, in place (`owner_pid`), steer the files that it opens."""
+    """Wait for the end of a process. In place (`owner_pid`), steer the files that it opens."""
     began = time.monotonic()
     pause_s, due, said = FIRST_LOOK_S, began + COPIES_S, set[object]()
     running = RunningProcesses([pid])

@@ -47,7 +47,7 @@ class Steered:
         return control.is_locked(control.files(self.point, self.uid))
 
     def stop(self) -> None:
-        """End the mount, if it is ours, with the command's files still open or not."""
+        """End the mount, if it is ours, even if the command has open files."""
         if not self.own:
             return
         with contextlib.suppress(MountProblem):
@@ -70,10 +70,10 @@ def start(
     group: Cgroup | None = None,
     namespaces: Namespaces | None = None,
 ) -> Steered:
-    """Mount `source` on `point` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
+    """Mount `source` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
 
-    The daemon runs in `group`, to which its reads are charged, and in a session of its own, which Ctrl-C does not reach.
-    LlmcacheError: what `llmcache mount` reports.
+    Its reads are charged to `group`. It has a session of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache
+    mount` reports.
     """
 
     words = [sys.executable, "-m", "llmcache", "mount", source, point, "--json", "--rw", "--mode", mode]
@@ -112,7 +112,6 @@ def remove_abandoned() -> None:
 
 
 def _failure(code: int, text: str) -> LlmcacheError:
-    """Return the error that `llmcache mount` has printed, or the signal that has ended it."""
     if code < 0:
         hint = "the memory limit of the cgroup may be too small (dmesg shows OOM kills)" if code == -signal.SIGKILL else None
         return MountProblem(f"the daemon was killed by {signal.Signals(-code).name} while it started", hint)
@@ -125,7 +124,7 @@ def _failure(code: int, text: str) -> LlmcacheError:
 
 
 def served_already(source: str) -> Steered | None:
-    """Return the living mount that steers a directory, or one above it: over FUSE at this path, or in place."""
+    """Return the living mount that steers a directory, or one above it."""
     for mount in mounts().values():
         is_over_it = mount.fstype == mountpoint.FSTYPE and is_below(source, mount.point)
         if is_over_it and control.is_locked(control.files(mount.point, mount.owner)):

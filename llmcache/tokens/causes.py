@@ -34,7 +34,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Causes:
-    """`experts_missed`: None for a dense model. `slowest`: layer and part of the time."""
+    """`slowest` has a layer and its part of the time; `experts_missed` is None for a dense model."""
 
     experts_missed: int | None
     slowest: tuple[str, int] | None

@@ -1,8 +1,8 @@
 """Which tensors show the passes over a model: candidates, best first.
 
-The tensors of a clock must be read from the file's mapping in each pass. llama.cpp repacks weights of some types, and copies
-layers to a GPU. Norms are small, in float32, and stay in the mapping; a norm is also read once for each row of a batch, so
-its reads count the tokens of a prompt.
+These must be read from the file's mapping in each pass. llama.cpp repacks some weights, and copies layers to a GPU. Norms
+are small, in float32, and stay in the mapping; a norm is read once for each row of a batch, so its reads count the tokens of
+a prompt.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Place:
 class Clock:
     """Two tensors to watch, because a processor has four breakpoints and another observer may use the others.
 
-    `are_rows_tokens`: each read of the first one is a row of the batch. `shows_end`: nothing but the output follows the
-    later one.
+    `are_rows_tokens`: each read of the first one is a row of the batch. `shows_end`: only the output follows the later one.
     """
 
     places: Mapping[Role, Place]
@@ -75,7 +74,6 @@ def candidates(layouts: Mapping[Key, ModelLayout]) -> list[Clock]:
 
 
 def _later(first: Tensor, layers: Sequence[Sequence[_Found]], after: Sequence[_Found]) -> Iterator[tuple[_Found, bool]]:
-    """Yield later tensors to try, and whether they show the end of a pass."""
     ends = _norms_first(after) if _is_norm(first) else after[::-1]
     if ends:
         yield ends[0], True

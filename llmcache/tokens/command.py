@@ -88,7 +88,6 @@ def _checked(word: str) -> int:
 
 
 def _clients_of(path: str) -> Find:
-    """Return a function that finds the processes with files of a mount. MountProblem."""
     point = mountpoint.resolve(path)
     mount = mountpoint.find(point)
     if mount is None:

@@ -1,8 +1,8 @@
 """From reads of watched tensors to passes over a model.
 
 Pure: events in, passes out. Times are CLOCK_MONOTONIC. A pass begins when the first layer is read after a later tensor, and
-ends when the next pass begins, without the time in between in which the process is idle. The parts of a long prompt, of
-which only the last computes logits, are one pass.
+ends when the next pass begins, without idle time in between. The parts of a long prompt, of which only the last computes
+logits, are one pass.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Pass:
 
     `compute_ns`: no thread waits for storage and at least one runs; `storage_ns`: at least one waits for storage;
     `other_ns`: neither. `wait_ns`: the waits of all threads together; `waits`: those for pages of the model. `is_first`: the
-    process was idle before, or was not observed.
+    process was idle or unobserved before.
     """
 
     start_ns: int
@@ -93,6 +93,8 @@ class Pass:
 
 
 class Passes:
+    """The passes in the events of one process."""
+
     def __init__(self) -> None:
         self.restart()
 
@@ -159,7 +161,7 @@ class Passes:
         self._rows, self._waits, self._is_first = 1, {}, is_first
 
     def _look(self, event: Event) -> Iterator[Pass]:
-        """End a pass once the process is idle. Work of an idle process after the first look is no part of the pass."""
+        """Work of an idle process after the first look is no part of the pass."""
         if self._start is None or self._end is None or not self._shows_end:
             return
         before = self._quiet or self._end
@@ -172,7 +174,6 @@ class Passes:
             self._quiet = event
 
     def _idle_ns(self, now: Event, last: Event) -> int:
-        """Return how long nothing has run since `last`; 0 for a pause within a pass, or a short one."""
         idle_ns = now.idle_ns - last.idle_ns
         if self._shows_end and last is self._end:
             return idle_ns if idle_ns > IDLE_NS else 0
@@ -204,8 +205,7 @@ class Kinds:
     def kind_of(self, found: Pass, *, are_rows_tokens: bool) -> Kind:
         """Return the kind of the next pass.
 
-        A prompt is many rows, or several at the beginning of a request; a few rows later on are sequences side by side, or
-        guessed tokens.
+        A prompt is many rows, or several at the beginning of a request; a few rows later are parallel sequences or guesses.
         """
         is_prefill = self._is_batch(found) if are_rows_tokens else self._is_slow(found, unknown=found.is_first)
         kind: Kind = "prefill" if is_prefill else "decode"

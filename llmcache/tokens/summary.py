@@ -21,9 +21,8 @@ _MOST_TIMES = 1 << 17  # of the last tokens, for the median and p99
 class Token:
     """A pass over a model: a token, or a part of a prompt (`number` 0).
 
-    The time of the pass is the sum of compute, storage and other. `rows`: tokens of the batch; None if unknown.
-    `experts_missed`: experts that a thread waited for; None for dense models, and where the kernel does not show it.
-    `slowest_layer_ns`: the part of the storage time that this layer took.
+    `rows`: tokens of the batch; None if unknown. `experts_missed`: experts that a thread waited for; None if unknown or the
+    model is dense. `slowest_layer_ns`: its part of the storage time.
     """
 
     pid: int
@@ -70,9 +69,8 @@ class Interval:
 class TokenSummary:
     """All tokens of an observation. Times in seconds; those of tokens are without idle time and without prompts.
 
-    `storage_share`: of the time of tokens. `prefill_tokens`: None if the rows of a batch are unknown. `slowest`: at most
-    SLOWEST tokens. `pressure`: shares of the observation in which some task of this machine waited for a resource.
-    `overhead_s`: processor time of the observer, without the programs in the kernel.
+    `storage_share`: of the time of tokens. `pressure`: shares of the observation in which some task of this machine waited
+    for a resource. `overhead_s`: processor time of the observer, without the programs in the kernel.
     """
 
     tokens: int = 0
@@ -107,7 +105,6 @@ class TokenSummary:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Return tokens of prompts per second; None if their number is unknown."""
         return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s else None
 
     def document(self) -> dict[str, Any]:
@@ -122,6 +119,8 @@ class TokenSummary:
 
 
 class Totals:
+    """The sums of tokens."""
+
     def __init__(self) -> None:
         self.tokens = 0
         self.prefill_passes = 0
@@ -147,7 +146,6 @@ class Totals:
             self._slowest = sorted([*self._slowest, token], key=lambda one: -one.time_ns)[:SLOWEST]
 
     def summary(self, **more: Any) -> TokenSummary:
-        """Return the sums until now; `more` are the fields that are not sums of tokens."""
         return TokenSummary(
             tokens=self.tokens,
             seconds=self._sum("decode", "time_ns") / 1e9,

@@ -38,8 +38,6 @@ NOTE_NS = 10_000_000_000  # of a busy process, after which a note says that its 
 
 @dataclass
 class _Process:
-    """An observed process. `at`: the clock that is set."""
-
     pid: int
     passes: Passes = field(default_factory=Passes)
     kinds: Kinds = field(default_factory=Kinds)
@@ -96,7 +94,6 @@ class TokenWatch:
         self.why_not: str | None = None
 
     def start(self) -> None:
-        """Observe; the kernel reports before this returns."""
         try:
             self._observer = Observer()
             self._scan()
@@ -261,7 +258,6 @@ class TokenWatch:
         observer.set_clock(process.pid, _addresses(*process.clocks[at]))
 
     def _finish_pass(self, observer: Observer, process: _Process) -> None:
-        """Take the reports of the present clock, before another is set."""
         self._take(observer.events())
         self._report(process, process.passes.finish())
 
@@ -273,7 +269,6 @@ class TokenWatch:
             self._note()
 
     def _review(self, observer: Observer, process: _Process) -> None:
-        """Try another clock if the one that is set shows nothing while the process works."""
         if not process.clocks:
             return
         silent_ns = process.busy_ns - process.busy_at_hit_ns
@@ -294,7 +289,6 @@ class TokenWatch:
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
 
     def _try_later(self, observer: Observer, process: _Process) -> None:
-        """Try another later tensor with the same first one; after the last of them, use the first one alone."""
         first = process.clocks[process.at][1].places[Role.FIRST]
         same = [at for at, (_, clock) in enumerate(process.clocks) if clock.places[Role.FIRST] == first]
         others = [at for at in same if at > process.at]
@@ -404,7 +398,6 @@ class _Daemons:
         self._poll()
 
     def read_bytes(self, time_ns: int) -> int:
-        """Return the share of a token of the bytes that daemons have read and that no token has been given."""
         if not self._points:
             return 0
         if time.monotonic() >= self._due_s:

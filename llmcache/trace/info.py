@@ -58,7 +58,7 @@ class TraceInfo:
 
 
 def describe(path: str | os.PathLike[str]) -> TraceInfo:
-    """Return the contents of the trace in `path` (any format); DataError if it is not a trace or has no rows."""
+    """Return the contents of the trace in `path` (any format); DataError if it is invalid or empty."""
     ops, misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
     rows, accesses = Counter[int](), Counter[int]()  # by file
     pids: set[int] = set()

@@ -39,7 +39,7 @@ _HINT = "columns: file,offset,length,op[,time]; bytes, read|write|map, seconds; 
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the rows of the CSV file `path`; DataError names the invalid field and the row."""
+    """Append the rows of `path`; DataError with invalid field and row."""
     with readable(path):
         names, has_header = _header(path)
     writer.provenance = Provenance(
@@ -89,7 +89,6 @@ class _CsvImporter:
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
     def _numbered(self, paths: Any, ends: Int64s) -> Int64s:
-        """Return the file number of each path; extend the size of each file to the largest of its `ends`."""
         coded = paths.dictionary_encode()
         numbers = np.empty(len(coded.dictionary), np.int64)
         for index, path in enumerate(coded.dictionary.to_pylist()):
