@@ -1,17 +1,8 @@
 """A cgroup (v1, v2 or hybrid) with a memory limit and a read throttle, removed at the end of a with block.
 
-    with Cgroup("bench", directory=Path("/data"), memory_bytes=500_000_000, read_bps=200_000_000) as group:
-        subprocess.run(group.wrap(["llmcachefs", ...]))
-        print(group.usage())
-
-Processes join by themselves: `wrap` prepends a one-line shell that enters the group and execs the program, so that all
-memory is charged to the group and no Python code runs between fork and exec. `wrap` also sets a variable in the environment,
-which identifies detached daemons when the group is removed.
-
-v1 charges a read, buffered or direct, to the group of the task that submits it. So for a FUSE mount, the daemon must be in
-the throttled group. v1 has a directory for each controller, v2 one for all. A v2 group other than the root can either
-contain processes or enable controllers for its children, not both. If the parent has processes (the root of a container, a
-delegated scope), they are moved to a sibling of the new group, and back at the end.
+v1 charges a read to the task that submits it, so the daemon of a FUSE mount must be in the throttled group. A v2 group other
+than the root can either contain processes or enable controllers for its children. If the parent has processes (the root of a
+container, a delegated scope), they are moved to a sibling of the new group, and back at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ _EXEC_S = 1.0  # during execve, a process has no environment for an instant
 
 @dataclass(frozen=True)
 class Usage:
-    """The current use of a group: memory in bytes (all, anonymous), OOM kills, bytes read from the disk."""
+    """The current use of a group: memory, OOM kills, bytes read from the disk."""
 
     current_bytes: int = 0
     anon_bytes: int = 0
@@ -53,18 +44,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class Controllers:
-    """A group's directory: of one controller (v1) or of all (v2). Limits apply to the whole subtree."""
+    """A group's directory. Limits apply to the whole subtree."""
 
     version: int
     path: Path
 
     def set_memory(self, size_bytes: int | None) -> None:
-        """Limit memory (page cache included) to `size_bytes`; None removes the limit."""
         name, unlimited = ("memory.limit_in_bytes", "-1") if self.version == 1 else ("memory.max", "max")
         (self.path / name).write_text(unlimited if size_bytes is None else str(size_bytes))
 
     def set_read_bps(self, disk: str, bps: int | None) -> None:
-        """Limit reads from `disk`; None removes the limit, but the kernel still counts reads."""
         if self.version == 1:
             file, text = "blkio.throttle.read_bps_device", f"{disk} {UNLIMITED_BPS if bps is None else bps}"
         else:
@@ -83,7 +72,6 @@ class Controllers:
         }
 
     def read_bytes(self, disk: str) -> int:
-        """Return the bytes that the group has read from `disk`."""
         v1, v2 = ("blkio.throttle.io_service_bytes", r" Read (\d+)"), ("io.stat", r" .*\brbytes=(\d+)")
         file, counter = v1 if self.version == 1 else v2
         found = re.search(rf"^{disk}{counter}", (self.path / file).read_text(), re.MULTILINE)
@@ -92,7 +80,7 @@ class Controllers:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A mounted hierarchy; `own` is the directory of this process's group in it."""
+    """A mounted hierarchy; this process's group in it is `own`."""
 
     version: int
     root: Path
@@ -100,7 +88,7 @@ class Hierarchy:
 
 
 def find(controller: str) -> Hierarchy:
-    """Return the hierarchy that has `controller` ("memory" or "io"); MissingRequirement if none has."""
+    """Return the hierarchy of `controller` ("memory" or "io"); MissingRequirement if none has it."""
     where: dict[str, str] = {}  # the path of this process per controller; the key of v2 is the empty string
     for line in (storage.PROC / "self" / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -126,14 +114,14 @@ def find(controller: str) -> Hierarchy:
 
 @dataclass
 class Delegation:
-    """The controllers (v2) enabled for the children of `parent`, and the leaf to which its processes were moved."""
+    """The controllers (v2) enabled for the children of `parent`, and the leaf that its processes were moved to."""
 
     parent: Path
     enabled: list[str] = field(default_factory=list)
     leaf: Path | None = None
 
     def hand_down(self, controllers: Sequence[str]) -> None:
-        """Enable `controllers` for the children; if the kernel refuses, undo all changes and raise OSError."""
+        """Enable `controllers` for the children; after an OSError, all changes are undone."""
         control = self.parent / "cgroup.subtree_control"
         have = control.read_text().split()
         try:
@@ -155,10 +143,7 @@ class Delegation:
             raise
 
     def undo(self) -> None:
-        """If processes were moved, disable the controllers and move them back.
-
-        Otherwise (as in the real root) the controllers stay enabled, because other groups may use them.
-        """
+        """If processes were moved, disable the controllers, which other groups may use otherwise, and move them back."""
         if self.leaf is None:
             return
         self._disable()
@@ -171,7 +156,6 @@ class Delegation:
 
 
 def _move_all(source: Path, target: Path) -> None:
-    """Move all processes, except those that have ended."""
     for pid in (source / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             (target / "cgroup.procs").write_text(pid)
@@ -179,12 +163,11 @@ def _move_all(source: Path, target: Path) -> None:
 
 @final
 class Cgroup:
-    """One cgroup over memory and, with a `directory`, I/O; on v1 a directory for each of the two, on v2 one."""
+    """One cgroup over memory and, with a `directory`, I/O."""
 
     def __init__(
         self, name: str, *, directory: Path | None, memory_bytes: int | None = None, read_bps: int | None = None
     ) -> None:
-        """Prepare a group, which `with` creates. `directory` is on the disk to throttle and count; None: memory only."""
         self.name = f"llmcache-{name}-{os.getpid()}"
         self.disk = None if directory is None else storage.disk_of(directory)
         self._memory_bytes, self._read_bps = memory_bytes, read_bps
@@ -192,7 +175,6 @@ class Cgroup:
         self._delegations: list[Delegation] = []
 
     def __enter__(self) -> Cgroup:
-        """Create the group with its limits; after a failure nothing is left."""
         try:
             trees: dict[Hierarchy, list[str]] = {}
             for controller in ("memory",) if self.disk is None else ("memory", "io"):
@@ -236,31 +218,27 @@ class Cgroup:
         return list(dict.fromkeys(one.path for one in self._controllers.values()))
 
     def wrap(self, command: Sequence[str | os.PathLike[str]]) -> list[str]:
-        """Return a command line that enters the group and then executes `command`."""
+        """Return a shell command line that enters the group before it executes `command`, so that all memory is charged."""
         procs = [str(path / "cgroup.procs") for path in self.paths]
         argv = [os.fspath(word) for word in command]
         return ["/usr/bin/env", f"{MARK}={self.name}", "/bin/sh", "-c", _JOIN, "join", *procs, "--", *argv]
 
     def add(self, pid: int) -> None:
-        """Move a running process to the group; its memory so far stays charged to its old group."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
 
     def set_memory(self, size_bytes: int | None) -> None:
-        """Change the limit; the kernel reclaims memory at once. OSError (EBUSY) if it cannot."""
+        """Change the limit. OSError (EBUSY) if the kernel cannot reclaim enough memory."""
         self._controllers["memory"].set_memory(size_bytes)
 
     def set_read_bps(self, bps: int | None) -> None:
-        """Change the read throttle; None removes it."""
         assert self.disk is not None
         self._controllers["io"].set_read_bps(self.disk.number, bps)
 
     def usage(self) -> Usage:
-        """Return the current use of the group; without a disk, `read_bytes` is 0."""
         return Usage(**self._controllers["memory"].memory(), read_bytes=0 if self.disk is None else self.read_bytes())
 
     def read_bytes(self) -> int:
-        """Return the bytes that the group has read from the disk."""
         assert self.disk is not None
         return self._controllers["io"].read_bytes(self.disk.number)
 
@@ -268,7 +246,7 @@ class Cgroup:
         return sorted({int(word) for path in self.paths for word in (path / "cgroup.procs").read_text().split()})
 
     def close(self) -> None:
-        """Kill the processes started with `wrap`, move others to the parent, and remove the group. Can be called twice."""
+        """Kill the processes started with `wrap`, move others to the parent, and remove the group."""
         for path in self.paths:
             if path.is_dir():
                 self._remove(path)
@@ -299,7 +277,6 @@ class Cgroup:
 
 
 def _remove_abandoned(tree: Hierarchy) -> None:
-    """Remove empty groups whose creator has ended without removing them."""
     for parent in {tree.root, tree.own}:
         for path in parent.glob("llmcache-*-*"):
             pid = path.name.rpartition("-")[2]
@@ -309,7 +286,7 @@ def _remove_abandoned(tree: Hierarchy) -> None:
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """Return the initial environment of process `pid`; empty if it has none, has ended or is inside execve."""
+    """Return the initial environment of a process; empty if it has none, has ended or is inside execve."""
     try:
         environment = (storage.PROC / str(pid) / "environ").read_bytes()
     except OSError:

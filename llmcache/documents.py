@@ -1,4 +1,4 @@
-"""JSON documents that commands have written, read back into the dataclasses that they came from."""
+"""JSON documents that commands have written, read back into their dataclasses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_json(path: str | os.PathLike[str], hint: str) -> Any:
 
 @contextmanager
 def invalid(source: str, hint: str) -> Iterator[None]:
-    """Convert errors in the values of a document to a DataError that names `source`, if it is not empty."""
+    """Convert errors in the values of a document to a DataError that names `source`."""
     try:
         yield
     except KeyError as error:
@@ -47,10 +47,9 @@ def check_schema(document: Any, *known: str) -> None:
 
 
 def from_json(kind: Any, data: Any, name: str = "") -> Any:
-    """Return a value of type `kind` from the output of `dataclasses.asdict` and JSON.
+    """Return a value of type `kind` from the JSON of `dataclasses.asdict`; unknown fields are ignored.
 
-    Fields with a default may be missing, and unknown fields (derived values) are ignored. KeyError and ValueError name a
-    missing field or one of the wrong type by its path, such as `rows[1].policy`.
+    KeyError and ValueError name a field by its path, such as `rows[1].policy`.
     """
     inside = get_args(kind)
     if type(None) in inside:

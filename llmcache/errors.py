@@ -33,7 +33,7 @@ def exit_codes(interrupted: int) -> dict[int, tuple[str, str]]:
 
 
 class LlmcacheError(Exception):
-    """A problem outside of the program: `message` describes it, `hint` says how to fix it, `exit_code` is its kind."""
+    """A problem outside of the program; `hint` says how to fix it."""
 
     exit_code: int = 3
 
@@ -49,7 +49,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def with_hints(hook: Hook) -> Hook:
-    """Return an excepthook that calls `hook`, then prints the hint of an LlmcacheError."""
+    """Return an excepthook that also prints the hint of an LlmcacheError."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         hook(kind, error, trace)
@@ -71,7 +71,7 @@ class UsageError(LlmcacheError):
 
 
 class MissingRequirement(LlmcacheError):
-    """The machine lacks something: a package, a device, a privilege, memory (exit code 3)."""
+    """The machine lacks a package, a device, a privilege or memory (exit code 3)."""
 
     exit_code = 3
 
@@ -92,12 +92,12 @@ class DataError(LlmcacheError):
 
 
 def printable(text: str) -> str:
-    """Return `text` (a file name, or output of another program) with control and invalid characters as `\\x1b`."""
+    r"""Return `text` with control and invalid characters as `\x1b`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1].replace("udc", "x") for char in str(text))
 
 
 def report(error: LlmcacheError) -> None:
-    """Print `error` and its hint on stderr, one line each even if names in them contain newlines."""
+    """Print `error` and its hint on stderr, one line each."""
     with droppable(sys.stderr):
         print(wrapped(f"llmcache: error: {printable(error.message)}", sys.stderr), file=sys.stderr)
         if error.hint:
@@ -118,10 +118,7 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def broken(text: str, width: int, indent: int = 2) -> list[str]:
-    """Return `text` as lines of at most `width`, broken at spaces, but not between a number and its unit.
-
-    All lines but the first are indented. Words longer than `width` are not broken.
-    """
+    """Break lines at spaces, but not between a number and its unit; longer words stay whole."""
     import re  # here: most runs print nothing to a terminal
     import textwrap
 
@@ -154,7 +151,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def run_cli(command: Callable[[], int]) -> int:
-    """Run `command`; return its exit code or that of the error it raised. Any unexpected error is a bug (1)."""
+    """Run `command`; return its exit code or that of its error. Any unexpected error is a bug (1)."""
     try:
         return command()
     except LlmcacheError as error:

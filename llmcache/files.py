@@ -1,11 +1,7 @@
-"""Writing files atomically and durably, with private permissions.
+"""Writing files atomically and durably, with private permissions, because they show which files were accessed.
 
-llmcache writes all named files through this module. `Output` writes files that a user named (traces, plots, reports): it
-overwrites none without `--force`. `replacing` writes llmcache's own state. Other users cannot read the files, because they
-show which files were accessed.
-
-A rename or unlink is durable only after its directory is synced. Otherwise, after a power failure, the old name may
-reappear or no name may exist.
+A rename or unlink is durable only after its directory is synced; otherwise, after a power failure, the old name may reappear
+or no name may exist.
 """
 
 from __future__ import annotations
@@ -34,22 +30,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_below(path: str, directory: str) -> bool:
-    """Return True if an absolute path is the directory, or lies below it."""
+    """Return whether an absolute path is the directory, or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def create(path: str | os.PathLike[str], mode: int = PRIVATE) -> int:
-    """Create an empty file at `path` and return its descriptor, for reading and writing; the umask applies. OSError.
-
-    An existing file or link at `path`, which another user may have created, is removed and not followed or written.
-    """
+    """Return the descriptor of a new file; OSError. An existing file or link, perhaps of another user, is removed first."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def open_regular(path: str, is_expected: Callable[[os.stat_result], bool] = lambda _: True, flags: int = 0) -> int:
-    """Return a descriptor for reading a regular file that `is_expected`. OSError: it is another file, or not regular.
+    """Return a descriptor for reading a regular file that `is_expected`; OSError.
 
     The file is examined before it is opened, because opening a device or a pipe of another user has effects.
     """
@@ -64,16 +57,15 @@ def open_regular(path: str, is_expected: Callable[[os.stat_result], bool] = lamb
 
 
 def _beside(path: Path) -> Path:
-    """Return the name of a temporary file in the directory of `path`; the suffix stays, because --spill uses globs."""
     return path.with_name(f"new-{os.getpid()}-{path.name}")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yield a new file, open for writing, that replaces `path` atomically and durably at the end of the block. OSError.
+    """Yield a new file that replaces `path` atomically and durably at the end of the block; OSError.
 
-    If an error ends the block, the new file is removed and `path` is unchanged. The sync uses the descriptor of the writes,
-    because the kernel reports a writeback error only to descriptors opened before it.
+    The sync uses the descriptor of the writes, because the kernel reports a writeback error only to descriptors opened
+    before it.
     """
     temporary = _beside(Path(path))
     try:
@@ -88,20 +80,20 @@ def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[Bin
 
 
 def _finish(fd: int, temporary: Path) -> None:
-    """Sync an open file before it is renamed. OSError, also if another file has its name now."""
+    """Raise OSError also if another file has its name now."""
     os.fsync(fd)
     if not os.path.samestat(os.fstat(fd), os.lstat(temporary)):
         raise OSError(errno.EBUSY, "another process has replaced the file")
 
 
 class Output:
-    """A file that a user named. Like `replacing`, but it replaces a file only with `force`, and raises LlmcacheErrors.
+    """A file that a user named. It replaces a file only with `force`, and raises LlmcacheErrors.
 
     Use it in a with block, or call `begin`, then `keep` or `discard`.
     """
 
     def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
-        """Raise UsageError, with `option`, if `path` exists and `force` is not set, or cannot be a file."""
+        """Raise UsageError, with `option`, if `path` cannot be written or exists without `force`."""
         self.path = Path(path)
         self._temporary = _beside(self.path)
         self._fd = -1
@@ -113,16 +105,15 @@ class Output:
             raise UsageError(f"{option}: '{self.path.parent}' is not a directory", "create it first")
 
     def begin(self) -> Path:
-        """Create the empty temporary file and return a path to write it, valid in this process. MissingRequirement.
+        """Return a path to write the file, valid in this process; MissingRequirement.
 
-        The path refers to the open file, because another user with write access to the directory could replace the name.
+        The path refers to the open file, because another user could replace the name.
         """
         with writing(self.path):
             self._fd = create(self._temporary)
         return Path(f"/proc/self/fd/{self._fd}")
 
     def keep(self) -> None:
-        """Sync the file and rename it to `path`; MissingRequirement, for example on a full disk."""
         try:
             with writing(self.path):
                 _finish(self._fd, self._temporary)
@@ -162,10 +153,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace: bool = True) -> None:
-    """Rename `old` to `new` durably. OSError.
-
-    Without `replace`, raise FileExistsError if `new` exists; the check is atomic.
-    """
+    """Rename durably; OSError. Without `replace`, raise FileExistsError if `new` exists; the check is atomic."""
     if replace:
         os.replace(old, new)
     else:
@@ -180,7 +168,7 @@ def rename(old: str | os.PathLike[str], new: str | os.PathLike[str], *, replace:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file durably, if it exists. OSError."""
+    """Remove a file durably, if it exists; OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
         _sync_directory(path)
@@ -198,7 +186,7 @@ def _sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def renameat2(old_dir: int, old: str, new_dir: int, new: str, flags: int) -> None:
-    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE, relative to directory descriptors, without a sync. OSError."""
+    """Rename with RENAME_NOREPLACE or RENAME_EXCHANGE, without a sync; OSError."""
     if _libc.renameat2(old_dir, os.fsencode(old), new_dir, os.fsencode(new), flags) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

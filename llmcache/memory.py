@@ -1,4 +1,4 @@
-"""Memory of the machine and of cgroups (v1, v2), the limit of locked memory, and memory stalls.
+"""Memory of the machine and of cgroups, the limit of locked memory, and memory stalls.
 
 All functions read /proc and /sys at call time. Tests set `root` to a recorded tree.
 """
@@ -25,10 +25,9 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the machine or of a cgroup with a limit.
+    """The memory of the machine or of a cgroup. `margin_bytes` of the available memory should stay available.
 
-    `available_bytes` is free or reclaimable memory, of which `margin_bytes` should stay available. `free_bytes` of it are
-    unused. Data that can be dropped at any time may fill them, except for `reserve_bytes`.
+    Data that can be dropped at any time may fill `free_bytes`, except for `reserve_bytes`.
     """
 
     name: str
@@ -40,17 +39,15 @@ class Memory:
 
     @property
     def spare_bytes(self) -> int:
-        """Return the available bytes above the margin; negative if there are fewer."""
         return self.available_bytes - self.margin_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """Return the free bytes above the reserve; negative if there are fewer."""
         return self.free_bytes - self.reserve_bytes
 
 
 def machine_memory(root: Path = Path("/")) -> Memory:
-    """Return MemTotal, MemAvailable and MemFree of /proc/meminfo."""
+    """Return the memory of /proc/meminfo."""
     content = read(root / "proc/meminfo")
     return machine_of(*(_number(content, name) * 1024 for name in ("MemTotal", "MemAvailable", "MemFree")))
 
@@ -62,14 +59,14 @@ def machine_of(total_bytes: int, available_bytes: int, free_bytes: int = 0) -> M
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Memory]:
-    """Return the memory limits of this process's cgroup and its ancestors, v1 and v2; empty without limits."""
+    """Return the memory limits of this process's cgroup and its ancestors."""
     return _limits(_groups(read(root / "proc/self/cgroup"), root))
 
 
 def limits_apart(inode: int, root: Path = Path("/")) -> list[Memory] | None:
-    """Return the memory limits that apply to the cgroup with this inode but not to this process; None if it is not visible.
+    """Return the limits of the cgroup with this inode that do not apply to this process; None if it is not visible.
 
-    Without a cgroup file system (in a chroot without /sys), the limits are unknown and the list is empty.
+    Without a cgroup file system (in a chroot without /sys), the list is empty.
     """
     base, files = root / "sys/fs/cgroup", _V2_FILES
     if cgroup_version(root) == 1:
@@ -105,9 +102,9 @@ _V2_FILES: tuple[str, ...] = ("memory.current", "memory.max", "memory.high")
 
 @functools.lru_cache(maxsize=8)
 def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
-    """Return (directory, usage file, limit files) of the groups in the content of /proc/PID/cgroup and their ancestors.
+    """Return (directory, usage file, limit files) of the groups in /proc/PID/cgroup and their ancestors.
 
-    v2 has two limits; above memory.high (systemd's MemoryHigh) the kernel throttles the group until it has reclaimed enough.
+    Above memory.high of v2, the kernel throttles the group.
     """
     found: dict[Path, tuple[str, ...]] = {}
     for line in lines.decode(errors="surrogateescape").splitlines():
@@ -158,7 +155,7 @@ def _limit_of(group: str, usage_file: str, *limit_files: str) -> Memory | None:
 
 
 def read(path: str | Path) -> bytes:
-    """Return the content of a small kernel file. OSError. Callers read many times a second, so avoid the cost of `open`."""
+    """Return the content of a small kernel file; OSError. It is faster than `open`, for many reads a second."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -167,7 +164,6 @@ def read(path: str | Path) -> bytes:
 
 
 def _number(content: bytes, name: str) -> int:
-    """Return the number after `name` at the beginning of a line; 0 if there is no such line."""
     at = (b"\n" + content).find(b"\n%s" % name.encode())
     return 0 if at < 0 else int(content[at:].split(None, 2)[1])
 
@@ -183,7 +179,7 @@ def tightest(root: Path = Path("/")) -> Memory:
 
 
 def total_bytes() -> int:
-    """Return the total memory for processes here: the machine's, or the smallest limit of the cgroups."""
+    """Return the memory of the machine, or the smallest limit of the cgroups."""
     return min(memory.total_bytes for memory in places())
 
 
@@ -196,7 +192,7 @@ def lockable_bytes(root: Path = Path("/")) -> int:
 
 
 def stalled_us(root: Path = Path("/"), resource: str = "memory") -> int | None:
-    """Return the microseconds since boot in which some task stalled on a resource ("memory", "io"); None without PSI."""
+    """Return how long some task stalled on a resource ("memory", "io") since boot; None without PSI."""
     try:
         line = read(root / f"proc/pressure/{resource}").splitlines()[0]
     except OSError:

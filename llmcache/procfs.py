@@ -1,4 +1,4 @@
-"""Data from /proc that psutil lacks or needs too much memory for: status, bytes read, mounts, mappings, children."""
+"""Data from /proc that psutil lacks or needs too much memory for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo. `dev` is as in st_dev; `root` is the directory of the file system that is mounted on `point`."""
+    """A line of mountinfo. `root` is the directory of the file system that is mounted on `point`."""
 
     id: int
     dev: int
@@ -31,12 +31,12 @@ class Mount:
 
     @property
     def owner(self) -> int:
-        """Return the id of the user who mounted a FUSE file system; 0 for other types."""
+        """Return the id of the user who mounted a FUSE file system."""
         found = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(found[1]) if found else 0
 
     def layers(self, path: str) -> Iterator[str]:
-        """Yield the possible paths of the overlay's file `path` in its layers, topmost first; nothing for other types.
+        """Yield the possible paths of the overlay's file `path` in its layers, topmost first.
 
         The page cache belongs to the file in a layer, whose device and inode differ from those of the overlay.
         """
@@ -59,22 +59,22 @@ class Mount:
 
 
 def status_of(pid: int | str = "self", proc: str | os.PathLike[str] = "/proc") -> dict[str, str]:
-    """Return the fields of the status of a process or thread; OSError if it has ended. Tests set `proc` to a fake tree."""
+    """Return the fields of the status of a process or thread; OSError if it has ended."""
     with open(f"{os.fspath(proc)}/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as lines:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended. Its parent may not have waited for it yet (a zombie)."""
+    """Return whether a process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return status_of(pid)["State"][0] not in "ZX"
     return False
 
 
 def check_process(name: str, pid: int) -> dict[str, str]:
-    """Return the status of a process, other than this one, that an argument or option (`name`) gives.
+    """Return the status of a process that an argument or option (`name`) gives.
 
-    MissingRequirement: it does not exist, has ended, or is a thread or a kernel thread; UsageError: it is this process.
+    MissingRequirement: it has ended, or is a thread or a kernel thread; UsageError: it is this process.
     """
     hint = "list processes with: ps -e"
     try:
@@ -93,7 +93,7 @@ def check_process(name: str, pid: int) -> dict[str, str]:
 
 
 class RunningProcesses:
-    """Processes of which the kernel reports the end (pidfds in an epoll). `pids`: those that have not ended."""
+    """Processes of which the kernel reports the end (pidfds in an epoll)."""
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
         self._epoll = select.epoll()
@@ -103,11 +103,9 @@ class RunningProcesses:
 
     @property
     def pids(self) -> set[int]:
-        """Return the processes that have not ended, as of the last `wait`."""
         return set(self._fds)
 
     def add(self, pid: int) -> None:
-        """Add a process, unless it has ended."""
         if pid in self._fds:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +113,7 @@ class RunningProcesses:
             self._epoll.register(self._fds[pid], select.EPOLLIN)
 
     def wait(self, seconds: float | None) -> set[int]:
-        """Wait until a process ends, for at most `seconds`; return those that have ended, which are removed."""
+        """Wait until a process ends; return and remove those that have ended."""
         ready = {fd for fd, _ in self._epoll.poll(seconds)}
         ended = {pid for pid, fd in self._fds.items() if fd in ready}
         for pid in ended:
@@ -132,7 +130,6 @@ class RunningProcesses:
         return self._epoll.fileno()
 
     def close(self) -> None:
-        """Close all descriptors."""
         for pid in self.pids:
             self._remove(pid)
         self._epoll.close()
@@ -151,10 +148,7 @@ def read_bytes_of(pid: int) -> int:
 
 
 def mounts(pid: int | str = "self", proc: str = "/proc") -> dict[int, Mount]:
-    """Return the mounts that process `pid` sees, by mount id and in mounting order; OSError if it has ended.
-
-    Tests set `proc` to a fake tree.
-    """
+    """Return the mounts of a process, by mount id and in mounting order; OSError if it has ended."""
     with open(f"{proc}/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         found = (_mount(line) for line in lines)
         return {mount.id: mount for mount in found}
@@ -164,7 +158,7 @@ _Found = TypeVar("_Found")
 
 
 class MountWatch(Generic[_Found]):
-    """A cached fact about the mount table. `look` computes it, and is called again only after the table has changed."""
+    """A cached fact about the mount table, computed again only after the table has changed."""
 
     def __init__(self, look: Callable[[], _Found]) -> None:
         self._look = look
@@ -173,14 +167,14 @@ class MountWatch(Generic[_Found]):
         self._found: list[_Found] = []  # one element, or none if `look` must be called
 
     def current(self) -> _Found:
-        """Return the result. OSError if the mount table cannot be opened; the next call tries again."""
+        """Return the result. OSError if the mount table cannot be opened."""
         self._wait(0)
         if not self._found:
             self._found = [self._look()]
         return self._found[0]
 
     def wait(self, stop: int) -> None:
-        """Wait until the mount table has changed or the descriptor `stop` is readable. OSError as in `current`."""
+        """Wait until the mount table has changed or the descriptor `stop` is readable. OSError."""
         self._poll.register(stop, select.POLLIN)
         try:
             self._wait(None)
@@ -195,7 +189,6 @@ class MountWatch(Generic[_Found]):
             self._found = []
 
     def close(self) -> None:
-        """Close the table; `current` opens it again."""
         if self._table is not None:
             self._poll.unregister(self._table)
             self._table.close()
@@ -207,7 +200,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"))
 
 
 def fstype_at(path: str | os.PathLike[str]) -> str:
-    """Return the type of the file system of a path; "" if its mount is not in mountinfo (a chroot). OSError.
+    """Return the type of the file system of a path, "" if unknown (a chroot); OSError.
 
     The lookup uses the mount id, because st_dev of files on btrfs and overlayfs is not in mountinfo.
     """
@@ -246,7 +239,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class FileMapping:
-    """A mapping of addresses `low` .. `high` - 1; `block` is the block of the file at `low`. Inode 0: no file."""
+    """The addresses `low` .. `high` - 1; `block` is the block of the file at `low`. Inode 0: no file."""
 
     low: int
     high: int
@@ -257,7 +250,7 @@ class FileMapping:
 
 
 def mappings(pid: int) -> Iterator[FileMapping]:
-    """Yield the mappings of process `pid`, ascending; nothing if it has ended or belongs to another user."""
+    """Yield the mappings of a process, ascending; nothing if it has ended or belongs to another user."""
     # Not with psutil, which reads smaps (slow) and does not return inodes.
     with (
         contextlib.suppress(OSError),

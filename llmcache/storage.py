@@ -1,4 +1,4 @@
-"""Disks, with the numbers that cgroup files use; timed reads of storage; and how much of a file is in the page cache."""
+"""Disks, timed reads of storage, and how much of a file is in the page cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class _Range(ctypes.Structure):
-    """struct cachestat_range."""
-
     _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
 
 
@@ -42,7 +40,7 @@ class Disk:
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the whole disk with `path`; a partition is resolved to its disk. MissingRequirement if there is none."""
+    """Return the disk with `path`, a partition's whole disk. MissingRequirement if there is none."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = SYSFS / "dev" / "block" / number
@@ -66,10 +64,10 @@ def disk_of(path: Path) -> Disk:
 def timed_reads(
     fd: int, request_bytes: int, order: Sequence[int], readers: int, enough: Callable[[int, float], bool]
 ) -> list[tuple[float, int]]:
-    """Read the requests numbered `order` from an open file, repeatedly, until `enough` returns true.
+    """Read the requests numbered `order` from an open file, repeatedly, until `enough` returns true; OSError.
 
-    Return completion time (seconds since the start) and size (bytes) of each read, sorted by time. `enough(begun, seconds)`
-    gets the number of requests begun and the elapsed time. `fd` may have O_DIRECT. OSError if a read fails.
+    Return completion time (seconds since the start) and size of each read, sorted by time. `enough` gets the number of
+    requests begun and the elapsed seconds. `fd` may have O_DIRECT.
     """
     numbers, stop = itertools.count(), threading.Event()
     completed: list[tuple[float, int]] = []

@@ -42,20 +42,20 @@ _LARGEST = 2**63 - 1
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in `text`: "70M", "70MB", "1.5Gi", "4096"."""
+    """Return the bytes in `text`, such as "1.5Gi"."""
     return _parse_bytes(
         text, "size", "give bytes, or a number with K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti (powers of 1024): 700M"
     )
 
 
 def parse_rate(text: str) -> int:
-    """Return the bytes per second in `text`: "500M", "500MB/s", "2Gi/s"."""
+    """Return the bytes per second in `text`, such as "500MB/s"."""
     bare = re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)
     return _parse_bytes(bare, "rate", "give bytes per second, for example 500M, 500MB/s or 2Gi/s", shown=text)
 
 
 def parse_tokens(text: str) -> int:
-    """Return the number of tokens in `text`, at least 1: "131072", "128k" (k is 1024, as in context sizes), "1M"."""
+    """Return the number of tokens in `text`, at least 1; k is 1024, as in context sizes."""
     match = _TOKENS.fullmatch(text.strip())
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
     if tokens < 1 or tokens != int(tokens) or tokens > 1 << 31:
@@ -64,7 +64,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> int:
-    """Return the bytes per second in `text`, above 0; a number without a unit is in MB/s, as in the buffer-cache paper."""
+    """Return the bytes per second in `text`; a number without a unit is in MB/s, as in the buffer-cache paper."""
     number = _number(text)
     rate = int(number * 10**6) if number is not None else parse_rate(text)
     if not 1 <= rate <= _LARGEST:
@@ -80,7 +80,6 @@ def parse_size_with_unit(text: str) -> int:
 
 
 def _number(text: str) -> Decimal | None:
-    """Return `text` as a finite number of limited length; None if it is anything else, such as a number with a unit."""
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
@@ -102,7 +101,7 @@ def _parse_bytes(text: str, kind: str, hint: str, shown: str | None = None) -> i
 
 
 def parse_duration(text: str) -> int:
-    """Return the nanoseconds in `text`: "250ms", "2s", "1.5h", "1m30s"; a number without a unit is in seconds."""
+    """Return the nanoseconds in `text`, such as "1m30s"; a number without a unit is in seconds."""
     hint = "give a number with ns, us, ms, s, m, h or d, for example 250ms, 2s or 1m30s"
     stripped, position, total = text.strip(), 0, Decimal(0)
     while match := _DURATION_PART.match(stripped, position):
@@ -119,7 +118,7 @@ def parse_duration(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Return `size_bytes` in decimal units with three digits: "701 MB", "1.50 GB", "0 B"."""
+    """Return the size with three digits: "1.50 GB"."""
     sign, value = ("-" if size_bytes < 0 else ""), abs(size_bytes)
     if value < 1000:
         return f"{sign}{value:.0f} B" if round(value) < 1000 else f"{sign}1.00 KB"
@@ -131,12 +130,12 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return `bytes_per_s` in decimal units: "500 MB/s"."""
+    """Return the rate: "500 MB/s"."""
     return format_size(bytes_per_s) + "/s"
 
 
 def format_duration(duration_ns: float) -> str:
-    """Return `duration_ns` with three digits in a suitable unit: "470 ms", "1.05 s", "2 min 5 s", "3 h 20 min"."""
+    """Return the duration with three digits: "470 ms", "2 min 5 s"."""
     if duration_ns < 0:
         return "-" + format_duration(-duration_ns)
     for unit, factor in (("ns", 1), ("µs", 10**3), ("ms", 10**6)):

@@ -1,1 +1,1 @@
-"""Loading BPF programs and reading their records. The C source is in `bpf/` of the project."""
+"""Loading BPF programs (C source: `bpf/` of the project) and reading their records."""

@@ -1,6 +1,6 @@
-"""libbpf 1.x through ctypes: loading a compiled BPF object, attaching its programs, running them, reading its maps.
+"""libbpf 1.x through ctypes.
 
-No other file uses libbpf. When the process ends or is killed, the kernel removes its links and maps.
+When the process ends or is killed, the kernel removes its links and maps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None)
 
 
 class LoadFailure(Exception):
-    """The kernel or libbpf refused an object; `program` is the program at fault, if known."""
+    """The kernel or libbpf refused an object."""
 
     def __init__(self, number: int, program: str | None) -> None:
         super().__init__(f"{os.strerror(number)}{f' ({program})' if program else ''}")
@@ -62,8 +62,6 @@ class LoadFailure(Exception):
 
 
 class _TestRun(ctypes.Structure):
-    """The first fields of struct bpf_test_run_opts; `sz` is their size."""
-
     _fields_ = (
         ("sz", _size),
         ("data_in", _pointer),
@@ -79,8 +77,6 @@ class _TestRun(ctypes.Structure):
 
 
 class _Log:
-    """libbpf's warnings. `program` is the first program that failed in the last operation, according to them."""
-
     def __init__(self) -> None:
         self.program: str | None = None
         self.callback = _PRINT(self._take)  # an attribute, because libbpf keeps the pointer
@@ -99,7 +95,7 @@ _log = _Log()
 
 @functools.cache
 def library() -> Any:
-    """Return libbpf with the types of its functions set; MissingRequirement if it is not installed."""
+    """Return libbpf; MissingRequirement if it is not installed."""
     try:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError as error:
@@ -113,12 +109,12 @@ def library() -> Any:
 
 
 def has_tracepoint(name: str) -> bool:
-    """Return whether the kernel's BTF has tracepoint `name`, so that a program can be attached to it."""
+    """Return whether the kernel's BTF has tracepoint `name`."""
     return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
 
 
 class BpfObject:
-    """A BPF object. Call `configure`, then `load` for some of its programs, then `attach`, and `close` at the end."""
+    """A BPF object. Call `configure`, `load` for some of its programs, `attach`, and `close` at the end."""
 
     def __init__(self, path: Path) -> None:
         self._lib = library()
@@ -142,19 +138,16 @@ class BpfObject:
         return LoadFailure(abs(number), _log.program)
 
     def configure(self, value: bytes) -> None:
-        """Set the constants, before loading."""
         found = next(item for name, item in self._maps.items() if name.endswith(".rodata"))
         self._check(self._lib.bpf_map__set_initial_value(found, value, len(value)))
 
     def load(self, programs: Collection[str]) -> None:
-        """Load `programs` and no others into the kernel; LoadFailure if it refuses one."""
         for name, program in self._programs.items():
             self._lib.bpf_program__set_autoload(program, name in programs)
         _log.program = None
         self._check(self._lib.bpf_object__load(self._object))
 
     def attach(self, program: str) -> None:
-        """Attach `program` to its hook; LoadFailure if the kernel refuses."""
         ctypes.set_errno(0)
         link = self._lib.bpf_program__attach(self._programs[program])
         if not link:
@@ -168,7 +161,7 @@ class BpfObject:
         return int(self._lib.bpf_map__fd(self._maps[name]))
 
     def run(self, program: str, context: ctypes.Structure) -> int:
-        """Run a program of section "syscall" once on `context`, which it may change; return its result."""
+        """Run a program of section "syscall" once; it may change `context`."""
         options = _TestRun()
         options.sz = ctypes.sizeof(options)
         options.ctx_in, options.ctx_size_in = ctypes.addressof(context), ctypes.sizeof(context)
@@ -176,7 +169,6 @@ class BpfObject:
         return int(options.retval)
 
     def iterate(self, program: str) -> bytes:
-        """Run an iterator program over all its objects; return its output."""
         link = self._lib.bpf_program__attach_iter(self._programs[program], None)
         if not link:
             raise LoadFailure(ctypes.get_errno() or errno.EINVAL, program)
@@ -188,11 +180,9 @@ class BpfObject:
             self._lib.bpf_link__destroy(link)
 
     def put(self, name: str, key: bytes, value: bytes) -> None:
-        """Set an entry of a map. Key and value must have the sizes that the map declares."""
         self._check(self._lib.bpf_map_update_elem(self.map_fd(name), key, value, 0))
 
     def read(self, name: str, key: bytes, size: int) -> bytes:
-        """Return the value of a map entry, of `size` bytes."""
         value = ctypes.create_string_buffer(size)
         self._check(self._lib.bpf_map_lookup_elem(self.map_fd(name), key, value))
         return value.raw

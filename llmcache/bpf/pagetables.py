@@ -1,4 +1,4 @@
-"""The accessed bits in the page tables of processes (x86-64, four levels), read by bpf/pagewalk.bpf.c."""
+"""The accessed bits in page tables (x86-64, four levels), read by bpf/pagewalk.bpf.c."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _ENTRY = struct.Struct("<Q")
 
 
 class _Place(ctypes.Structure):
-    """struct place of bpf/pagewalk.bpf.c."""
-
     _fields_ = (
         ("address", ctypes.c_uint64),
         ("memory", ctypes.c_uint64),
@@ -42,7 +40,7 @@ class Unreadable(Exception):
 class PageTables:
     """A reader of page tables; Unreadable if this machine does not allow it.
 
-    `copy` fills `tables` (TABLES tables of 512 entries, u64) and `entries` (the entries that point to these tables, u64).
+    `copy` fills `tables` (TABLES tables of 512 entries, u64) and `entries` (which point to these tables, u64).
     """
 
     def __init__(self) -> None:
@@ -68,9 +66,9 @@ class PageTables:
         self._object.close()
 
     def _find_memory(self) -> None:
-        """Find the address at which the kernel maps all memory, then check it on a page of this process.
+        """Find the address at which the kernel maps all memory.
 
-        The check fails with five levels of tables or encrypted memory: Unreadable.
+        The check on a page of this process fails with five levels of tables or encrypted memory: Unreadable.
         """
         page = mmap.mmap(-1, PAGE_BYTES)
         mark = int.from_bytes(os.urandom(8), "little")
@@ -98,7 +96,7 @@ class PageTables:
         return not self._object.run("copy_tables", _Place(address, self._memory, 0, 0, pid, count))
 
     def accessed(self, pid: int, addresses: Sequence[int]) -> list[bool]:
-        """Return, for each address in `pid`, whether its page is mapped and was accessed since the bits were cleared."""
+        """Return whether each page is mapped and was accessed since the bits were cleared."""
         found: list[bool] = []
         for begin in range(0, len(addresses), PROBES):
             part = addresses[begin : begin + PROBES]

@@ -39,7 +39,7 @@ class Attributes(ctypes.Structure):
 
 
 def is_known_processor() -> bool:
-    """Return True if the number of the system call is known for this processor."""
+    """Return whether the number of the system call is known for this processor."""
     return platform.machine() in _NUMBERS
 
 
@@ -56,8 +56,8 @@ def open_event(attributes: Attributes, tid: int, cpu: int = -1) -> int:
 def open_breakpoint(tid: int, address: int, program_fd: int) -> int:
     """Return a descriptor of a hardware breakpoint that runs a BPF program; closing it removes the breakpoint. OSError.
 
-    The breakpoint covers the 8 bytes at `address` (a multiple of 8) in thread `tid` and in the threads that it starts. It
-    fires for accesses by user code, not by the kernel.
+    It covers 8 bytes at `address` (a multiple of 8) in a thread and the threads that it starts, and ignores the kernel's
+    accesses.
     """
     flags = _INHERIT | _INHERIT_THREADS_ONLY | _REMOVE_ON_EXEC | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
     attributes = Attributes(

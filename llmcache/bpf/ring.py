@@ -1,8 +1,8 @@
-"""The reader of a BPF ring buffer with records of one size. It reads all available records at once, not one by one.
+"""The reader of a BPF ring buffer with records of one size.
 
-The kernel writes and one reader reads. Both positions only grow. The reader's position, in a page of its own, marks the end
-of the data that the kernel may overwrite. Fences order the copy of the data after the read of the kernel's position and
-before the write of the reader's. x86-64 needs no fences: it reorders neither loads with loads nor loads with later stores.
+The kernel writes and one reader reads. Both positions only grow. Fences order the copy of the data after the read of the
+kernel's position and before the write of the reader's. x86-64 reorders neither loads with loads nor loads with later stores
+and needs no fences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fence:
-    """A full memory barrier through membarrier(2), which is one for its caller too; does nothing if the CPU needs none."""
+    """A full memory barrier through membarrier(2)."""
 
     def __init__(self) -> None:
         self._call = _MEMBARRIER_CALL.get(platform.machine())
@@ -32,7 +32,6 @@ class Fence:
             self._barrier(_REGISTER_EXPEDITED)
 
     def __call__(self) -> None:
-        """Order all earlier memory accesses before all later ones."""
         if self._call is not None:
             self._barrier(_EXPEDITED)
 
@@ -42,7 +41,7 @@ class Fence:
 
 
 class Ring:
-    """A ring buffer map of `size` bytes (a power of two) whose records all have `record_bytes` (a multiple of 8)."""
+    """A ring buffer of `size` bytes (a power of two) whose records have `record_bytes` (a multiple of 8)."""
 
     def __init__(self, fd: int, size: int, record_bytes: int) -> None:
         self.frame_bytes = FRAME_BYTES + record_bytes
@@ -64,10 +63,7 @@ class Ring:
         return frames
 
     def take(self, frame: struct.Struct) -> list[tuple[int, ...]]:
-        """Return the new records in order, and free their space.
-
-        `frame` is the layout of a frame; its first two numbers (length and padding) are not returned.
-        """
+        """Return the new records, without length and padding, and free their space."""
         done, found = 0, []
         for length, _, *fields in frame.iter_unpack(bytes(self.stretch())):
             if length & BUSY:
@@ -79,6 +75,5 @@ class Ring:
         return found
 
     def free(self, frames: int) -> None:
-        """Free the space of the first `frames` frames of `stretch`, which the caller has copied."""
         self.fence()
         self._read_to[0] += frames * self.frame_bytes

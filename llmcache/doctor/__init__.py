@@ -1,7 +1,6 @@
 """`llmcache doctor`: checks of this machine for each part of llmcache, and suggested fixes.
 
-Each area is a file with one function that returns its `Check`s; `examine` calls them all. The checks call the functions that
-the commands use for their own decisions, so doctor and the commands agree.
+The checks call the functions that the commands use for their own decisions, so doctor and the commands agree.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if a mount is possible, 3 (environment) if a check has failed."""
         return MissingRequirement.exit_code if self.count(FAILED) else EXIT_OK
 
     def document(self) -> dict[str, Any]:
@@ -49,9 +47,9 @@ class Diagnosis:
 
 
 def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
-    """Check this machine, and measure the storage of `directory` if given (takes up to 30 s).
+    """Check this machine, or process `pid`; measure the storage of `directory` (takes up to 30 s).
 
-    With `pid`, check that process instead. UsageError if `directory` is not a directory.
+    UsageError if `directory` is not a directory.
     """
     if pid is not None:
         from llmcache.doctor.engine import examine as examine_engine
@@ -63,7 +61,7 @@ def examine(directory: str | None, pid: int | None = None) -> Diagnosis:
 
 
 def _area(file: str, directory: str | None) -> tuple[str, list[Check]]:
-    """Return name and checks of one area. A missing library becomes a check, so that the other areas are still shown."""
+    """A missing library becomes a check, so that the other areas are still shown."""
     try:
         module = importlib.import_module(f"llmcache.doctor.{file}")
     except ImportError as error:

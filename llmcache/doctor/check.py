@@ -11,10 +11,7 @@ OK, LIMITED, FAILED, SKIPPED = "ok", "limited", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. `found` is text; `facts` has the same data in base units (bytes, bytes/s).
-
-    A check that is not OK needs a `remedy`; otherwise ValueError.
-    """
+    """`found` is text; `facts` has the same data in base units. ValueError for a check that is not OK without `remedy`."""
 
     name: str
     status: str

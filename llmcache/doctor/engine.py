@@ -1,4 +1,4 @@
-"""Checks of a running engine: its model files, whether a mount steers them, and copies of the weights in its memory."""
+"""Checks of a running engine: its model files, mounts, and copies of the weights in its memory."""
 
 from __future__ import annotations
 

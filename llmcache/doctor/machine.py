@@ -21,7 +21,7 @@ STEER_STREAMS = 1_300_000_000
 
 
 def examine(directory: str | None) -> list[Check]:
-    """Check kernel, CPUs, GPUs and the storage of `directory` (None: not measured)."""
+    """Return the checks; without `directory`, no storage is measured."""
     return [_system(), _storage(directory), *_read_ahead(directory), _gpu()]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the memory for a mount: free memory, the limit of locked memory, cgroups, and pressure stall information."""
+"""Checks of the memory for a mount."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmcache.units import format_size
 
 
 def examine(root: Path = Path("/")) -> list[Check]:
-    """Check memory, RLIMIT_MEMLOCK, cgroups and PSI. Tests set `root` to a fake tree."""
+    """Check memory, RLIMIT_MEMLOCK, cgroups and PSI."""
     return [_free(root), _lockable(root), _cgroup(root), _stalls(root)]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the requirements of a mount: FUSE, libfuse 3, and the rights of this user."""
+"""Checks of the requirements of a mount."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from llmcache.mount.vfs import libfuse
 
 
 def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]:
-    """Check FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`.
-
-    Tests set `root` to a fake tree.
-    """
+    """Check FUSE, fusermount3, libfuse, user_allow_other, root, and mode inplace for the files of `directory`."""
     return [_fuse(), _fusermount(root), _libfuse(), _allow_other(root), _root(), _in_place(directory, root)]
 
 

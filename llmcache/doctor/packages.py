@@ -1,4 +1,4 @@
-"""Checks of the Python packages that llmcache requires: version bounds, and whether they can be imported."""
+"""Checks of the Python packages that llmcache requires."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def examine() -> list[Check]:
 
 
 def _checks(wanted: Requirement, extras: Iterable[str]) -> list[Check]:
-    """Return the check of a dependency; none if it is for another Python version or an extra that is not shown."""
     if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
         return [_check(wanted, None)]
     shown = (extra for extra in extras if extra != _UNSHOWN)
@@ -74,7 +73,6 @@ def _check(wanted: Requirement, extra: str | None) -> Check:
 
 
 def _import_problem(distribution: str) -> str | None:
-    """Return why a distribution cannot be imported; None if it can or has no module. A subprocess imports it."""
     name = canonicalize_name(distribution)
     modules = [module for module, names in _modules().items() if name in map(canonicalize_name, names)]
     named = [module for module in modules if canonicalize_name(module) == name]

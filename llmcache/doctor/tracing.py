@@ -1,4 +1,4 @@
-"""Checks of the requirements of `llmcache trace`: BTF, libbpf, tracepoints, and the tier that it would use."""
+"""Checks of the requirements of `llmcache trace`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`llmcache run`: run or attach to any engine, and steer the page cache under the model files that it uses."""
+"""`llmcache run`: steer the page cache under the model files of any engine."""

@@ -1,4 +1,4 @@
-"""The command that `llmcache run` starts: found, given its user, held until its model is steered, and waited for."""
+"""The command that `llmcache run` starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NotRunnable(LlmcacheError):
 
 
 def resolve(command: str, path: str | None) -> str:
-    """Return the path of the program that `command` names, by PATH if it has no slash. NotRunnable."""
+    """Return the path of the program that `command` names. NotRunnable."""
     found = shutil.which(command, path=path)
     if found is not None:
         return found
@@ -77,9 +77,9 @@ class User:
 
 
 def user_of(name: str | None, environment: Mapping[str, str]) -> User | None:
-    """Return the user that the command runs as: `name`, else the user that has called sudo; None: this process's own.
+    """Return the user to run the command as, None for this process's own; UsageError.
 
-    UsageError: there is no such user, or this process is not root and may not change to it.
+    Root's commands run as the caller of sudo by default.
     """
     is_root, chosen, named_by = os.geteuid() == 0, name, "--user"
     if chosen is None and is_root:
@@ -112,9 +112,7 @@ class Child:
         private: bool = False,
         dies_with_parent: bool = False,
     ) -> None:
-        """`private`: in a mount namespace of its own, see `enter_private`; OSError if the kernel refuses that.
-
-        `dies_with_parent`: it gets SIGTERM if this process is killed.
+        """Raise OSError if the kernel refuses a `private` mount namespace.
 
         This process must have a single thread, because the new one runs Python until it executes the program.
         """
@@ -141,7 +139,6 @@ class Child:
             raise OSError(failed, os.strerror(failed))
 
     def _become(self, gate: int, report: int, private: bool, parent: int) -> NoReturn:
-        """In the new process: prepare, wait at the gate, and execute the program."""
         code = NOT_EXECUTABLE
         try:
             for number in (*FORWARDED, *KEYS):
@@ -181,10 +178,7 @@ class Child:
             os._exit(NOT_EXECUTABLE)
 
     def _read_report(self) -> int:
-        """Return the next errno that the new process reports: 0 if it is ready, or (at the end of the pipe) executes.
-
-        It is negative if the user cannot be changed.
-        """
+        """Return the next errno of the new process: 0 if it is ready, negative if the user cannot be changed."""
         text = b""
         while not text.endswith(b"\n"):
             if not (more := os.read(self._report, 1)):
@@ -193,7 +187,7 @@ class Child:
         return int(text)
 
     def release(self) -> None:
-        """Let the command execute the program, unless a signal has ended it already. NotRunnable; MissingRequirement."""
+        """Let the command execute the program, unless a signal has ended it. NotRunnable; MissingRequirement."""
         assert self._gate is not None
         with contextlib.suppress(BrokenPipeError):
             os.write(self._gate, b"\n")
@@ -227,7 +221,6 @@ class Child:
             _, self.status = os.waitpid(self.pid, 0)
 
     def cancel(self) -> None:
-        """End the command if it was not released yet, or by SIGTERM if it runs."""
         self._close_gate()
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
@@ -237,7 +230,7 @@ class Child:
 
     @contextlib.contextmanager
     def forwarding(self) -> Iterator[None]:
-        """While it lasts, signals for this process go to the command. This process ends after the command."""
+        """Send signals for this process to the command. This process ends after the command."""
         before = {number: signal.signal(number, self._forward) for number in (*FORWARDED, *KEYS) if not _is_ignored(number)}
         try:
             yield
@@ -252,17 +245,15 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the ended command, or the negative number of the signal that ended it."""
         assert self.status is not None
         return os.waitstatus_to_exitcode(self.status)
 
     def end_alike(self) -> int:
-        """Return the exit code of the command; if a signal ended it, end this process by the same one."""
+        """Return the exit code of the command, or end this process by the same signal."""
         return self.exit_code if self.exit_code >= 0 else _end_by_signal(-self.exit_code)
 
 
 def _end_by_signal(number: int) -> int:
-    """End this process by a signal, without a core dump; return 128 + `number` if it is blocked."""
     sys.stdout.flush()
     sys.stderr.flush()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -278,7 +269,7 @@ def _is_ignored(number: signal.Signals) -> bool:
 
 
 def _has_terminal() -> bool:
-    """Return whether this process is in the foreground of a terminal, whose keys send signals to all processes there."""
+    """Return whether this process is in the foreground of a terminal, whose keys send signals to all its processes."""
     try:
         fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

@@ -1,6 +1,6 @@
 """The model files of a command: in its words, or among the files that its processes have open or mapped.
 
-Files are recognized by their content, because the files of Ollama and of Hugging Face caches are named by checksums.
+Files are recognized by their content, because caches name them by checksums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HASH = re.compile(r"sha256-[0-9a-f]{64}|[0-9a-f]{40,64}")
 
 
 def is_model(path: str) -> bool:
-    """Return True if a regular file of at least LEAST_BYTES begins as a GGUF or safetensors file does."""
+    """Return whether a regular file of at least LEAST_BYTES begins as a GGUF or safetensors file does."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -48,7 +48,7 @@ def is_model(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: int) -> bool:
-    """Return whether a file begins as a model does. Its first bytes are read once: a mount observes each read."""
+    """Read the first bytes of a file once, because a mount observes each read."""
     try:
         fd = open_regular(path, lambda status: (status.st_dev, status.st_ino) == (dev, ino))
     except OSError:
@@ -66,10 +66,10 @@ def _begins_as_model(path: str, dev: int, ino: int, _mtime_ns: int, size_bytes: 
 
 
 def in_words(words: Iterable[str], environment: Mapping[str, str], directory: str, depth: int = 1) -> list[str]:
-    """Return the absolute paths of the model files that the words of a command, and the engine's variables, name.
+    """Return the absolute paths of the model files, and their shards, that words and the engine's variables name.
 
-    A word, or the value of `--option=value`, names a file, or a directory with model files in up to `depth` levels. Shards
-    of a named file are included. Paths are relative to `directory`; a symbolic link stays the path.
+    A word, or the value of `--option=value`, names a file, or a directory with model files in up to `depth` levels. A
+    symbolic link stays the path.
     """
     found: dict[str, None] = {}
     named = [value for variable in VARIABLES if (value := environment.get(variable))]
@@ -82,7 +82,6 @@ def in_words(words: Iterable[str], environment: Mapping[str, str], directory: st
 
 
 def _models_at(path: str, depth: int) -> Iterator[str]:
-    """Yield the model files at `path`; of several paths of one file below a directory the first."""
     if os.path.isdir(path):
         seen: set[str] = set()
         for where, directories, files in itertools.islice(os.walk(path), DIRECTORIES_MAX):
@@ -98,7 +97,7 @@ def _models_at(path: str, depth: int) -> Iterator[str]:
 
 
 def shards_of(path: str) -> list[str]:
-    """Return a model file and the other shards of its model in its directory, in the order of their numbers."""
+    """Return all shards of a model in its directory, in the order of their numbers."""
     return [one for one in shard_names(path) if one == path or os.path.exists(one)]
 
 
@@ -111,7 +110,7 @@ def shown_name(path: str) -> str:
 
 
 def opened_by(pid: int) -> list[str]:
-    """Return the model files that a process or its descendants have open or mapped, by paths that this process can open."""
+    """Return the model files that a process or its descendants have open or mapped."""
     seen: dict[tuple[int, int], str] = {}
     for each in descendants(pid):
         candidates = {part.path for part in mappings(each) if part.inode and part.path.startswith("/")}
@@ -138,14 +137,14 @@ def of_process(pid: int) -> list[str]:
 
 
 def check_process(option: str, pid: int) -> None:
-    """Raise an error unless `pid` is a process, other than this one, that this user may examine."""
+    """Raise an error unless `pid` is another process, which this user may examine."""
     fields = procfs.check_process(option, pid)
     if os.geteuid() not in (0, int(fields["Uid"].split()[1])):
         raise MissingRequirement(f"{option}: process {pid} ({fields['Name']}) belongs to another user", "use sudo")
 
 
 def first_shards(paths: Iterable[str]) -> list[str]:
-    """Return models instead of files: of shards the first that exists."""
+    """Return the first shard that exists of each model."""
     return list(dict.fromkeys(shards_of(path)[0] for path in paths))
 
 
@@ -155,7 +154,7 @@ def size_of(path: str) -> int:
 
 
 def bytes_of(path: str) -> ModelBytes | None:
-    """Return the facts in the header of a model; None if it cannot be read. It is read once: a mount observes each read."""
+    """Return the facts in a model's header; None if unreadable. It is read once, because a mount observes each read."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return _bytes_of(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
@@ -170,7 +169,7 @@ def _bytes_of(path: str, _dev: int, _ino: int, _mtime_ns: int, _size_bytes: int)
 
 
 def copies_of(pid: int, paths: Iterable[str]) -> list[Copied]:
-    """Return the copies of model files that a process and its descendants have made."""
+    """Return the copies of model files in the memory of a process and its descendants."""
     found = []
     for path in first_shards(paths):
         model = bytes_of(path)
@@ -183,7 +182,6 @@ def copies_of(pid: int, paths: Iterable[str]) -> list[Copied]:
 
 
 def _keys_of(pid: int, path: str) -> set[tuple[int, int]]:
-    """Return device and inode of the shards of a model, as this process sees them and as process `pid` does."""
     keys = set()
     for shard in shards_of(path):
         for seen in (shard, f"/proc/{pid}/root{shard}"):
@@ -194,10 +192,7 @@ def _keys_of(pid: int, path: str) -> set[tuple[int, int]]:
 
 
 def visible_path(pid: int, path: str) -> str | None:
-    """Return the path by which this process sees a file that process `pid` sees as `path`; None if there is none.
-
-    A process in a container has a mount namespace of its own: its path is translated through the mount that holds it.
-    """
+    """Return this process's path for a file that process `pid` (in a container) sees as `path`; None if there is none."""
     try:
         wanted = os.stat(f"/proc/{pid}/root{path}")
         if _is_same(path, wanted):
@@ -225,9 +220,8 @@ def _is_same(path: str, wanted: os.stat_result) -> bool:
 def source_of(path: str) -> str:
     """Return the directory to steer for a model file: the one that holds it, or the cache or store that names it.
 
-    A blob of a Hugging Face cache or of an Ollama store has its name in a directory next to that of the blobs, and a
-    snapshot links to it: the directory above both is steered. Mounts do not follow a link that leads elsewhere: then the
-    directory of the file that it leads to is steered.
+    A Hugging Face cache or an Ollama store names a blob in a directory next to that of the blobs. Mounts do not follow a
+    link that leads elsewhere: then the directory of its target is steered.
     """
     real, parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
     source = _with_names(parent, real)
@@ -238,7 +232,6 @@ def source_of(path: str) -> str:
 
 
 def _with_names(directory: str, real: str) -> str:
-    """Return the cache or store that a directory with the model file `real` belongs to, else the directory itself."""
     above = Path(directory).parent
     is_blob = os.path.basename(directory) == "blobs" and _HASH.fullmatch(os.path.basename(real))
     if is_blob and any((above / name).is_dir() for name in ("manifests", "snapshots")):
@@ -249,6 +242,6 @@ def _with_names(directory: str, real: str) -> str:
 
 
 def sources_of(paths: Sequence[str]) -> list[str]:
-    """Return the directories to steer for model files; one that lies in another one is left out."""
+    """Return the directories to steer for model files, without subdirectories of others."""
     found = {source_of(path) for path in paths}
     return sorted(one for one in found if not any(is_below(one, other) for other in found - {one}))

@@ -1,8 +1,7 @@
-"""Private mount namespaces: the command sees a FUSE mount over its model's directory, other processes see the directory.
+"""Private mount namespaces: only the command sees a FUSE mount over its model's directory.
 
-An ordinary user gets one together with a user namespace, in which the user's own ids are mapped to themselves. There the
-daemon has CAP_SYS_ADMIN and mounts without help; the command has no capability, because `execve` of a user other than root
-clears them.
+An ordinary user gets one together with a user namespace. There the daemon has CAP_SYS_ADMIN and mounts without help; the
+command has no capability, because `execve` of a user other than root clears them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_private() -> None:
-    """Give this process, which has a single thread, a mount namespace of its own. OSError: the kernel refuses it.
+    """Give this process, which has a single thread, a mount namespace of its own; OSError.
 
-    Mounts and unmounts of other namespaces still arrive; those made here stay here. A process without the right to make it
-    gets a user namespace as well.
+    Mounts and unmounts of other namespaces still arrive. A process without the right gets a user namespace too.
     """
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_CLONE_NEWNS) != 0:
@@ -45,17 +43,16 @@ def no_new_privileges() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when `parent`, its parent, ends. OSError: it has ended already."""
+    """Have the kernel send SIGTERM to this process when its parent ends. OSError if it has ended already."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, *(ctypes.c_ulong(word) for word in (signal.SIGTERM, 0, 0, 0))), "prctl")
     if os.getppid() != parent:
         raise OSError(errno.ESRCH, "the parent has ended")
 
 
 class Namespaces:
-    """The mount namespace of a process, and its user namespace where that is another than ours, to be joined by a child."""
+    """The mount namespace of a process, and its user namespace if it differs from ours."""
 
     def __init__(self, pid: int) -> None:
-        """OSError: the process has ended."""
         self._fds: list[int] = []
         for name in ("user", "mnt"):
             path = f"/proc/{pid}/ns/{name}"
@@ -76,7 +73,7 @@ class Namespaces:
 
 
 def _keep_capabilities(*capabilities: int) -> None:
-    """Make permitted capabilities inheritable and ambient, so that a program of an ordinary user has them."""
+    """Keep capabilities across `execve` of an ordinary user."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the same for capabilities from 32 on
     _check(_libc.capget(header, data), "capget")

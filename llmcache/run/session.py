@@ -1,8 +1,7 @@
-"""One `llmcache run`: from the words of the command line to the command's end, with its model files steered.
+"""One `llmcache run`, from the words of the command line to the command's end.
 
-How files are steered, best first: in place (root; also for files that the command opens later, and for a process that runs
-already), over FUSE in a mount namespace of the command's own, and over a FUSE mount elsewhere, with the words of the command
-that name model files changed to it.
+The ways to steer files, best first: in place (root; also later files, and running processes), over FUSE in a mount namespace
+of the command's own, and over a FUSE mount elsewhere, with changed paths in the command's words.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ COPY_SHARE = 0.75
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Options of `llmcache run`. `directories`, `globs`: where and which model files are."""
+    """Options of `llmcache run`."""
 
     cache_bytes: int | None = None
     memory_bytes: int | None = None
@@ -63,7 +62,6 @@ class RunSettings:
         return [path for glob_of in self.globs for path in sorted(glob(os.path.expanduser(glob_of)))]
 
     def wants(self, path: str) -> bool:
-        """Return whether a model file is to be steered: --files matches its path or its name, or is not given."""
         names = (path, os.path.basename(path))
         globs = [os.path.abspath(os.path.expanduser(one)) if "/" in one else one for one in self.globs]
         return not globs or any(fnmatch.fnmatch(name, one) for one in globs for name in names)
@@ -71,7 +69,7 @@ class RunSettings:
 
 @dataclass
 class Session:
-    """State of a run: the files that were found, and the mounts that steer their directories."""
+    """The files that were found, and the mounts that steer their directories."""
 
     settings: RunSettings
     files: list[str] = field(default_factory=list)
@@ -87,7 +85,7 @@ class Session:
         return [source for source in models.sources_of(new) if source not in self.steered and source not in self.refused]
 
     def without_memory(self, sources: Sequence[str]) -> list[str]:
-        """Return the directories that are on storage, and say which are in memory already."""
+        """Return the directories that are on storage, and report the others."""
         for source in sources:
             if (kind := fstype_at(source)) in IN_MEMORY:
                 self.refused[source] = kind
@@ -95,9 +93,9 @@ class Session:
         return [source for source in sources if source not in self.refused]
 
     def steer(self, source: str, point: str, mode: str, lifetime_pid: int, *, is_starting: bool = False) -> None:
-        """Steer a directory, unless a mount does that already; say which. A refusal is reported, and not tried again.
+        """Steer a directory, unless a mount does that already. A refusal is reported, and not tried again.
 
-        A budget that was given and is refused is an error, if the command has not started: LlmcacheError.
+        Raise LlmcacheError if a given budget is refused before the command has started.
         """
         mounted = steering.served_already(source)
         if mounted is not None:
@@ -154,7 +152,6 @@ _WAYS = {"inplace": "in place", "steer": "over FUSE (steer)", "arena": "over FUS
 
 
 def _described(path: str) -> str:
-    """Return name, size and kind of a model, once for all of its shards: "" for all but the first."""
     if path != models.shards_of(path)[0]:
         return ""
     try:
@@ -170,10 +167,10 @@ def _described(path: str) -> str:
 def engine_variables(
     files: Sequence[str], words: Sequence[str], environment: dict[str, str], room_bytes: int
 ) -> dict[str, str]:
-    """Return the variables to set for an engine whose defaults would copy more of the model than memory can hold.
+    """Return the variables for an engine whose defaults would copy more of the model than memory can hold.
 
-    llama.cpp copies ("repacks") tensors of some types into private memory. Where the copy fits in `room_bytes`, it makes the
-    engine faster and nothing is set; nor where the words or variables of the user say whether to repack.
+    llama.cpp copies ("repacks") tensors of some types into private memory. Nothing is set where the copy fits in
+    `room_bytes`, because it makes the engine faster, or where the user says whether to repack.
     """
     if _REPACK_WORDS.intersection(words) or any(name in environment for name in _REPACK_VARIABLES):
         return {}
@@ -192,13 +189,11 @@ class _Command:
     user: User | None
 
     def start(self, session: Session, stack: contextlib.ExitStack, *, private: bool = False) -> Child:
-        """Return the command as a process that waits, and that `stack` ends. OSError: see Child."""
         child = Child(self.words, self.program, self.environment, user=self.user, group=session.group, private=private)
         stack.callback(child.cancel)
         return child
 
     def move(self, points: Mapping[str, str]) -> None:
-        """Change paths of model files in arguments and variables to those on the mounts of their directories."""
         own = self.environment
         own |= {name: _moved(own[name], points) for name in models.VARIABLES if name in own}
         self.words = [self.words[0], *(_moved(word, points) for word in self.words[1:])]
@@ -261,7 +256,6 @@ def run(words: Sequence[str], settings: RunSettings) -> int:
 
 
 def _directory() -> str:
-    """Return the working directory; the root directory if it was removed: no relative path leads to a file then."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -276,7 +270,6 @@ def _not_found(given: Sequence[str]) -> str:
 def _over_fuse(
     session: Session, command: _Command, stack: contextlib.ExitStack, sources: Sequence[str], reason: str
 ) -> Child:
-    """Return the command with its directories mounted over FUSE: in namespaces of its own, else elsewhere."""
     check_machine()
     steering.remove_abandoned()
     name = f"run-{os.getpid()}"
@@ -307,7 +300,6 @@ def _over_fuse(
 
 
 def _moved(word: str, points: Mapping[str, str]) -> str:
-    """Return a word of a command, with a path in a steered directory (also after "=") changed to the mount of that."""
     option, equals, value = word.rpartition("=")
     path = os.path.normpath(os.path.join(_directory(), os.path.expanduser(value)))
     for real in (os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)), os.path.realpath(path)):
@@ -318,7 +310,7 @@ def _moved(word: str, points: Mapping[str, str]) -> str:
 
 
 def attach(pid: int, settings: RunSettings) -> int:
-    """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError: that cannot be done."""
+    """Steer the model files of a running process until it ends, or until Ctrl-C. LlmcacheError."""
     models.check_process("--pid", pid)
     if reason := why_not():
         raise MissingRequirement(
@@ -343,7 +335,6 @@ def attach(pid: int, settings: RunSettings) -> int:
 
 @contextlib.contextmanager
 def _tokens_of(pid: int) -> Iterator[TokenWatch]:
-    """Observe the tokens of a process. This process has a second thread from then on."""
     tokens = TokenWatch(pid)
     tokens.start()
     try:
@@ -354,7 +345,7 @@ def _tokens_of(pid: int) -> Iterator[TokenWatch]:
 
 
 def _watch(session: Session, pid: int, owner_pid: int | None) -> None:
-    """Return at the end of a process. Until then, in place (`owner_pid`), steer the files that it opens."""
+    """Wait for the end of a process. In place (`owner_pid`), steer the files that it opens."""
     began = time.monotonic()
     pause_s, due, said = FIRST_LOOK_S, began + COPIES_S, set[object]()
     running = RunningProcesses([pid])
@@ -412,10 +403,10 @@ def _summarize(session: Session, seconds: float, tokens: TokenSummary) -> None:
 
 
 def page_cache_ratio(tokens: TokenSummary, loops: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the time of a token with an LRU page cache, as a multiple of the measured one; None if it is not known.
+    """Return the modelled time of a token with an LRU page cache, as a multiple of the measured one; None if unknown.
 
-    Modelled: the time waiting for storage grows with the bytes of a pass, which are measured for the mount and computed for
-    LRU from the observed touches; all other time stays.
+    The time waiting for storage grows with the bytes of a pass, which are measured for the mount and computed for LRU from
+    the observed touches; all other time stays.
     """
     known = [loop for loop in loops if not loop["left"] and loop["steered_pass_bytes"] and loop["lru_pass_bytes"]]
     steered, lru = (sum(int(loop[key]) for loop in known) for key in ("steered_pass_bytes", "lru_pass_bytes"))

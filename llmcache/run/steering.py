@@ -1,4 +1,4 @@
-"""The mounts that `llmcache run` makes for a command: one daemon for each directory with model files, which ends with it."""
+"""The mounts that `llmcache run` makes: one daemon for each directory with model files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_S = 30.0
 
 @dataclass(frozen=True)
 class Steered:
-    """A directory that is steered. `document`: of `llmcache mount --json`, with mode and budget; `own`: by our daemon."""
+    """A steered directory. `document`: of `llmcache mount --json`; `own`: by our daemon."""
 
     source: str
     point: str
@@ -47,7 +47,7 @@ class Steered:
         return control.is_locked(control.files(self.point, self.uid))
 
     def stop(self) -> None:
-        """End the mount, if it is ours, with the command's files still open or not."""
+        """End the mount, if it is ours, even if the command has open files."""
         if not self.own:
             return
         with contextlib.suppress(MountProblem):
@@ -70,10 +70,10 @@ def start(
     group: Cgroup | None = None,
     namespaces: Namespaces | None = None,
 ) -> Steered:
-    """Mount `source` on `point` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
+    """Mount `source` by a daemon that ends with process `lifetime_pid` and this one, and return once it serves.
 
-    The daemon runs in the cgroup `group`, so that its reads are charged to it, and in `namespaces`. It is in a session
-    of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache mount` reports.
+    Its reads are charged to `group`. It has a session of its own, which Ctrl-C does not reach. LlmcacheError: what `llmcache
+    mount` reports.
     """
 
     words = [sys.executable, "-m", "llmcache", "mount", source, point, "--json", "--rw", "--mode", mode]
@@ -100,7 +100,7 @@ def start(
 
 
 def remove_abandoned() -> None:
-    """Unmount what runs have left behind that were killed together with their daemons. Changes control.SESSION."""
+    """Unmount what killed runs have left behind. Changes control.SESSION."""
     directory = control.directory(os.geteuid())
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
         found = re.fullmatch(r"(run-([0-9]+))-[0-9]+", name)
@@ -112,7 +112,6 @@ def remove_abandoned() -> None:
 
 
 def _failure(code: int, text: str) -> LlmcacheError:
-    """Return the error that `llmcache mount` has printed, or the signal that has ended it."""
     if code < 0:
         hint = "the memory limit of the cgroup may be too small (dmesg shows OOM kills)" if code == -signal.SIGKILL else None
         return MountProblem(f"the daemon was killed by {signal.Signals(-code).name} while it started", hint)
@@ -125,7 +124,7 @@ def _failure(code: int, text: str) -> LlmcacheError:
 
 
 def served_already(source: str) -> Steered | None:
-    """Return the living mount that steers a directory, or one above it: over FUSE at this path, or in place."""
+    """Return the living mount that steers a directory, or one above it."""
     for mount in mounts().values():
         is_over_it = mount.fstype == mountpoint.FSTYPE and is_below(source, mount.point)
         if is_over_it and control.is_locked(control.files(mount.point, mount.owner)):

@@ -1,11 +1,6 @@
-"""Why a token was slow: the tokens of any engine that maps its model, each with its time and the causes of it.
+"""Why a token was slow: the tokens of any engine that maps its model, with times and causes.
 
-    watch = TokenWatch(pid, on_token=print)
-    watch.start()
-    ...
-    summary = watch.stop()
-
-`passes`, `clock`, `causes`, `summary` and `render` are pure; `observer` and `models` read the kernel; `watch` joins them.
+`passes`, `clock`, `causes`, `summary` and `render` are pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layer and which experts the threads of a pass waited for. Pure: pages of files in, layers out."""
+"""Which layer and which experts the threads of a pass waited for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Causes:
-    """`experts_missed`: those that a thread waited for; None for a dense model. `slowest`: layer and part of the time."""
+    """`slowest` has a layer and its part of the time; `experts_missed` is None for a dense model."""
 
     experts_missed: int | None
     slowest: tuple[str, int] | None
@@ -50,7 +50,6 @@ class Attribution:
         self._is_moe = any(file.experts.count for file in self._files.values())
 
     def where(self, dev: int, inode: int, page: int) -> Where | None:
-        """Return the layer and the expert that a page of a file belongs to; None for a file that is none of the model's."""
         file = self._files.get((dev, inode)) or self._by_inode.get(inode)
         return None if file is None else file.where(page)
 
@@ -67,6 +66,6 @@ class Attribution:
 
 
 def short_layer(name: str) -> str:
-    """Return the number of a layer ("31" of "blk.31"), or the name of a tensor outside the layers without ".weight"."""
+    """Return the number of a layer ("31" of "blk.31"), or the name of another tensor without ".weight"."""
     number = _NUMBER.search(name)
     return number[1] if number else name.removesuffix(".weight")

@@ -1,8 +1,8 @@
 """Which tensors show the passes over a model: candidates, best first.
 
-The tensors of a clock must be read from the file's mapping in each pass. Engines copy some tensors: llama.cpp repacks
-weights of some types, and copies layers to a GPU. Norms are small, in float32, and stay in the mapping; a norm is also
-read once for each row of a batch, so its reads count the tokens of a prompt.
+These must be read from the file's mapping in each pass. llama.cpp repacks some weights, and copies layers to a GPU. Norms
+are small, in float32, and stay in the mapping; a norm is read once for each row of a batch, so its reads count the tokens of
+a prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Clock:
-    """Tensors to watch at a time: two, because a processor has four breakpoints and another observer may use the others.
+    """Two tensors to watch, because a processor has four breakpoints and another observer may use the others.
 
-    `are_rows_tokens`: each read of the first one is a row of the batch. `shows_end`: nothing but the output follows the
-    later one.
+    `are_rows_tokens`: each read of the first one is a row of the batch. `shows_end`: only the output follows the later one.
     """
 
     places: Mapping[Role, Place]
@@ -43,7 +42,7 @@ class Clock:
 
 
 def candidates(layouts: Mapping[Key, ModelLayout]) -> list[Clock]:
-    """Return the clocks of the model in these files to try, best first; none if it has no layers."""
+    """Return the clocks of the model in these files, best first; none if it has no layers."""
     is_gguf = all(layout.kind == "gguf" for layout in layouts.values())
     dense = [
         (compute_key(tensor.name), key, tensor)
@@ -75,7 +74,6 @@ def candidates(layouts: Mapping[Key, ModelLayout]) -> list[Clock]:
 
 
 def _later(first: Tensor, layers: Sequence[Sequence[_Found]], after: Sequence[_Found]) -> Iterator[tuple[_Found, bool]]:
-    """Later tensors to try, and whether they show the end of a pass: what follows the layers, then layers back to front."""
     ends = _norms_first(after) if _is_norm(first) else after[::-1]
     if ends:
         yield ends[0], True
@@ -98,7 +96,6 @@ def _norms_first(tensors: Sequence[_Found]) -> list[_Found]:
 
 
 def _alike(tensor: Tensor, layer: Sequence[_Found]) -> _Found:
-    """The tensor of a layer that has the same part in it; any if it has none."""
     suffix = tensor.name.removeprefix(tensor.layer)
     return next((one for one in layer if one[1].name.removeprefix(one[1].layer) == suffix), layer[0])
 

@@ -1,4 +1,4 @@
-"""`llmcache tokens`: the processes that its words name, the lines while they run, and the summary."""
+"""`llmcache tokens`: processes, lines while they run, and the summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXAMPLE = "llmcache tokens PID, llmcache tokens MOUNT, or llmcache tokens -- CO
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `llmcache tokens`. `seconds`: None until the processes end, or Ctrl-C."""
+    """The options of `llmcache tokens`."""
 
     seconds: float | None = None
     output: str | None = None
@@ -40,7 +40,7 @@ class Settings:
 
 
 def observe(words: Sequence[str], settings: Settings) -> int:
-    """Print the tokens of what `words` name; return the exit code. LlmcacheError: it cannot be observed."""
+    """Print the tokens of what `words` name; return the exit code. LlmcacheError."""
     if not words or list(words) == ["--"]:
         raise UsageError("PID: no process, mount or command is given", _EXAMPLE)
     if words[0] == "--":
@@ -60,7 +60,6 @@ def observe(words: Sequence[str], settings: Settings) -> int:
 
 
 def _observe_command(command: Sequence[str], settings: Settings) -> int:
-    """Run a command; observe it until it ends, or for the time that was set."""
     environment = dict(os.environ)
     user = user_of(None, environment)
     program = resolve(command[0], environment.get("PATH"))
@@ -89,7 +88,6 @@ def _checked(word: str) -> int:
 
 
 def _clients_of(path: str) -> Find:
-    """Return a function that finds the processes with files of a mount. MountProblem: there is no mount, or it is dead."""
     point = mountpoint.resolve(path)
     mount = mountpoint.find(point)
     if mount is None:
@@ -109,7 +107,7 @@ def _clients_of(path: str) -> Find:
 
 
 class _Lines:
-    """Prints tokens as they come, as text or as JSON, to `stream` or to the file of the settings."""
+    """Prints tokens as text or as JSON, to `stream` or to the file of the settings."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
         self._as_json = settings.as_json

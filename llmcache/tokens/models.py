@@ -1,4 +1,4 @@
-"""The model files that a process maps, and the processes that belong together; reads /proc."""
+"""The model files that a process maps, and the processes that belong together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Model:
-    """A model that a process maps, in one file or several. `path`: of its first file; `size_bytes`: of all tensors."""
+    """A model; `path` is that of its first file, `size_bytes` that of all tensors."""
 
     path: str
     layouts: dict[Key, ModelLayout]
@@ -37,7 +37,6 @@ class Model:
         return sum(tensor.size_bytes for layout in self.layouts.values() for tensor in layout.tensors)
 
     def address_of(self, place: Place) -> int | None:
-        """Return where a place is mapped; None if that part of its file is not, or no more."""
         for mapping in self.mappings.get(place.file, ()):
             first_byte = mapping.block * BLOCK_BYTES
             if first_byte <= place.offset < first_byte + mapping.high - mapping.low:
@@ -71,7 +70,6 @@ class ModelFinder:
         return sorted(found, key=lambda model: -model.size_bytes)
 
     def _layout(self, pid: int, key: Key, mapping: FileMapping) -> ModelLayout | None:
-        """Return the header of a mapped file; None if it is no model, or cannot be read."""
         try:
             fd = _opened(pid, key, mapping)
         except OSError:
@@ -90,10 +88,7 @@ class ModelFinder:
 
 
 def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
-    """Return a descriptor of a mapped file: through the mapping where that is allowed, else by its path in the process.
-
-    OSError: it is no regular file, or another file has its path.
-    """
+    """Raise OSError if it is no regular file, or another file has its path now."""
     try:
         return open_regular(f"/proc/{pid}/map_files/{mapping.low:x}-{mapping.high:x}")
     except OSError:
@@ -102,14 +97,13 @@ def _opened(pid: int, key: Key, mapping: FileMapping) -> int:
 
 
 def _name_of_all(path: str, layout: ModelLayout) -> str:
-    """Return a key that all shards of a model share: their name without the number, or the count in their headers."""
     if shard_name(path) is not None:
         return _NUMBER_OF_SHARD.sub("-*.", path)
     return f"{os.path.dirname(path)}/{layout.shard[1]} shards" if layout.shard is not None else path
 
 
 class ProcessTree:
-    """A process and its children, and theirs: also those whose parent has ended."""
+    """A process and its descendants, also those whose parent has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pids = {pid}
@@ -158,5 +152,5 @@ def _counters(pid: int) -> Iterator[Counters]:
 
 
 def pressure() -> dict[str, int]:
-    """Return for how many microseconds some task of this machine has waited for memory and for I/O; {} where not counted."""
+    """Return the microseconds that some task has waited for memory and for I/O; {} without PSI."""
     return {name: us for name in ("io", "memory") if (us := stalled_us(resource=name)) is not None}

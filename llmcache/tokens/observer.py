@@ -1,8 +1,8 @@
-"""The reports of the kernel on observed processes: bpf/tokens.bpf.c, and the hardware breakpoints that run it.
+"""The reports of bpf/tokens.bpf.c, and the hardware breakpoints that run it.
 
-A breakpoint is at 8 bytes of a tensor. It shows each read by the program, to the microsecond, whether the page is resident,
-pinned or neither, and costs nothing in between. Accessed bits in page tables would have to be cleared after each look, which
-the kernel refuses for pages that a second process maps, and the pages that a mount pins are such pages.
+A breakpoint at 8 bytes of a tensor shows each read by the program, to the microsecond, and whether the page is resident or
+pinned, and costs nothing in between. The kernel refuses to clear accessed bits of pages that a second process maps, as
+pinned pages are.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ _SCANS = 8  # of the threads of a process that starts new ones all the time
 
 
 class _Subject(ctypes.Structure):
-    """struct subject of bpf/tokens.bpf.c."""
-
     _fields_ = (("pid", ctypes.c_uint32), ("found", ctypes.c_uint32))
 
 
 class Observer:
-    """The programs in the kernel, attached until `close`. MissingRequirement where the kernel refuses them."""
+    """The programs in the kernel, attached until `close`; MissingRequirement."""
 
     def __init__(self) -> None:
         if os.geteuid() != 0:
@@ -66,13 +64,13 @@ class Observer:
         self._breakpoints: dict[int, list[int]] = {}
 
     def look(self, pid: int) -> bool:
-        """Observe a process from now on, or report the sums of one that is observed; False if there is no such process."""
+        """Observe a process, or report the sums of an observed one; False if there is no such process."""
         subject = _Subject(pid, 0)
         self._object.run("watch", subject)
         return bool(subject.found)
 
     def set_clock(self, pid: int, addresses: Mapping[Role, int]) -> None:
-        """Report reads at these addresses of a process from now on, and at no others.
+        """Report reads at these addresses of a process, and at no others.
 
         MissingRequirement: this machine has no hardware breakpoints, or a debugger uses them.
         """

@@ -1,8 +1,8 @@
-"""From reads of watched tensors to passes over a model: when each began and ended, and where its time went.
+"""From reads of watched tensors to passes over a model.
 
 Pure: events in, passes out. Times are CLOCK_MONOTONIC. A pass begins when the first layer is read after a later tensor, and
-ends when the next pass begins, without the time in between in which the process is idle. The parts of a long prompt, after
-which nothing but the last part computes logits, are one pass.
+ends when the next pass begins, without idle time in between. The parts of a long prompt, of which only the last computes
+logits, are one pass.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Kind = Literal["prefill", "decode"]
 
 
 class Role(enum.IntEnum):
-    """The part of a pass that a watched tensor marks: the first layer, or a later one."""
+    """The part of a pass that a watched tensor marks."""
 
     FIRST = 0
     LATER = 1
 
 
 class Event(NamedTuple):
-    """A report of the kernel. The sums are those of the process since it is observed.
+    """A report of the kernel, with the sums since the process is observed.
 
-    HIT: a read of the tensor whose role is `place`. WAIT: a thread has waited `wait_ns` for page `place` of a file.
-    LOOK: the sums at this moment.
+    HIT: a read of the tensor whose role is `place`. WAIT: a thread has waited `wait_ns` for page `place` of a file. LOOK:
+    the sums at this moment.
     """
 
     t_ns: int
@@ -56,12 +56,12 @@ class Event(NamedTuple):
 
     @property
     def idle_ns(self) -> int:
-        """Return the sum of the times in which all threads slept; in the rest of `other_ns`, one waited for a processor."""
+        """Return the time in which all threads slept; in the rest of `other_ns`, one waited for a processor."""
         return self.other_ns - self.queued_ns
 
 
 class Where(NamedTuple):
-    """The layer that a thread waited for, and the expert if the page belongs to one."""
+    """The layer, and the expert, that a thread waited for."""
 
     layer: str
     expert: int | None = None
@@ -72,8 +72,8 @@ class Pass:
     """One pass over the model. `rows`: reads of the watched bytes of the first layer.
 
     `compute_ns`: no thread waits for storage and at least one runs; `storage_ns`: at least one waits for storage;
-    `other_ns`: neither. `wait_ns`: the waits of all threads together; `waits`: those for pages of the model. `is_first`:
-    the process was idle before, or was not observed.
+    `other_ns`: neither. `wait_ns`: the waits of all threads together; `waits`: those for pages of the model. `is_first`: the
+    process was idle or unobserved before.
     """
 
     start_ns: int
@@ -93,16 +93,15 @@ class Pass:
 
 
 class Passes:
-    """Cuts the events of one process into passes."""
+    """The passes in the events of one process."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self, *, shows_end: bool = True, is_lone: bool = False) -> None:
-        """Forget the pass under way: other tensors are watched from now on.
+        """Forget the pass under way, because other tensors are watched.
 
-        `shows_end`: nothing but the output follows the later tensor, so that a pause after it is idle time. `is_lone`: only
-        the first layer is ever read.
+        `shows_end`: a pause after the later tensor is idle time. `is_lone`: only the first layer is ever read.
         """
         self._shows_end, self.is_lone = shows_end and not is_lone, is_lone
         self.hits = self.later_hits = 0  # since then
@@ -140,7 +139,7 @@ class Passes:
         return self.hits > 2 and not self.later_hits and since_ns > LONE_NS
 
     def finish(self) -> Iterator[Pass]:
-        """Yield the pass under way if all of its layers were computed: the process has ended, or is observed no more."""
+        """Yield the pass under way if all of its layers were computed."""
         if self._start is not None and self._end is not None:
             yield self._closed(self._start, self._quiet or self._end)
         self._start = self._end = self._quiet = None
@@ -162,7 +161,7 @@ class Passes:
         self._rows, self._waits, self._is_first = 1, {}, is_first
 
     def _look(self, event: Event) -> Iterator[Pass]:
-        """End a pass once the process is idle. Work of an idle process after the first look is no part of the pass."""
+        """Work of an idle process after the first look is no part of the pass."""
         if self._start is None or self._end is None or not self._shows_end:
             return
         before = self._quiet or self._end
@@ -175,14 +174,12 @@ class Passes:
             self._quiet = event
 
     def _idle_ns(self, now: Event, last: Event) -> int:
-        """Return how long nothing has run since `last`, the last read; 0 for a pause within a pass, or a short one."""
         idle_ns = now.idle_ns - last.idle_ns
         if self._shows_end and last is self._end:
             return idle_ns if idle_ns > IDLE_NS else 0
         return idle_ns if idle_ns > max(LONG_IDLE_NS, (now.t_ns - last.t_ns) // 2) else 0
 
     def _closed(self, start: Event, end: Event, idle_ns: int = 0) -> Pass:
-        """Return the pass from `start` to `end`, without idle time."""
         return Pass(
             start_ns=start.t_ns,
             compute_ns=max(0, end.compute_ns - start.compute_ns),
@@ -198,7 +195,7 @@ class Passes:
 
 
 class Kinds:
-    """Distinguishes prompts (prefill) from tokens (decode), pass by pass."""
+    """Distinguishes prompts (prefill) from tokens (decode)."""
 
     def __init__(self) -> None:
         self._computes: deque[int] = deque(maxlen=RECENT)  # of the last decode passes
@@ -208,8 +205,7 @@ class Kinds:
     def kind_of(self, found: Pass, *, are_rows_tokens: bool) -> Kind:
         """Return the kind of the next pass.
 
-        `are_rows_tokens`: each read of the first layer is a row of a batch. A prompt is many rows, or several at the
-        beginning of a request; a few rows later on are sequences side by side, or guessed tokens.
+        A prompt is many rows, or several at the beginning of a request; a few rows later are parallel sequences or guesses.
         """
         is_prefill = self._is_batch(found) if are_rows_tokens else self._is_slow(found, unknown=found.is_first)
         kind: Kind = "prefill" if is_prefill else "decode"

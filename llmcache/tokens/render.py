@@ -1,4 +1,4 @@
-"""Tokens and their summary as text. Pure."""
+"""Tokens and their summary as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens with their causes, and their sums. Pure."""
+"""Tokens with their causes, and their sums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _MOST_TIMES = 1 << 17  # of the last tokens, for the median and p99
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A pass over a model: a token, or a part of a prompt.
+    """A pass over a model: a token, or a part of a prompt (`number` 0).
 
-    `number` counts tokens from 1, and is 0 for a prompt. `start_ns`: CLOCK_MONOTONIC. The time of the pass is the sum of
-    compute, storage and other. `rows`: tokens of the batch; None where that is not known. `experts_missed`: experts that a
-    thread waited for, of `experts_used`; None for dense models, and where the kernel does not show it. `slowest_layer_ns`:
-    the part of the storage time that this layer took.
+    `rows`: tokens of the batch; None if unknown. `experts_missed`: experts that a thread waited for; None if unknown or the
+    model is dense. `slowest_layer_ns`: its part of the storage time.
     """
 
     pid: int
@@ -46,7 +44,6 @@ class Token:
 
     @property
     def time_ns(self) -> int:
-        """Return the time of the token, without the time in which the process was idle after it."""
         return self.compute_ns + self.storage_ns + self.other_ns
 
     def document(self) -> dict[str, Any]:
@@ -72,10 +69,8 @@ class Interval:
 class TokenSummary:
     """All tokens of an observation. Times in seconds; those of tokens are without idle time and without prompts.
 
-    `can_see_tokens`: False where none was seen; `why_not` says why, if it is known. `storage_share`: of the time of tokens.
-    `prefill_tokens`: None where the rows of a batch are not known. `slowest`: at most SLOWEST tokens, slowest first.
-    `pressure`: shares of the observation in which some task of this machine waited ("memory", "io"), where the kernel
-    counts that. `overhead_s`: processor time of the observer, without the programs in the kernel.
+    `storage_share`: of the time of tokens. `pressure`: shares of the observation in which some task of this machine waited
+    for a resource. `overhead_s`: processor time of the observer, without the programs in the kernel.
     """
 
     tokens: int = 0
@@ -110,7 +105,6 @@ class TokenSummary:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Tokens of prompts in a second; None where their number is not known."""
         return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s else None
 
     def document(self) -> dict[str, Any]:
@@ -125,7 +119,7 @@ class TokenSummary:
 
 
 class Totals:
-    """Adds tokens up."""
+    """The sums of tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -152,7 +146,6 @@ class Totals:
             self._slowest = sorted([*self._slowest, token], key=lambda one: -one.time_ns)[:SLOWEST]
 
     def summary(self, **more: Any) -> TokenSummary:
-        """Return the sums until now; `more` are the fields that are not sums of tokens."""
         return TokenSummary(
             tokens=self.tokens,
             seconds=self._sum("decode", "time_ns") / 1e9,

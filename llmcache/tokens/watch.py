@@ -1,4 +1,4 @@
-"""The thread that observes the tokens of processes: finds their models, sets clocks, joins passes with their causes."""
+"""The thread that observes the tokens of processes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ NOTE_NS = 10_000_000_000  # of a busy process, after which a note says that its 
 
 @dataclass
 class _Process:
-    """An observed process. `clocks`: candidates with their models; `at`: the one that is set."""
-
     pid: int
     passes: Passes = field(default_factory=Passes)
     kinds: Kinds = field(default_factory=Kinds)
@@ -61,8 +59,8 @@ class _Process:
 class TokenWatch:
     """Observes the tokens of a process and its children, or of the processes that `find` returns, until `stop`.
 
-    `on_token` and `on_interval` are called in the thread of the watch. `is_lasting`: `wait` goes on without processes.
-    Where tokens cannot be observed on this machine, the counters of /proc are read at intervals, and `why_not` says why.
+    The thread of the watch calls `on_token` and `on_interval`. `is_lasting`: `wait` goes on without processes. Where tokens
+    cannot be observed, the counters of /proc are read at intervals, and `why_not` says why.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class TokenWatch:
         self.why_not: str | None = None
 
     def start(self) -> None:
-        """Observe from now on; the kernel reports before this returns."""
         try:
             self._observer = Observer()
             self._scan()
@@ -106,7 +103,7 @@ class TokenWatch:
         self._thread.start()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until all processes have ended (unless the watch `is_lasting`), or it has failed, or was canceled."""
+        """Wait until all processes have ended (unless `is_lasting`), or the watch has failed, or was canceled."""
         self._finished.wait(seconds)
 
     def cancel(self) -> None:
@@ -223,7 +220,6 @@ class TokenWatch:
             self._finished.set()
 
     def _is_settled(self) -> bool:
-        """Return whether a clock is set, or none has been found for long."""
         has_clock = any(process.clocks for process in self._processes.values())
         return has_clock or time.monotonic_ns() - self._began_ns > SETTLING_S * 1e9
 
@@ -262,7 +258,6 @@ class TokenWatch:
         observer.set_clock(process.pid, _addresses(*process.clocks[at]))
 
     def _finish_pass(self, observer: Observer, process: _Process) -> None:
-        """Take the reports of the present clock, before another is set."""
         self._take(observer.events())
         self._report(process, process.passes.finish())
 
@@ -274,7 +269,6 @@ class TokenWatch:
             self._note()
 
     def _review(self, observer: Observer, process: _Process) -> None:
-        """Try another clock if the one that is set shows nothing while the process works."""
         if not process.clocks:
             return
         silent_ns = process.busy_ns - process.busy_at_hit_ns
@@ -295,7 +289,6 @@ class TokenWatch:
         self._set_clock(observer, process, (process.at + 1) % len(process.clocks))
 
     def _try_later(self, observer: Observer, process: _Process) -> None:
-        """Try another later tensor with the same first one; after the last of them, use the first one alone."""
         first = process.clocks[process.at][1].places[Role.FIRST]
         same = [at for at, (_, clock) in enumerate(process.clocks) if clock.places[Role.FIRST] == first]
         others = [at for at in same if at > process.at]
@@ -308,7 +301,6 @@ class TokenWatch:
             self._on_note(f"no tokens seen so far: {why}")
 
     def _unseen(self, processes: Sequence[_Process]) -> str | None:
-        """Return the reason why no token of these processes was seen, if it is known."""
         if self._totals.tokens or self._totals.prefill_passes or not processes:
             return None
         paths = sorted({os.path.basename(path) for process in processes for path in process.attributions})
@@ -391,7 +383,7 @@ def _addresses(model: Model, clock: Clock) -> dict[Role, int]:
 
 
 class _Daemons:
-    """Bytes that the daemons of mounts have read for the observed files; the kernel does not count them for the clients."""
+    """Bytes that daemons of mounts have read for the observed files; the kernel does not count them for the clients."""
 
     def __init__(self) -> None:
         self._points: dict[str, int] = {}  # mount point -> its owner
@@ -400,14 +392,12 @@ class _Daemons:
         self._owed_bytes = 0  # that no token has been given yet
 
     def set_files(self, files: Iterable[tuple[tuple[int, int], str]]) -> None:
-        """Count the mounts that serve these files: (device and inode, path)."""
         found = {mount.point: mount.owner for (dev, _), path in files for mount, _ in mountpoint.steering(path, dev)}
         self._last = {point: bytes_read for point, bytes_read in self._last.items() if point in found}
         self._points = found
         self._poll()
 
     def read_bytes(self, time_ns: int) -> int:
-        """Return the share of a token of the bytes that daemons have read and that no token has been given."""
         if not self._points:
             return 0
         if time.monotonic() >= self._due_s:

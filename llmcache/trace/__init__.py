@@ -1,1 +1,1 @@
-"""Traces of file-block accesses: recording, the format, importers of other formats, conversion, generated shapes."""
+"""Traces of file-block accesses: recording, formats, conversion."""

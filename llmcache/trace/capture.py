@@ -1,11 +1,10 @@
 """`llmcache trace`: one recording, from the choice of the source to the finished trace.
 
-One thread drains the source, looks up file names and writes rows in a loop. Signal handlers only set a flag, so at the end
-of every recording the remaining events are drained and the file is completed. If the process is killed before that, the
+Signal handlers only set a flag, so the remaining events are drained and the file is completed. If the process is killed, the
 rows written until then are in `OUT.recording`.
 
-Records that are not accesses go to separate files. `RUN.block.parquet` (schema "llmcache.block/1") has a row for each
-request of the block layer, with its latency. `RUN.sampled.parquet` is a trace of the pages touched in each interval.
+`RUN.block.parquet` (schema "llmcache.block/1") has a row for each request of the block layer, with its latency.
+`RUN.sampled.parquet` is a trace of the pages touched in each interval.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _ROW = ("t_ns", "first", "count", "op", "miss", "pid")
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """The options of `llmcache trace`. `seconds` None: until the target ends; `glob` None: all files."""
+    """The options of `llmcache trace`."""
 
     output: str
     seconds: float | None = None
@@ -90,7 +89,7 @@ class CaptureSettings:
             raise UsageError("--mmap-rerefs: the interval must be more than 0", "for example: --mmap-rerefs 1s")
 
     def matches(self, path: str) -> bool:
-        """Return whether a path matches `glob`. A glob without a slash is compared with the file name only."""
+        """A glob without a slash is compared with the file name only."""
         glob = self.glob
         return glob is None or fnmatch.fnmatchcase(path if "/" in glob else os.path.basename(path), glob)
 
@@ -106,11 +105,10 @@ def default_output(target: Target) -> str:
 
 
 def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Captured:
-    """Record `target` until it ends, `settings.seconds` are over or a signal arrives; return a summary.
+    """Record `target` until it ends, `settings.seconds` are over or a signal arrives.
 
-    `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works on this machine, the
-    target has ended or the output cannot be written; UsageError if the output exists. On a full disk the rows written so
-    far stay in `OUT.recording`, and the error names that file.
+    `locked` returns how many bytes of a file its mount has locked. MissingRequirement if no tier works, the target has ended
+    or the output cannot be written; UsageError if the output exists. On a full disk the rows stay in `OUT.recording`.
     """
     with ExitStack() as stack:
         stack.callback(target.end)
@@ -121,10 +119,9 @@ def record(target: Target, settings: CaptureSettings, locked: LockedQuery) -> Ca
 
 @dataclass
 class Captured:
-    """The summary of a recording. Blocks are counted at each access, so repeated accesses count again.
+    """The summary of a recording; repeated accesses to a block count again.
 
-    `known_blocks` counts the blocks read or mapped for which hit or miss is known; `missed_blocks` of them were misses.
-    `files` has path and accessed blocks of each file, the most accessed first.
+    `missed_blocks` are among the `known_blocks`, for which hit or miss is known.
     """
 
     trace: str
@@ -161,7 +158,6 @@ class Captured:
 
     @property
     def miss_ratio(self) -> float | None:
-        """Return the share (0..1) of misses among the blocks read or mapped; None if no hit or miss is known."""
         return self.missed_blocks / self.known_blocks if self.known_blocks else None
 
     def document(self) -> dict[str, Any]:
@@ -190,7 +186,7 @@ class Captured:
         return made + [f"note: {remark}" for remark in self.remarks]
 
     def show(self, as_json: bool) -> None:
-        """Print the lines on stderr, apart from the output of the traced command; with `as_json` also JSON on stdout."""
+        """Print the lines on stderr, apart from the output of the traced command, and JSON on stdout."""
         for text in self.lines():
             say(text)
         if as_json:
@@ -199,7 +195,6 @@ class Captured:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[str]]:
-    """Yield a list to which signal handlers append the names of stop signals; restore the old handlers at exit."""
     received: list[str] = []
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
@@ -213,7 +208,7 @@ def _stop_signals() -> Iterator[list[str]]:
 
 
 class _Capture:
-    """A recording whose source has been started. The end of the with block stops the source and closes the files."""
+    """A recording whose source has been started."""
 
     def __init__(self, target: Target, settings: CaptureSettings, locked: LockedBytes) -> None:
         self._target, self._settings, self._locked = target, settings, locked
@@ -309,7 +304,6 @@ class _Capture:
                 running.wait(POLL_S if end_s is None else min(POLL_S, max(0.0, end_s - now_s)))
 
     def _take(self, records: Records) -> None:
-        """Add accesses to the trace, requests and samples to their files, fills and evictions to the counters."""
         if not len(records):
             return
         counts, kinds = self._counts, records["kind"]
@@ -336,7 +330,6 @@ class _Capture:
         return accesses[chosen], file[chosen]
 
     def _flush(self, whole_table: bool = False) -> None:
-        """Write the waiting rows and new files to the recording; with `whole_table` all files, with their last names."""
         files = self._table.files[0 if whole_table else self._files_written :]
         if not self._waiting and not whole_table:
             return
@@ -351,7 +344,6 @@ class _Capture:
         self._files_written = len(self._table.files)
 
     def _finish(self) -> None:
-        """Convert the recording to the trace, and rename the additional files to their final names."""
         provenance = self._provenance()
         if self._recording.size_bytes >= _LARGE_BYTES:
             say(f"writing {self._settings.output}")
@@ -428,10 +420,10 @@ _COLUMNS = pa.schema(
 
 
 class BlockRequests:
-    """The writer of block-layer requests. The file has a temporary name until `close`."""
+    """The writer of block-layer requests, with a temporary file name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set, MissingRequirement if it cannot be written."""
+        """Raise UsageError if `path` exists and `force` is not set; MissingRequirement."""
         self.path = path
         self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
@@ -474,10 +466,9 @@ class BlockRequests:
 
 
 class SampledTouches:
-    """The writer of the sampled pages, as a trace. The file has a temporary name until `close`."""
+    """The writer of the sampled pages, as a trace with a temporary file name until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set."""
         self.path = path
         self._blocks = 0
         self._writer = TraceWriter(path, force=force)

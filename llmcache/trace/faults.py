@@ -1,10 +1,8 @@
 """The tier without privilege: page faults of the user's own processes, and their reads and writes if strace is installed.
 
-The kernel's perf events report the address of each page fault, and every new mapping and fork. They arrive in one ring per
-CPU (`EventRing`). `AddressSpaces` maps an address at a given time to a file and a block.
-
-System calls are recorded by strace, the tool of the paper. It is slow, but needs no privilege either: `Strace` reads its
-log from a pipe and parses it with the importer of strace logs. `FaultSource` merges both streams by time.
+The kernel's perf events report the address of each page fault, and every new mapping and fork, in one ring per CPU.
+`AddressSpaces` maps an address at a given time to a file and a block. strace, the tool of the paper, is slow. `FaultSource`
+merges both streams by time.
 """
 
 from __future__ import annotations
@@ -64,10 +62,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _opened(tid: int, cpu: int, follow: bool) -> int:
-    """Return a perf event descriptor for the page faults of thread `tid` on `cpu`. OSError.
+    """Return a perf event descriptor for the page faults of thread `tid` on `cpu`; OSError.
 
-    The event includes the threads that `tid` starts, and with `follow` the processes. It reports new mappings and forks as
-    well, but no page faults in kernel code.
+    It includes the threads that `tid` starts, with `follow` the processes, new mappings and forks, but no page faults in
+    kernel code.
     """
     flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _REPORT_MAPPINGS
     attributes = Attributes(
@@ -83,7 +81,7 @@ def _opened(tid: int, cpu: int, follow: bool) -> int:
 
 
 def _processors() -> list[int]:
-    """Return the numbers of the online CPUs: an inherited event must be opened on each of them."""
+    """An inherited event must be opened on each online CPU."""
     found: list[int] = []
     with open("/sys/devices/system/cpu/online") as file:
         for part in file.read().strip().split(","):
@@ -93,10 +91,10 @@ def _processors() -> list[int]:
 
 
 class EventRing:
-    """The ring buffer for the events on one CPU. Any number of threads share it."""
+    """The ring buffer for the events on one CPU, which any number of threads share."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Map a ring of `size_bytes` (a power of two). OSError if the kernel refuses the memory."""
+        """`size_bytes` is a power of two. OSError if the kernel refuses the memory."""
         self.lost = 0
         self._fds = [fd]
         self._size = size_bytes
@@ -110,7 +108,7 @@ class EventRing:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def read(self) -> tuple[list[Records], list[tuple[int, bytes]]]:
-        """Return the samples, and the kind and content of each other record, since the last call."""
+        """Return the samples, and the kind and content of each other record."""
         head, tail = int(self._control[_HEAD]), int(self._control[_TAIL])
         self._fence()
         begin = PAGE_BYTES + tail % self._size
@@ -146,14 +144,14 @@ class EventRing:
 
 
 class AddressSpace:
-    """The address space of a process: mappings that do not overlap, in ascending order."""
+    """The mappings of a process, disjoint and in ascending order."""
 
     def __init__(self, mappings: Iterable[FileMapping] = ()) -> None:
         self.mappings = list(mappings)
         self._table: Uint64s | None = None
 
     def put(self, new: FileMapping) -> None:
-        """Add a mapping. It replaces the parts of older mappings at its addresses."""
+        """Add a mapping, which replaces the parts of older ones at its addresses."""
         self._table = None
         at = bisect_right(self.mappings, new.low, key=attrgetter("high"))
         end = bisect_left(self.mappings, new.high, key=attrgetter("low"))
@@ -181,10 +179,9 @@ class AddressSpace:
 
 
 class AddressSpaces:
-    """The address spaces of all recorded processes, kept up to date by the kernel's records of mappings and forks."""
+    """The address spaces of all recorded processes."""
 
     def __init__(self, paths: dict[Key, str]) -> None:
-        """Store the path of each new mapping in `paths`."""
         self._paths = paths
         self._by_pid: dict[int, AddressSpace] = {}
         self._changes: list[tuple[int, int, FileMapping | int]] = []  # time, process, its new mapping or its parent
@@ -193,7 +190,7 @@ class AddressSpaces:
         self._by_pid[pid] = AddressSpace(mappings(pid))
 
     def note(self, kind: int, record: bytes) -> None:
-        """Store a MMAP or FORK record, without its header, with process and time (`sample_id_all`) at its end."""
+        """Store a MMAP or FORK record without its header; process and time (`sample_id_all`) are at its end."""
         (t_ns,) = struct.unpack_from("<Q", record, len(record) - 8)
         if kind == FORK:
             pid, parent = struct.unpack_from("<II", record)
@@ -235,13 +232,10 @@ class AddressSpaces:
 
 
 class Strace:
-    """The system calls of a scope's targets, traced by strace. `drain` returns the reads, and the writes if required."""
+    """The system calls of a scope's targets, traced by strace."""
 
     def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
-        """Start strace and return when it is attached. Paths of accessed files are stored in `paths`.
-
-        MissingRequirement if strace may not attach, or another debugger is attached.
-        """
+        """Return when strace is attached; MissingRequirement. Paths of accessed files are stored in `paths`."""
         self.lost = 0
         self._scope, self._paths = scope, paths
         self._keys: dict[int, Key | None] = {}  # by file number in the log; None if the path no longer exists
@@ -430,7 +424,6 @@ class FaultSource(Source):
         return self._order.put(records, horizon)
 
     def _in_files(self, samples: Records) -> Records:
-        """Return records of the page faults in files among `samples`."""
         samples = samples[np.argsort(samples["t_ns"], kind="stable")]
         records = no_records(len(samples))
         records["pid"], records["t_ns"] = samples["pid"], samples["t_ns"]
@@ -442,7 +435,7 @@ class FaultSource(Source):
         return in_files
 
     def alive(self) -> bool:
-        """See Source. Children that have touched no file are looked for in /proc, at most ten times a second."""
+        """Children that have touched no file are looked for in /proc, at most ten times a second."""
         if self._stopped:
             return False
         self._running.wait(0)

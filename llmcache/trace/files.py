@@ -1,13 +1,11 @@
-"""The files of a recording: paths by device and inode. The kernel reports an access with device and inode only.
+"""The files of a recording: paths by device and inode, which are all that the kernel reports.
 
-A path is looked up when its inode first appears: in the open and mapped files of the process, then through the file system
-(by file handle). If both fail, because the file was closed already, the lookup is repeated each time the inode appears
-again. A file that is renamed later keeps its first path, unless that path no longer exists at the end and a process shows
-the new one. A deleted file keeps its last path.
+A path is looked up when its inode first appears: in the open and mapped files of the process, then by file handle. If both
+fail, the lookup is repeated each time the inode appears again. A renamed file keeps its first path, unless that path no
+longer exists at the end. A deleted file keeps its last path.
 
 A mount in mode inplace or steer locks the pinned part of a loop in memory. After the first touch no tier sees accesses to
-those pages, so the recording contains only the streamed part. `LockedBytes` queries the number of locked bytes when a
-file first appears and again at the end. The smaller number was locked all the time and is stored in the trace.
+it. The trace stores the smaller number of locked bytes of its first appearance and the end.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ class OpenFile:
 
 
 class FileTable:
-    """The file table of a recording. Files are numbered in the order in which they appear."""
+    """The files of a recording, numbered in the order in which they appear."""
 
     def __init__(self, pids: Iterable[int], source_paths: Mapping[Key, str] = {}) -> None:
-        """Read the files that `pids` have open now. The paths from the source of the records may grow."""
+        """Read the files that `pids` have open now. `source_paths` may grow."""
         self._source_paths = source_paths
         self.files: list[TraceFile] = []
         self.unnamed = 0
@@ -83,7 +81,6 @@ class FileTable:
         return found
 
     def finish(self) -> None:
-        """Update the sizes and the paths that have changed, and look up unnamed files again."""
         self._look(self._pids)
         for number, file in enumerate(self.files):
             key = (file.dev, file.inode)
@@ -113,7 +110,6 @@ class FileTable:
             self.changes += 1
 
     def _look(self, pids: Iterable[int], wanted: set[Key] | None = None) -> None:
-        """Read the open files of `pids` in order, until all of `wanted` are known; None: of all processes."""
         for pid in list(pids):
             if wanted is not None and wanted <= self._known.keys():
                 return
@@ -124,7 +120,7 @@ class FileTable:
 
 
 def unnamed(key: Key) -> str:
-    """Return the placeholder for the path of a file that could not be looked up."""
+    """Return the placeholder for an unknown path."""
     dev, inode = key
     return f"[{os.major(dev)}:{os.minor(dev)} inode {inode}]"
 
@@ -146,7 +142,7 @@ def _size(path: str, key: Key) -> int:
 
 
 def open_files(pid: int) -> Iterator[tuple[Key, OpenFile]]:
-    """Yield the files that process `pid` has open or mapped; OSError if it has ended or is not accessible.
+    """Yield the files that a process has open or mapped; OSError if it has ended or is not accessible.
 
     A file on an overlay is also yielded with device and inode of its layer.
     """
@@ -197,7 +193,7 @@ def _without_mark(path: str, links: int) -> str:
 
 
 class LockedBytes:
-    """The locked bytes of the files of a recording, returned by `query`. `by_file` is the result, by file id."""
+    """The locked bytes of the files of a recording."""
 
     def __init__(self, query: LockedQuery) -> None:
         self.by_file: dict[int, int] = {}
@@ -211,7 +207,6 @@ class LockedBytes:
                 self._before[file.id] = self._bytes(file)
 
     def finish(self, files: Iterable[TraceFile]) -> None:
-        """Query the files with locked bytes again, and write the remarks."""
         for file in files:
             before = self._before.get(file.id, 0)
             if before and (size_bytes := min(before, self._bytes(file))):
@@ -239,7 +234,7 @@ class _Handle(ctypes.Structure):
 
 
 def path_of(dev: int, inode: int) -> str | None:
-    """Return a path of the inode for this process; None if it has none or the file system cannot look it up."""
+    """Return a path of the inode; None if it has none or the file system cannot look it up."""
     if inode >= 1 << 32:
         return None
     for mount in mounts("self").values():
@@ -253,7 +248,7 @@ def path_of(dev: int, inode: int) -> str | None:
 
 
 def _opened(point: str, inode: int) -> str:
-    """Return the kernel's path for `inode` on the file system mounted on `point`; OSError if it has none."""
+    """Raise OSError if the inode has no path."""
     handle = _Handle(8, _INO32_GEN, inode, 0)
     base = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

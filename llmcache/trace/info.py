@@ -1,4 +1,4 @@
-"""`llmcache info`: the contents of a trace as a table or JSON. It reads the trace once, in constant memory."""
+"""`llmcache info`: the contents of a trace. It reads the trace once, in constant memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST_EXTRA = 200  # values can be whole documents
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of the trace. `accesses` counts blocks, repeats included; `touched_bytes` counts each block once."""
+    """`accesses` counts blocks, repeats included; `touched_bytes` counts each block once."""
 
     path: str
     size_bytes: int
@@ -36,7 +36,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class TraceInfo:
-    """A trace. `ops` and `misses` count accessed blocks, repeats included, by name; `files` has the most accessed first."""
+    """`ops` and `misses` count accessed blocks, repeats included; `files` has the most accessed first."""
 
     trace: str
     rows: int
@@ -58,7 +58,7 @@ class TraceInfo:
 
 
 def describe(path: str | os.PathLike[str]) -> TraceInfo:
-    """Return the contents of the trace in `path` (any format); DataError if it is not a trace or has no rows."""
+    """Return the contents of the trace in `path` (any format); DataError if it is invalid or empty."""
     ops, misses = np.zeros(len(OP_NAMES), np.int64), np.zeros(len(MISS_NAMES), np.int64)
     rows, accesses = Counter[int](), Counter[int]()  # by file
     pids: set[int] = set()
@@ -102,7 +102,7 @@ def describe(path: str | os.PathLike[str]) -> TraceInfo:
 
 
 def show(path: str | os.PathLike[str], as_json: bool = False) -> None:
-    """Print the contents of the trace in `path`."""
+    """Print the contents of a trace."""
     info = describe(path)
     if as_json:
         print(json.dumps({**asdict(info), "schema": SCHEMA, "duration_ns": info.duration_ns}, indent=2))

@@ -1,9 +1,4 @@
-"""The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls.
-
-`KernelPrograms` loads and configures the BPF object, with the programs that this kernel accepts. Each subclass of
-`BpfSource` is a tier that uses them. `SOURCES` lists all tiers, best first; the last one needs no BPF. `start_source`
-starts the best tier that works.
-"""
+"""The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls."""
 
 from __future__ import annotations
 
@@ -64,7 +59,7 @@ _SETTLED_NS = 2_000_000 + LEFT_NS
 
 @dataclass(frozen=True)
 class Feature:
-    """Something to record. `programs` are alternative sets of BPF programs; the first that the kernel accepts is used.
+    """Something to record. The kernel's first accepted set of `programs` is used.
 
     If none is accepted, the recording lacks `missing`; with None it fails.
     """
@@ -74,7 +69,7 @@ class Feature:
 
 
 def supported() -> str | None:
-    """Return why no BPF tier can work on this machine, or None."""
+    """Return why no BPF tier can work, or None."""
     if platform.machine() not in _CALLS:
         return f"the processor is {platform.machine()}; only x86-64 and arm64 are supported"
     if not Path("/sys/kernel/btf/vmlinux").exists():
@@ -87,7 +82,7 @@ class _FlushResult(ctypes.Structure):
 
 
 class RecordRing(Ring):
-    """A ring whose records all have the dtype `record`, read with numpy."""
+    """A ring whose records all have the dtype `record`."""
 
     def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
         super().__init__(fd, size, record.itemsize)
@@ -105,13 +100,13 @@ class RecordRing(Ring):
 
 
 class Copies:
-    """The runs that the kernel has copied to the ring and not sent yet, with the blocks and requests of the copies."""
+    """The runs that the kernel has copied to the ring and not sent yet."""
 
     def __init__(self) -> None:
         self._copied: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def settle(self, records: Records) -> Records:
-        """Return the records in their order; of runs that come again, only the blocks that their copies did not have."""
+        """Return the records; of runs that come again, only the blocks that their copies did not have."""
         is_copy = records["flags"] & COPIED != 0
         for row in np.flatnonzero(is_copy):
             self._copied[_run(records[row])] = int(records["count"][row]), int(records["aux"][row])
@@ -135,7 +130,7 @@ def _run(record: Any) -> tuple[int, ...]:
 
 
 class KernelPrograms:
-    """The BPF object loaded for `features`; `missing` describes the features that the kernel does not support."""
+    """The BPF object; `missing` describes the features that the kernel does not support."""
 
     def __init__(self, features: Iterable[Feature], follow: bool, coalesce: bool) -> None:
         self.missing: list[str] = []
@@ -145,7 +140,6 @@ class KernelPrograms:
         self._copies = Copies()
 
     def _load(self, features: list[Feature]) -> tuple[BpfObject, list[str]]:
-        """Load the object. If the kernel refuses a program, load the next alternative of its feature, or none."""
         choice = [0] * len(features)
         while True:
             chosen = [
@@ -174,7 +168,7 @@ class KernelPrograms:
         raise failure
 
     def attach(self, pids: Iterable[int]) -> int:
-        """Start to record the processes `pids`; return the number of their threads."""
+        """Start to record the processes; return the number of their threads."""
         for pid in pids:
             self._object.put("targets", pid.to_bytes(4, sys.byteorder), (1).to_bytes(4, sys.byteorder))
         for name in ("started", "ended", "replaced"):
@@ -235,7 +229,7 @@ _BLOCK = Feature([["submitted", "completed", "request_completed"]], "block reque
 
 
 class BpfSource(Source):
-    """The common part of all BPF tiers; a subclass names its programs."""
+    """The common part of all BPF tiers."""
 
     programs: ClassVar[Sequence[str]]  # the programs that see accesses: required
     pages = True
@@ -370,7 +364,6 @@ def _described() -> bool:
 
 
 def _has_capabilities() -> bool:
-    """Return whether CAP_BPF (39) and CAP_PERFMON (38) are effective."""
     effective = int(status_of()["CapEff"], 16)
     return bool(effective >> 39 & effective >> 38 & 1)
 
@@ -380,10 +373,9 @@ SOURCES: dict[str, type[Source]] = {tier.name: tier for tier in (FilemapSource, 
 
 
 def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
-    """Start the source `tier` ("auto": the best that works) on `scope`; return it, and why each better one does not work.
+    """Start the source `tier` ("auto": the best that works); return it, and why each better one does not work.
 
-    UsageError for an unknown name; MissingRequirement, with the reason and a tier that works, if the tier cannot record
-    here.
+    UsageError for an unknown name; MissingRequirement if the tier cannot record.
     """
     if tier not in (AUTO, *SOURCES):
         raise UsageError(f"--tier: '{tier}' is unknown", f"use one of: {', '.join([AUTO, *SOURCES])}")
@@ -403,10 +395,9 @@ def start_source(tier: str, scope: Scope) -> tuple[Source, Mapping[str, str]]:
 
 
 def _started(kind: type[Source], scope: Scope) -> Source | str:
-    """Return a started source, or the reason why this tier cannot record here.
+    """Return a started source, or the reason why it cannot record.
 
-    Probing takes as long as starting, so the source is started first and probed only if that fails. The original
-    MissingRequirement is raised if the probe succeeds.
+    Probing takes as long as starting, so the source is probed only if starting fails.
     """
     if reason := _unseen(kind, scope):
         return reason
@@ -421,7 +412,6 @@ def _started(kind: type[Source], scope: Scope) -> Source | str:
 
 
 def _unseen(kind: type[Source], scope: Scope) -> str | None:
-    """Return the required part of `scope` that this tier can never record, or None."""
     if scope.block and not kind.requests:
         return "it cannot see block requests (--block)"
     if scope.rerefs_s and not kind.pages:

@@ -1,4 +1,4 @@
-"""The process to record: found by number or name, or started as a command that waits until it is released."""
+"""The process to record, running or started as a command that waits until it is released."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LISTED, _LONGEST_LISTED = 8, 60
 
 
 class Target:
-    """A process to record. With `child` it is a command that llmcache started, which waits for `release`."""
+    """A process to record. `child` is a command that waits for `release`."""
 
     def __init__(self, pid: int, command: str, child: Child | None = None) -> None:
         self.pid = pid
@@ -36,7 +36,6 @@ class Target:
 
     @property
     def ending(self) -> str | None:
-        """Return how the command ended, in words; None while it runs, and for a process that llmcache did not start."""
         if self._child is None or not self._child.has_ended():
             return None
         code = self._child.exit_code
@@ -46,7 +45,7 @@ class Target:
 def target_of(words: Sequence[str]) -> Target:
     """Return the process whose number or name is the only word, or start the command after `--` and let it wait.
 
-    UsageError if no process or several are named, MissingRequirement if the process does not exist.
+    UsageError; MissingRequirement if the process does not exist.
     """
     if not words or words == ("--",):
         raise UsageError("PID: no process or command is given", "llmcache trace PID, or llmcache trace -- CMD…")
@@ -76,7 +75,6 @@ def _as_usage_error() -> Iterator[None]:
 
 
 def _named(name: str) -> int:
-    """Return the number of the only process with this name, in `comm` or at the beginning of its command line."""
     found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and name in _names(pid)]
     if not found:
         hint = f"{_LIST}; to start a command: llmcache trace -- {name}"

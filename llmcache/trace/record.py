@@ -1,9 +1,8 @@
 """The trace format: a Parquet file with one row for each accessed run of 4 KiB blocks of a file.
 
-`Trace` holds rows in memory. `TraceReader` and `TraceWriter` process traces larger than memory, in batches and row groups
-of bounded size. Every row is checked when it is read and when it is written. The file table and the provenance of the rows
-are JSON in the metadata of the Parquet schema. `BlockSpace` numbers the blocks of all files, so that policies can use arrays
-instead of dictionaries. `llmcache.trace.formats` reads and writes other formats.
+`TraceReader` and `TraceWriter` process traces larger than memory. Every row is checked when it is read and when it is
+written. The file table and the provenance are JSON in the metadata of the Parquet schema. `BlockSpace` numbers the blocks of
+all files, so that policies can use arrays.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _LIMITS = {"id": 1 << 32, "dev": 1 << 64, "inode": 1 << 64, "generation": 1 << 6
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A file of a trace. `size_bytes` is the largest size seen during the recording, 0 if unknown.
-
-    `dev`, `inode` and `generation` are 0 if the source of the trace does not have them.
-    """
+    """A file of a trace. `size_bytes` is the largest size seen; unknown numbers are 0."""
 
     id: int
     path: str
@@ -64,7 +60,7 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a trace: `tier` is the source (a capture tier, an importer, "synthetic"), `clock` the clock of `t_ns`.
+    """The origin of a trace: a capture tier, an importer or "synthetic"; `clock` is the clock of `t_ns`.
 
     `lost_events` counts accesses known to be missing; `note` describes the limits of the data.
     """
@@ -83,15 +79,12 @@ class Provenance:
 
 
 def locked_extra(locked: Mapping[int, int]) -> str:
-    """Return the locked bytes by file id as text for `Provenance.extra[LOCKED]`; empty if there are none."""
+    """Return the locked bytes by file id as text for `Provenance.extra[LOCKED]`."""
     return json.dumps({str(file): size_bytes for file, size_bytes in locked.items()}) if locked else ""
 
 
 def locked_bytes(provenance: Provenance) -> dict[int, int]:
-    """Return the bytes by file id that a mount had locked during the recording, so that the trace lacks accesses to them.
-
-    DataError if the value is invalid.
-    """
+    """Return the bytes by file id that a mount had locked, so that accesses to them are missing; DataError."""
     text = provenance.extra.get(LOCKED)
     if text is None:
         return {}
@@ -118,7 +111,7 @@ def encode(files: Iterable[TraceFile], provenance: Provenance) -> bytes:
 
 
 def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
-    """Return file table and provenance from `text`; DataError, with the name of the field, if it is invalid."""
+    """Return file table and provenance; DataError with the name of an invalid field."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -133,7 +126,7 @@ def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
 
 
 def files_of(entries: object) -> list[TraceFile]:
-    """Return the files in a JSON list; DataError, with the name of the field, if it is invalid."""
+    """Return the files in a JSON list; DataError with the name of an invalid field."""
     if not isinstance(entries, list):
         raise DataError("files: the metadata has no file table", _CHANGED)
     return [_entry(TraceFile, entry, "files") for entry in entries]
@@ -191,7 +184,7 @@ _HINT = "the trace is damaged, or the program that wrote it has a bug"
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of some rows: arrays of equal length with the dtypes of `COLUMNS`."""
+    """Some rows: arrays of equal length with the dtypes of `COLUMNS`."""
 
     t_ns: Uint64s
     file: Uint32s
@@ -212,10 +205,7 @@ class Columns:
 
 
 def columns_from(arrays: Mapping[str, ArrayLike]) -> Columns:
-    """Return `arrays` (numbers or arrays, integers of any width) as columns; DataError names an invalid one.
-
-    Numbers are repeated. `op`, `miss` and `pid` are optional; the defaults are READ, UNKNOWN and 0.
-    """
+    """Return `arrays` (integers of any width; numbers are repeated) as columns; DataError."""
     given = {"op": READ, "miss": UNKNOWN, "pid": 0, **arrays}
     if unlike := given.keys() ^ COLUMNS.keys():
         problem = "unknown" if min(unlike) in given else "missing"
@@ -247,10 +237,7 @@ def concatenated(parts: Sequence[Columns]) -> Columns:
 
 
 def check_rows(columns: Columns, row: int = 0, after_ns: int = 0) -> None:
-    """Raise DataError, with column and row, unless every row is valid and times ascend from `after_ns` on.
-
-    `row` is the number of the first row, for the message.
-    """
+    """Raise DataError unless every row is valid and times ascend; `row` is the number of the first."""
     if not len(columns):
         return
     _no(columns.count == 0, "count", columns.count, "a run has at least one block", row)
@@ -271,7 +258,7 @@ def _no(wrong: Flags, name: str, column: NDArray[Any], rule: str, row: int) -> N
 
 
 class Reach:
-    """The end of the accesses to each file (the block after the last), to compare the rows with the file table."""
+    """The block after the last accessed one of each file, to compare the rows with the file table."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
@@ -292,11 +279,11 @@ class Reach:
         return self._read.keys() | self._written.keys()
 
     def written_bytes(self, file: int) -> int:
-        """Return the offset up to which a file was written, rounded up to blocks; 0 if it was not written."""
+        """Return the offset up to which a file was written, rounded up to blocks."""
         return min(self._written.get(file, 0) * BLOCK_BYTES, (1 << 63) - 1)
 
     def check(self, ids: set[int], files: Mapping[int, TraceFile]) -> None:
-        """Raise DataError unless all of `ids` are in `files` and no file was read far beyond its end."""
+        """Raise DataError unless `files` has all `ids` and no file was read far beyond its end."""
         for file in sorted(ids):
             if file not in files:
                 raise DataError(f"file: {file} is not in the file table", _HINT)
@@ -329,10 +316,10 @@ _FOREIGN = "this is not a trace of llmcache; llmcache convert --help lists the f
 
 
 class Trace:
-    """Accesses to runs of blocks, in the order of time, with the file table. Immutable.
+    """Accesses to runs of blocks, in the order of time, with the file table, sorted by id. Immutable.
 
-    Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of
-    4 KiB), `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32. `files` is sorted by id.
+    Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of 4 KiB),
+    `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32.
     """
 
     def __init__(self, columns: Columns, files: Sequence[TraceFile], provenance: Provenance) -> None:
@@ -345,7 +332,7 @@ class Trace:
 
     @classmethod
     def build(cls, *columns: ArrayLike, files: Sequence[TraceFile], provenance: Provenance, **named: ArrayLike) -> Trace:
-        """Return a trace of columns, in the order of COLUMNS or by name; DataError names an invalid one."""
+        """Return a trace of columns, in the order of COLUMNS or by name; DataError."""
         given, table = columns_from({**dict(zip(COLUMNS, columns, strict=False)), **named}), file_table(files)
         check_rows(given)
         check_files(given, table)
@@ -390,7 +377,7 @@ class TraceReader:
     """A Parquet trace on disk; `batches` reads it in constant memory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path`. DataError if it is not a trace, UsageError if it does not exist."""
+        """Raise DataError if `path` is not a trace, UsageError if it does not exist."""
         self.path = Path(path)
         with readable(self.path), _decoding(self.path):
             self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
@@ -439,7 +426,7 @@ class TraceReader:
 
 
 class TraceWriter:
-    """Writes a trace to a temporary file; `close` (or the end of a with block) renames it to `path`.
+    """Writes a trace to a temporary file, which `close` (or the end of a with block) renames to `path`.
 
     Until then, files can be added and `provenance` can be replaced. A known file size grows with the writes.
     """
@@ -451,7 +438,6 @@ class TraceWriter:
         provenance: Provenance | None = None,
         force: bool = False,
     ) -> None:
-        """Open the temporary file. UsageError if `path` exists and `force` is not set."""
         self.provenance = provenance or Provenance(tier="unknown")
         self.rows = 0
         self._files = {file.id: file for file in file_table(files)}
@@ -482,10 +468,7 @@ class TraceWriter:
         self._files[file.id] = file
 
     def append(self, rows: Trace | Columns | Mapping[str, ArrayLike]) -> None:
-        """Write rows, which must not be earlier than the previous ones; DataError names an invalid column.
-
-        The files of a `Trace` are added to the table.
-        """
+        """Write rows, no earlier than the previous ones, and the files of a `Trace`; DataError."""
         if isinstance(rows, Trace):
             if rows.files is not self._known:
                 self._known = rows.files
@@ -556,7 +539,7 @@ class TraceWriter:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert OSErrors of a with block that reads `path` to UsageError (no such file) or MissingRequirement."""
+    """Convert OSErrors of a with block that reads `path` to UsageError or MissingRequirement."""
     if os.path.isdir(path):
         raise UsageError(f"'{path}' is a directory", "give the name of a file")
     try:
@@ -570,7 +553,6 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """Convert pyarrow's errors in a with block to DataError: the file is damaged."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: invalid names of columns
@@ -618,10 +600,10 @@ BLOCK_BITS = 63 - FILE_BITS
 
 
 class BlockSpace:
-    """A mapping from (file, block) to ids 0 .. `blocks` - 1; `footprint` is the number of distinct blocks."""
+    """A mapping from (file, block) to ids 0 .. `blocks` - 1; `footprint` counts distinct blocks."""
 
     def __init__(self, starts: Int64s, ends: Int64s) -> None:
-        """Take at least one interval of keys `file << BLOCK_BITS | block`: sorted, disjoint and not adjacent."""
+        """Take keys `file << BLOCK_BITS | block` of intervals: at least one, sorted, disjoint and not adjacent."""
         self._starts = starts
         self._ends = ends
         lengths = ends - starts
@@ -637,7 +619,7 @@ class BlockSpace:
 
     @classmethod
     def of(cls, batches: Iterable[Trace]) -> BlockSpace:
-        """Return the space of all blocks that `batches` touch; DataError for an empty trace."""
+        """Return the space of the touched blocks; DataError for an empty trace."""
         starts = ends = np.empty(0, np.int64)
         waiting: list[tuple[Int64s, Int64s]] = []
         rows = 0
@@ -654,7 +636,7 @@ class BlockSpace:
         return cls(starts, ends)
 
     def within(self, file: int, first: int, end: int) -> Int64s:
-        """Return the ids of the touched blocks among first .. end - 1 of `file`, ascending."""
+        """Return the ids of the touched blocks first .. end - 1 of `file`, ascending."""
         low, high = (file << BLOCK_BITS) + first, (file << BLOCK_BITS) + end
         begin = np.searchsorted(self._ends, low, side="right")
         until = np.searchsorted(self._starts, high, side="left")
@@ -665,7 +647,7 @@ class BlockSpace:
         return np.concatenate(parts)
 
     def place(self, batch: Trace) -> Int64s:
-        """Return the id of the first block of each run (int64, one per row); ValueError for a run outside of the space."""
+        """Return the id of the first block of each run (int64); ValueError for a run outside of the space."""
         keys = _keys(batch)
         found = np.searchsorted(self._joined, keys, side="right") - 1
         if len(keys) and (found.min() < 0 or np.any(keys + batch.count.astype(np.int64) > self._joined_ends[found])):
@@ -673,13 +655,12 @@ class BlockSpace:
         return keys + self._moves[found]
 
     def footprint_by_file(self) -> dict[int, int]:
-        """Return the number of distinct blocks of each file that was touched."""
         file, index = np.unique(self._starts >> BLOCK_BITS, return_inverse=True)
         blocks = np.bincount(index, self._ends - self._starts).astype(np.int64)
         return dict(zip(file.tolist(), blocks.tolist(), strict=True))
 
     def locate(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return (file, block) of each id; the ids must be those of touched blocks."""
+        """Return (file, block) of each id, which must be that of a touched block."""
         interval = np.searchsorted(self._ids, ids, side="right") - 1
         keys = self._starts[interval] + ids - self._ids[interval]
         return keys >> BLOCK_BITS, keys & ((1 << BLOCK_BITS) - 1)
@@ -698,8 +679,8 @@ def _keys(batch: Trace) -> Int64s:
 def _union(starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
     """Return the union of half-open intervals as sorted, disjoint, non-adjacent intervals.
 
-    Starts and ends are sorted independently, which takes a quarter of the time of sorting pairs. If the i-th end lies
-    before the next start, all i intervals that have begun have also ended.
+    Sorting starts and ends independently takes a quarter of the time of sorting pairs. If the i-th end lies before the next
+    start, all i intervals that have begun have also ended.
     """
     if len(starts) == 0:
         return starts, ends

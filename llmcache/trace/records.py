@@ -1,9 +1,7 @@
-"""Records of block accesses: their layout, their source (`Source`), their order, and hit or miss.
+"""Records of block accesses: their layout, their source, their order, and hit or miss.
 
-The fills and evictions between accesses determine hit or miss. If a block was read from storage since its last access, by
-readahead or for the access itself, its next access is a MISS; otherwise it is a HIT. So every block that is read and then
-used counts once, whichever thread, io_uring worker or page fault read it, and misses are comparable with those of a
-simulated cache, which has no readahead.
+If a block was read from storage since its last access, by readahead or for the access itself, its next access is a MISS;
+otherwise it is a HIT. So misses are comparable with those of a simulated cache, which has no readahead.
 """
 
 from __future__ import annotations
@@ -50,15 +48,12 @@ RECORD = np.dtype(
 
 
 def no_records(rows: int = 0) -> Records:
-    """Return `rows` zeroed records."""
+    """Return zeroed records."""
     return np.zeros(rows, RECORD)
 
 
 def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
-    """Return the index of a row of each distinct (dev, inode), and for each row the position of its pair among them.
-
-    There must be at least one row.
-    """
+    """Return a row of each distinct (dev, inode), and the position of each row's pair among them."""
     if (inode == inode[0]).all() and (dev == dev[0]).all():
         return np.zeros(1, np.int64), np.zeros(len(dev), np.int64)
     order = np.lexsort((inode, dev))
@@ -69,7 +64,7 @@ def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
 
 
 class TimeOrder:
-    """Merges records of several buffers in the order of time. Records wait until no older ones can arrive."""
+    """A merger of records by time; they wait until no older ones can arrive."""
 
     def __init__(self) -> None:
         self._waiting = no_records()
@@ -78,8 +73,7 @@ class TimeOrder:
     def put(self, records: Records, horizon_ns: int | None) -> Records:
         """Add `records`; return those up to `horizon_ns` (None: all), sorted by time.
 
-        Of records with equal times, fills come first, because they preceded the access. A record older than the previous
-        horizon, which a stalled machine can cause, gets the time of that horizon.
+        Fills precede accesses of equal time. A record older than the previous horizon gets its time.
         """
         rows = np.concatenate((self._waiting, records)) if len(records) else self._waiting
         if not len(rows):
@@ -97,9 +91,9 @@ class TimeOrder:
 
 @dataclass(frozen=True)
 class Scope:
-    """What to record: the processes `targets` with all threads, and with `follow` the children they start.
+    """What to record: the processes `targets`, and with `follow` the children they start.
 
-    If `rerefs_s` is above 0, SAMPLED records are made at that interval; `coalesce` merges adjacent blocks into runs.
+    If `rerefs_s` is above 0, SAMPLED records are made at that interval; `coalesce` merges adjacent blocks.
     """
 
     targets: Sequence[int]
@@ -117,7 +111,7 @@ class Scope:
 class Source(ABC):
     """A tier. The caller calls `start`, `drain` every POLL_S seconds, `stop`, and `drain` once more, all in one thread.
 
-    `sees` and `cannot_see` are text for the terminal and for the note of the trace.
+    `sees` and `cannot_see` are text for people.
     """
 
     name: ClassVar[str]  # its key in SOURCES of llmcache.trace.kernel
@@ -136,15 +130,15 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> str | None:
-        """Return why the tier cannot work now on this machine ("needs root"), or None if it can. No side effects."""
+        """Return why the tier cannot work now ("needs root"), or None. No side effects."""
 
     @abstractmethod
     def start(self, scope: Scope) -> None:
-        """Start to record. MissingRequirement if the kernel refuses, or no target runs."""
+        """Raise MissingRequirement if the kernel refuses, or no target runs."""
 
     @abstractmethod
     def drain(self) -> Records:
-        """Return the finished records since the last call, after `stop` all of them; `t_ns` ascends across calls too."""
+        """Return the new finished records, after `stop` all; `t_ns` ascends across calls too."""
 
     @abstractmethod
     def alive(self) -> bool:
@@ -153,21 +147,21 @@ class Source(ABC):
     @property
     @abstractmethod
     def lost(self) -> int:
-        """Return the number of events known to be lost since `start`."""
+        """Return the number of events known to be lost."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Stop recording; the recorded events remain for one more `drain`. May be called twice, or before `start`."""
+        """Stop recording, except for one more `drain`. May be called twice, or before `start`."""
 
 
 class Residency:
-    """The blocks, by file, that were filled and not accessed since; `mark` uses them to set hit or miss."""
+    """The blocks, by file, that were filled and not accessed since."""
 
     def __init__(self) -> None:
         self._fresh: dict[Key, Int64s] = {}
 
     def mark(self, records: Records) -> Records:
-        """Set `miss` of the accesses among `records`, which ascend in time; split runs that are partly a miss."""
+        """Set `miss` of the accesses, which ascend in time; split runs that are partly a miss."""
         relevant = (records["kind"] <= EVICT) & (records["flags"] & DIRECT == 0)
         access = records["kind"] == ACCESS
         records["miss"][access] = HIT
@@ -184,7 +178,7 @@ class Residency:
         return _spliced(records, split) if split else records
 
     def _mark_file(self, key: Key, records: Records, rows: Int64s) -> tuple[Int64s, Records] | None:
-        """Return the parts that replace the rows of one file with misses, and the row index of each part (ascending)."""
+        """Return the parts that replace the rows of one file with misses, and their row indices (ascending)."""
         fresh = self._fresh.pop(key, np.empty(0, np.int64))
         mine = records[rows]
         if not len(fresh) and not (mine["kind"] == FILL).any():
@@ -229,7 +223,7 @@ def _spliced(records: Records, split: list[tuple[Int64s, Records]]) -> Records:
 
 
 def unknown(records: Records) -> Records:
-    """Set `miss` to UNKNOWN for sources that see no fills; O_DIRECT is still a MISS. Return `records`."""
+    """Set `miss` to UNKNOWN for sources that see no fills; O_DIRECT is still a MISS."""
     access = records["kind"] == ACCESS
     records["miss"][access] = UNKNOWN
     records["miss"][access & (records["flags"] & DIRECT != 0)] = MISS

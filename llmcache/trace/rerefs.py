@@ -1,9 +1,8 @@
 """Samples of the page tables' accessed bits: which mapped file blocks were touched again (x86-64).
 
-Page faults show only the first access to a page. The CPU sets an accessed bit at every access. Each sample converts the bits
-set since the previous one to SAMPLED records and clears them (clear_refs). Clearing costs the process a TLB flush, and
-page reclaim in the kernel can no longer use the cleared bits. A sample shows that a block was touched in the interval, not
-when or how often; a huge page has one bit for all its blocks.
+Page faults show only the first access to a page. Each sample reads and clears the accessed bits (clear_refs), which costs
+the process a TLB flush, and page reclaim loses them. A sample does not show when or how often a block was touched; a huge
+page has one bit for all its blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CLEAR_MAPPED = "3"  # the accessed bits of file mappings
 
 
 class Sampler:
-    """Samples the processes `pids`, with `follow` also their children, every `interval_s`; Unreadable if impossible."""
+    """A sampler of processes, with `follow` also of their children; Unreadable if impossible."""
 
     def __init__(self, pids: Sequence[int], interval_s: float, follow: bool = False) -> None:
         self._pids, self._interval_s, self._follow = list(pids), interval_s, follow

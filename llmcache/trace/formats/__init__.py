@@ -1,8 +1,7 @@
 """Other trace formats: the suffix of the file name selects the format, and conversion takes constant memory.
 
-A format is a module of this package with `read(path, writer)`, which appends rows and files to a TraceWriter and raises
-DataError for an invalid file. If the format can be written, it also has `write(reader, path)`, which fills an existing empty
-file.
+A format is a module with `read(path, writer)`, which raises DataError for an invalid file. A writable format has
+`write(reader, path)`, which fills an existing empty file.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
-    """Return a reader of a trace in any format; formats other than Parquet are converted to a temporary file first.
+    """Return a reader of a trace, which may be converted to a temporary file first.
 
-    UsageError for an unknown suffix; DataError for invalid contents or a trace without rows.
+    UsageError for an unknown suffix; DataError for an invalid or empty trace.
     """
     path = Path(path)
     reader = TraceReader(path) if _suffix(path) == PARQUET else _imported(path)
@@ -38,8 +37,7 @@ def open_trace(path: str | os.PathLike[str]) -> TraceReader:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], force: bool = False) -> int:
     """Write the trace in `source` to `target`, and return the number of rows.
 
-    UsageError for a suffix that is unknown or cannot be written, or if `target` exists and `force` is not set; DataError
-    for invalid contents or a trace without rows. A failed conversion leaves no file.
+    UsageError for an unusable suffix or target; DataError for an invalid or empty trace. A failed conversion leaves no file.
     """
     source, target = Path(source), Path(target)
     if _suffix(target) == PARQUET:
@@ -76,7 +74,6 @@ def _module(path: Path) -> Any:
 
 
 def _to_parquet(source: Path, target: Path, force: bool) -> int:
-    """Convert to Parquet without a temporary file; return the number of rows."""
     read = _copy if _suffix(source) == PARQUET else _module(source).read
     with TraceWriter(target, force=force) as writer:
         read(source, writer)

@@ -1,8 +1,7 @@
 """CSV traces: `file,offset,length,op[,time]`, offsets and lengths in bytes, time in seconds, with or without a header.
 
-`op` is read, write or map, or its first letter. Without times, the rows are one microsecond apart. `write` writes all five
-columns with a header, and seconds with nine decimals. It joins the columns itself, because pyarrow's writer rejects paths
-that are not UTF-8 and writes small times as 1E-9.
+`op` is read, write or map, or its first letter. Without times, the rows are one microsecond apart. `write` joins the columns
+itself, because pyarrow's writer rejects paths that are not UTF-8 and writes small times as 1E-9.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _HINT = "columns: file,offset,length,op[,time]; bytes, read|write|map, seconds; 
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the rows of the CSV file `path`; DataError names the invalid field and the row."""
+    """Append the rows of `path`; DataError with invalid field and row."""
     with readable(path):
         names, has_header = _header(path)
     writer.provenance = Provenance(
@@ -53,8 +52,6 @@ def read(path: Path, writer: TraceWriter) -> None:
 
 
 class _CsvImporter:
-    """Numbers the files and converts bytes to blocks."""
-
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self._ids: dict[bytes, int] = {}
@@ -92,7 +89,6 @@ class _CsvImporter:
             self._writer.add_file(TraceFile(number, os.fsdecode(path), 0, 0, 0, self._sizes[number]))
 
     def _numbered(self, paths: Any, ends: Int64s) -> Int64s:
-        """Return the file number of each path; extend the size of each file to the largest of its `ends`."""
         coded = paths.dictionary_encode()
         numbers = np.empty(len(coded.dictionary), np.int64)
         for index, path in enumerate(coded.dictionary.to_pylist()):
@@ -165,7 +161,6 @@ def _header(path: Path) -> tuple[list[str], bool]:
 
 
 def _batches(path: Path, names: list[str], has_header: bool) -> Iterator[Any]:
-    """Yield record batches; DataError, with the name of the column, for a value that pyarrow cannot convert."""
     options = {
         "read_options": pyarrow.csv.ReadOptions(
             column_names=names, skip_rows=int(has_header), block_size=_CHUNK_BYTES, use_threads=False
@@ -191,7 +186,7 @@ def _explained(message: str, names: list[str]) -> DataError:
 
 
 def write(reader: TraceReader, path: Path) -> None:
-    """Write all rows to `path`, in whole blocks, without miss, pid, device and inode, for which CSV has no columns."""
+    """Write all rows to `path`, in whole blocks, without miss, pid, device and inode."""
     numbers = np.array([file.id for file in reader.files], np.uint32)
     paths = pa.array([_quoted(os.fsencode(file.path)) for file in reader.files], pa.binary())
     with open(path, "wb") as target:

@@ -1,9 +1,8 @@
 """libCacheSim's oracleGeneral: records of 24 bytes, u32 time (s), u64 object, u32 size (bytes), i64 next access.
 
 `read` places all objects in one file, in the order of their ids. An object occupies a run of blocks of the largest size that
-a request has for it, rounded up. Objects with consecutive ids are adjacent, and gaps between ids stay, up to `GAP` blocks,
-so a trace whose objects are blocks keeps its runs. `write` writes a record for each touched block, with the number of the
-block's next request.
+a request has for it. Gaps between ids stay, up to `GAP` blocks. `write` writes a record for each touched block, with the
+number of the block's next request.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _HINT = "not an uncompressed oracleGeneral trace: records of 24 bytes, u32 time,
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the accesses in `path`; DataError names an invalid field. Memory: 40 bytes for each distinct object."""
+    """Append the accesses in `path`; DataError. Memory: 40 bytes for each distinct object."""
     known: tuple[Uint64s, Uint64s] = np.empty(0, np.uint64), np.empty(0, np.uint64)
     waiting: list[tuple[Uint64s, Uint64s]] = []
     after_s = 0
@@ -104,7 +103,7 @@ def _check(records: Records, row: int, after_s: int) -> None:
 
 
 def write(reader: TraceReader, path: Path) -> None:
-    """Write all accesses to `path`, reads and writes alike; memory: 8 bytes for each distinct block.
+    """Write all accesses, reads and writes alike; memory: 8 bytes for each distinct block.
 
     Requests are numbered from 1; the object of a block is its id in the space of the trace, plus 1.
     """
@@ -122,14 +121,13 @@ def write(reader: TraceReader, path: Path) -> None:
 
 
 def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
-    """Return a new mapped file of `rows` records. Its space is reserved, so a full disk is an OSError and not a SIGBUS."""
+    """The space is reserved, so a full disk is an OSError and not a SIGBUS."""
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
     return np.memmap(path, RECORD, "r+", shape=(rows,))
 
 
 def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yield the ids of the touched blocks and their times in seconds, at most `_BATCH_ROWS` at a time."""
     seconds = (batch.t_ns // _SECOND_NS).astype(np.int64)
     if len(seconds) and int(seconds[-1]) >> 32:
         raise DataError(f"t_ns: {batch.t_ns[-1]} ns is beyond 32 bits of seconds", "oracleGeneral cannot hold such a time")
@@ -142,7 +140,7 @@ def _touched(batch: Trace, starts: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def _link(records: np.memmap[tuple[int], np.dtype[np.void]], ids: Int64s, latest: Int64s, done: int) -> None:
-    """Set `next` of the requests done .. done + len(ids) - 1, and of earlier requests for the same blocks."""
+    """Set `next` of the requests from `done` on, and of earlier requests for the same blocks."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     again = ordered[1:] == ordered[:-1]

@@ -1,8 +1,6 @@
 """The file that grows during a recording: an Arrow stream, readable up to the last flush even if the recorder is killed.
 
-A Parquet file is readable only after its footer is written at the end. So `RecordingWriter` writes the rows to
-`OUT.recording` first, in batches that contain the new entries of the file table. At the end they are converted to OUT. A
-recording that remains after a kill or on a full disk is read like any other format (`read`).
+A Parquet file is readable only after its footer is written. Batches contain the new entries of the file table.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ class RecordingFull(MissingRequirement):
 
 
 class RecordingWriter:
-    """Appends batches to `path`, which stays readable after `close` or a kill of the process."""
+    """A writer of batches to `path`, which stays readable after `close` or a kill."""
 
     def __init__(self, path: Path, provenance: Provenance, force: bool) -> None:
-        """Create `path`. UsageError if it exists and `force` is not set; MissingRequirement if it cannot be written."""
+        """Raise UsageError if `path` exists and `force` is not set; MissingRequirement."""
         self.path = path
         with writing(path):
             if force:
@@ -100,7 +98,7 @@ class RecordingWriter:
 
     @property
     def opened(self) -> Path:
-        """Return a path of the open file for this process, valid until `discard` even if another file has its name."""
+        """Return a path of the open file, valid in this process until `discard` even if another file has its name."""
         return Path(f"/proc/self/fd/{self._fd}")
 
     def discard(self) -> None:
@@ -112,7 +110,7 @@ class RecordingWriter:
 
 
 def kept_hint(path: Path) -> str:
-    """Return the hint for an error after which the recording `path` remains."""
+    """Return the hint for an error after which the recording remains."""
     return f"the rows recorded so far are in '{path}', which llmcache info, classify and convert read"
 
 
@@ -128,7 +126,7 @@ def recording_of(output: str | os.PathLike[str]) -> Path:
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the rows and files in `path`, up to the first incomplete batch. DataError if it is not a recording."""
+    """Append the rows and files up to the first incomplete batch; DataError if it is not a recording."""
     with readable(path), pa.OSFile(str(path)) as file:
         stream = _stream(path, file)
         provenance = decode(stream.schema.metadata[KEY])[1]

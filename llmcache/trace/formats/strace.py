@@ -1,11 +1,10 @@
 """The importer of logs of strace, the tool of the paper: `strace -f -ttt -y -e trace=desc,process -o app.strace APP`.
 
-A log has system calls only. Accesses through mmap do not appear in it; a mapping becomes one row with the mapped range.
+A log lacks accesses through mmap; a mapping becomes one row with the mapped range. With `-y` strace prints the path of each
+descriptor, which identifies files opened before tracing began. Descriptors closed by exec or close_range are not tracked;
+the next call that returns such a number replaces it. The log may have any of the options -t, -tt, -ttt and -r, or none, and
+-f or not.
 
-The importer tracks the offset of each open file description, which dup and fork share. With `-y` strace prints the path of
-each descriptor, which identifies files that were opened before tracing began. Descriptors closed by exec or close_range are
-not tracked; the next call that returns such a number replaces it. The log may have any of the options -t, -tt, -ttt and -r,
-or none, and -f or not.
 Source: io_caching, section 3: "trace capturing was performed using the Linux strace utility together with a custom parser".
 """
 
@@ -38,7 +37,7 @@ _NO_FILES = (
 
 
 def read(path: Path, writer: TraceWriter) -> None:
-    """Append the accesses in the log `path`; DataError if it is not a log. Memory grows only with names and descriptors."""
+    """Append the accesses in `path`; DataError if it is not a log. Memory grows only with names and descriptors."""
     log = StraceLog()
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
@@ -106,7 +105,7 @@ class SystemCall:
 
 
 class LogClock:
-    """Converts the times of lines, in any format of strace, to nanoseconds that never decrease."""
+    """A converter of times in any format of strace to nanoseconds that never decrease."""
 
     def __init__(self) -> None:
         self.kind = "none: calls are 1 us apart"
@@ -116,7 +115,7 @@ class LogClock:
         self._has_begun = False
 
     def at(self, prefix: re.Match[str], number: int) -> int:
-        """Return the time of line `number`; DataError if it is more than a second before the previous line."""
+        """Return the time of line `number`; DataError if it is over a second before the previous line."""
         t_ns = self._time_of(prefix)
         if self._has_begun and t_ns < self._now_ns:
             if self._now_ns - t_ns > _STEP_NS:
@@ -148,7 +147,7 @@ def _fraction_ns(digits: str | None) -> int:
 
 
 def split(args: str) -> list[str]:
-    """Return the arguments of a call, each as written in the log."""
+    """Return the arguments of a call, as written in the log."""
     parts, start, depth = [], 0, 0
     for found in _SEPARATOR.finditer(args):
         token = found[0]
@@ -164,7 +163,7 @@ def split(args: str) -> list[str]:
 
 
 def unquoted(text: str) -> str:
-    """Return the string that strace printed as `text`, with or without quotes; bytes that are not UTF-8 are kept."""
+    """Return the string that strace printed as `text`; bytes that are not UTF-8 are kept."""
     quoted = os.fsencode(text.removesuffix("...").removeprefix('"').removesuffix('"'))
     return os.fsdecode(_ESCAPE.sub(_unescaped, quoted))
 
@@ -183,7 +182,7 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
 
 @dataclass(eq=False)
 class LoggedFile:
-    """A file. `size` is its current size, `largest` its maximum. Without `is_size_known`, `size` is a lower bound."""
+    """`size` is the current size, a lower bound without `is_size_known`; `largest` is its maximum."""
 
     number: int
     path: str
@@ -232,7 +231,7 @@ class FileNames:
 
 @dataclass(eq=False)
 class Description:
-    """An open file description, which dup and fork share. With `is_guessed`, its offset was unknown and assumed to be 0."""
+    """An open file description. With `is_guessed`, its offset is assumed to be 0."""
 
     file: LoggedFile | None
     offset: int = 0
@@ -267,7 +266,7 @@ class Task:
 
 
 class Tasks:
-    """All processes and threads of a log by thread id; the id is 0 if the log has none."""
+    """All tasks of a log by thread id, which is 0 if the log has none."""
 
     def __init__(self) -> None:
         self.adopted = 0
@@ -277,10 +276,9 @@ class Tasks:
         self._early: dict[int, int] = {}
 
     def get(self, tid: int) -> Task:
-        """Return the task `tid`.
+        """Return the task `tid`: if new, the child of an unfinished clone, else a thread of the first task.
 
-        A task that is new is the child of an unfinished clone. If there is none, it is assumed to be a thread of the first
-        task: logs of `-e trace=` without the process calls contain threads, but not their creation.
+        Logs of `-e trace=` without the process calls contain threads, but not their creation.
         """
         if tid not in self._known:
             if self._cloning:
@@ -314,10 +312,7 @@ class Tasks:
 
 
 class StraceLog:
-    """The parser of a log, complete or growing. `counts` is stored in the provenance.
-
-    `rows` has the accesses as tuples of COLUMNS; the caller reads and empties it.
-    """
+    """The parser of a log, complete or growing. The caller reads and empties `rows` (tuples of COLUMNS)."""
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
@@ -381,10 +376,7 @@ class StraceLog:
         self.rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
 
     def _description(self, text: str, task: Task) -> Description | None:
-        """Return the open file description of the descriptor printed as `text`; None if it is unknown.
-
-        A path printed by -y overrides the tracked state, because the log may lack the call that replaced a descriptor.
-        """
+        """A path printed by -y overrides the tracked state, because the log may lack the call that replaced a descriptor."""
         found = _FD.match(text)
         if found is None:
             return None
@@ -400,7 +392,7 @@ class StraceLog:
         return described
 
     def _access(self, call: SystemCall, task: Task, fd: str, op: int, length: int, offset: int | None = None) -> None:
-        """Add an access of `length` bytes at `offset`; None: at the offset of the description, which then advances."""
+        """Add an access; without `offset`, at that of the description, which then advances."""
         described = self._description(fd, task)
         if length <= 0:
             return
@@ -434,7 +426,7 @@ class StraceLog:
         return task.directory.joined(path)
 
     def _apply(self, call: SystemCall, task: Task) -> None:  # noqa: C901 - a table of calls
-        """Change the state as a call does; IndexError or ValueError for arguments of an unknown form."""
+        """Raise IndexError or ValueError for arguments of an unknown form."""
         name, table = call.name, task.table
         match name:
             case "read" | "write" | "readv" | "writev":
@@ -526,7 +518,7 @@ class StraceLog:
             task.table[call.result] = described
 
     def _access_at(self, call: SystemCall, task: Task) -> None:
-        """Handle a read or write at an offset; -1 is the offset of the description (preadv2, pwritev2)."""
+        """Handle an access at an offset; -1 is that of the description (preadv2, pwritev2)."""
         has_flags = call.name in ("preadv2", "pwritev2")
         last = call.args.rsplit(", ", 2 if has_flags else 1)[1:]
         offset = int(last[0], 0)
@@ -547,7 +539,6 @@ class StraceLog:
             described.file.resize(described.offset - int(args[1], 0))
 
     def _mmap(self, call: SystemCall, task: Task) -> None:
-        """Add a row for the mapped range of a file, up to the end of the file if the size is known."""
         args = call.words
         described = self._description(args[4], task)
         if "MAP_ANON" in args[3] or described is None or described.file is None:
