@@ -1,6 +1,6 @@
 """The nightly checks. They run as root in a guest: `python3 -m tools.guests.checks NAME` prints the result as JSON.
 
-A check ends with an outcome. `fail`: the program does not do what its documentation promises. `unavailable`: the program
+A check ends with an outcome. `fail`: the program breaks a promise of its documentation. `unavailable`: the program
 says that this system cannot do it, in the documented way (exit code 3). Only `pass` means that it was tried and works.
 """
 
@@ -43,7 +43,7 @@ Facts = dict[str, Any]
 
 
 class Failed(Exception):
-    """The program does not do what it promises."""
+    """The program breaks a promise of its documentation."""
 
 
 class Unavailable(Exception):
@@ -166,7 +166,7 @@ def stats(mount: Path = MOUNT, user: str | None = None) -> Facts:
 
 
 def mount(*options: object, target: Path = MOUNT, user: str | None = None) -> str:
-    """Mount SOURCE and return what the program prints. Unavailable: this system lacks something that it needs."""
+    """Mount SOURCE and return the output of the program. Unavailable: this system lacks something that it needs."""
     done = sh("llmcachefs", SOURCE, target, "--cache", BUDGET, *options, user=user)
     if done.returncode == 3:
         raise Unavailable(last_line(done.stderr).removeprefix("llmcache: error: "))
@@ -329,7 +329,7 @@ def check_trace(facts: Facts) -> None:
     """Compare the counts of each tier with those of a known reader.
 
     The kernel may map a page alone, and again with the pages around it at the next fault: this counts as another access to
-    the page. Tier `faults` sees one of the pages that are mapped together.
+    the page. Tier `faults` reports one page of those that are mapped together.
     """
     make_model()
     whole = (READS, READS + MAPPED, READS + MAPPED)

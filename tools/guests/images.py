@@ -1,4 +1,4 @@
-"""The guests, and their root images: built once by mmdebstrap, kept in `cache()`, and built anew when their inputs change.
+"""The guests, and their root images: built once by mmdebstrap, kept in `cache()`, and rebuilt when their inputs change.
 
 An image is a directory with an ext4 file system of a Debian release (`root.raw`), which has systemd, an SSH server, and the
 packages that llmcache needs in /opt/llmcache, and with one or two kernels of that release and their initrds.
@@ -225,7 +225,7 @@ def run_logged(command: Sequence[str], log: Path, failure: str, variables: Mappi
             code = f"no end after {BUILD_SECONDS} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)  # mmdebstrap then unmounts what it has mounted in the root directory
+                os.killpg(process.pid, signal.SIGINT)  # makes mmdebstrap unmount the file systems in the root directory
                 process.wait()
     if code:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -726,7 +726,7 @@ class Reader:
         return length
 
     def _judge(self, fetch: Fetch, waited: bool, waited_ns: int) -> None:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         counters = self.state.counters
         if waited:
             (self.state.late_waits if fetch.ahead else self.state.demand_waits).add(waited_ns)

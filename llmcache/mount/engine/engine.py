@@ -325,7 +325,7 @@ class Engine:
                 self._unpin(space, member, offset, length, code)
 
     def _unpin(self, space: LoopSpace, member: SpaceFile, offset: int, length: int, code: int) -> None:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         first = member.base + offset // space.extent_bytes
         end = min(member.base - (-(offset + length) // space.extent_bytes), member.base + member.count)
         extents = [extent for extent in range(first, end) if space.state(extent) == PINNED]
@@ -443,7 +443,7 @@ class Engine:
                 self._look(now_ns)
 
     def _look(self, now_ns: int) -> None:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         state, memory = self.state, self.state.memory
         state.is_calm, state.is_near = self.gauge.is_calm, self.gauge.is_near
         lru_bytes = memory.limit_bytes

@@ -273,7 +273,7 @@ class Grouping:
             self.state.expert_cache.begin(space, member, header.experts)
 
     def dissolve(self, space: LoopSpace) -> None:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         memory = self.state.memory
         self.state.remove(space)
         experts = self.state.expert_cache.end(space)

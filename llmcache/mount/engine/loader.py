@@ -82,7 +82,7 @@ class Loader:
         return self.backend.ahead(space, space.member_of(extent), extent, space.last_pid)
 
     def _soonest(self) -> tuple[LoopSpace, int] | None:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         best: tuple[tuple[int, int], LoopSpace, int] | None = None
         for space in self.state.index.read:
             if not space.cursors.live or ABSENT not in space.status or not self.backend.follows(space):
@@ -139,7 +139,7 @@ class Loader:
             self._drop(ranges)
 
     def _rest_s(self) -> float:
-        """Lock held."""
+        """The caller holds the engine's lock."""
         if excess_bytes(self.state) <= 0:
             return IDLE_S
         recent_ns = time.monotonic_ns() - LAST_LAG_NS - LAG_NS

@@ -109,7 +109,7 @@ def _arena(references: References) -> ArenaStats | None:
 
 
 def _file(state: CacheState, space: LoopSpace, member: SpaceFile) -> dict[str, Any]:
-    """Lock held."""
+    """The caller holds the engine's lock."""
     return {
         "path": member.path,
         "size_bytes": member.size_bytes,
