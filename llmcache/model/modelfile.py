@@ -234,7 +234,7 @@ class ModelHeaders(Models):
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
-        """UsageError: one of `models` matches none of `files`; DataError: one is not a model."""
+        """Raise UsageError if one of `models` matches none of `files`, DataError if one is not a model."""
         self._given: dict[int, ModelLayout] = {}
         for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")

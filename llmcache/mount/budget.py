@@ -137,7 +137,7 @@ class PressureGauge:
         return time.monotonic() - self._calm_since > CALM_S
 
     def check(self, budget_bytes: int, held_bytes: int) -> None:
-        """MissingRequirement if the budget cannot be spared; `held_bytes` of it are in use."""
+        """Raise MissingRequirement if the budget cannot be spared; `held_bytes` of it are in use."""
         if budget_bytes < MIN_BUDGET_BYTES:
             raise MissingRequirement(
                 f"a budget of {format_size(budget_bytes)} is too small: the minimum is {format_size(MIN_BUDGET_BYTES)}"

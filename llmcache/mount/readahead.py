@@ -44,7 +44,7 @@ class ReadAhead:
     """A changed readahead; it applies to files that are opened later."""
 
     def __init__(self, directory: str, size_bytes: int, root: Path = Path("/")) -> None:
-        """MissingRequirement: the storage has no setting."""
+        """Raise MissingRequirement if the storage has no setting."""
         path = read_ahead_file(directory, root)
         if path is None:
             raise MissingRequirement(f"read_ahead: the storage of {directory} has no read_ahead_kb", "omit this setting")
@@ -111,14 +111,14 @@ def _restore(path: str) -> None:
 
 
 def _read(fd: int) -> tuple[Path, int] | None:
-    """None: the note is incomplete."""
+    """Return None if the note is incomplete."""
     lines = os.pread(fd, _LONGEST_NOTE, 0).decode(errors="surrogateescape").split("\n")
     return (Path(lines[1]), int(lines[0])) if len(lines) == 3 and lines[0].isdecimal() else None
 
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """OSError: the directory is missing."""
+    """Raise OSError if the directory is missing."""
     fd = os.open(control.directory(os.geteuid()), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -606,7 +606,7 @@ class Files:
         return file if file.number in self.by_number or not status.st_size else self._watch_whole(file)
 
     def _watch_whole(self, file: File) -> File | None:
-        """None: too many files are observed."""
+        """Return None if too many files are observed."""
         place = self._places.take(1) if file.key in self.by_key or len(self.by_key) < FILES else None
         if place is None:
             if not self._too_many:

@@ -106,7 +106,7 @@ class FuseBackend:
                 self.notifier.invalidate(node, offset, length)
 
     def claim(self, space: LoopSpace, member: SpaceFile, extent: int, ahead: bool, pid: int = 0) -> BufferFetch | None:
-        """The caller must load the fetch. None if there is no buffer. Lock held."""
+        """The caller must load the fetch. None if there is no buffer. The caller holds the lock."""
         has_region = self.pin_store.has_region(space, extent)
         buffer = None if has_region else self.state.pool.take(space.extent_bytes, ahead)
         if buffer is None and not has_region:
@@ -214,7 +214,7 @@ class FuseBackend:
         fetch.done.set()
 
     def _fail(self, space: LoopSpace, fetch: Fetch) -> None:
-        """Readers get the error from their own read. Lock held."""
+        """Readers get the error from their own read. The caller holds the lock."""
         extent = fetch.extent
         if fetch.keep and space.alive:
             self.state.references.lost(space, extent)
@@ -375,7 +375,7 @@ class SliceReader:
         self._programs.close()
 
     def wanted(self, moe: MoeFile, offset: int, size: int) -> int | None:
-        """None for kernel readahead from the slice before. Lock held."""
+        """Return None for kernel readahead from the slice before. The caller holds the engine's lock."""
         first = moe.slice_at(offset)
         if first is None or moe.states[moe.layout.expert_of[first]] != ABSENT:
             return first
@@ -387,7 +387,7 @@ class SliceReader:
     def claim(
         self, moe: MoeFile, number: int, offset: int, length: int, wanted: bool, pid: int, by_client: bool = True
     ) -> tuple[BufferFetch | None, bool]:
-        """Return the fetch, and whether the caller must load it. Lock held.
+        """Return the fetch, and whether the caller must load it. The caller holds the lock.
 
         None: the caller reads only the requested bytes.
         """
@@ -506,7 +506,7 @@ class SliceReader:
         return [(part[0].member.node, *part[2:]) for part in absent if part[0].member.node is not None]
 
     def _trip_places(self) -> list[tuple[int, int, int]]:
-        """Return (node, offset, bytes) of pages to drop. Lock held."""
+        """Return (node, offset, bytes) of pages to drop. The caller holds the lock."""
         cache = self.state.expert_cache
         for moe in cache.moe_files:
             cache.catch_up(moe)

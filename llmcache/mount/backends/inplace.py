@@ -111,7 +111,7 @@ class InPlaceBackend:
     # Fetching
 
     def follows(self, space: LoopSpace) -> bool:
-        """Return True for loops; kernel readahead serves other reads for less CPU time. Lock held.
+        """Return True for loops; kernel readahead serves other reads for less CPU time. The caller holds the lock.
 
         False in a first pass over a loop that will be pinned whole, if the kernel reads ahead in huge pages: if both read,
         it continues in small pages.
@@ -247,7 +247,7 @@ class InPlaceBackend:
             self.state.expert_cache.arrived(moe, expert, done)
 
     def _begin(self, member: SpaceFile, backing: Backing | None) -> MappedFile | None:
-        """None: the open file is no longer `backing`."""
+        """Return None if the open file is no longer `backing`."""
         file = self.files.of_node(member.node)
         with self.state.lock:
             mapping = None if file is None else file.mapping
@@ -260,7 +260,7 @@ class InPlaceBackend:
             return mapping
 
     def _end(self, mapping: MappedFile, requested_bytes: int, read_bytes: int) -> None:
-        """Record the end of a read, and adapt the least window. Lock held.
+        """Record the end of a read, and adapt the least window. The caller holds the lock.
 
         A wider window keeps fetches ahead of clients, but leaves less room for pins, which costs more on slow storage.
         """
@@ -416,7 +416,7 @@ class InPlaceBackend:
             self._came_back(space, member, file, extent, touch, length)
 
     def _came_back(self, space: LoopSpace, member: SpaceFile, file: File, extent: int, touch: Touch, length: int) -> None:
-        """Count a hit or a miss. Lock held."""
+        """Count a hit or a miss. The caller holds the lock."""
         if touch.flags & MISS and file.mapping is not None:
             offset = space.offset_of(member, extent)
             if cached_blocks(file.mapping.backing.fd, offset, length) < length // BLOCK_BYTES // 2:

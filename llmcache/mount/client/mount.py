@@ -171,7 +171,7 @@ def _about_links(links: list[str], mode: str) -> str:
 
 
 def _in_place(request: MountRequest, source: str, point: str) -> MountRequest:
-    """MissingRequirement: mode inplace is required but impossible."""
+    """Raise MissingRequirement if mode inplace is required but impossible."""
     is_hidden = source != point and is_below(source, point)
     reason = request.not_in_place or (
         "SOURCE lies inside MOUNT, and the mount would hide it" if is_hidden else why_not(source, keep=True)

@@ -341,7 +341,7 @@ class Watcher:
         self._heat_due_s = 0.0
 
     def sample(self) -> Sample:
-        """MountProblem: there is no mount, or the reply is invalid."""
+        """Raise MountProblem if there is no mount, or the reply is invalid."""
         try:
             with control.reply_errors(self.mount):
                 stats = from_json(MountStats, self._ask(self.mount, {"op": "stats"}))

@@ -228,7 +228,7 @@ class Requests:
         }
 
     def answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
-        """UsageError: unknown operation, or a field is missing or invalid."""
+        """Raise UsageError for an unknown operation, or a missing or invalid field."""
         name = request.get("op")
         if not isinstance(name, str) or name not in self._known:
             raise UsageError(

@@ -205,7 +205,7 @@ class Engine:
         self._wake.set()
 
     def _part(self, space: LoopSpace, member: SpaceFile, backing: Backing) -> None:
-        """Detach `backing`, and wait until no loader reads it. Lock held."""
+        """Detach `backing`, and wait until no loader reads it. The caller holds the lock."""
         if space.written:
             self._dissolve(space)
         self.state.owners.pop(backing, None)
@@ -288,7 +288,7 @@ class Engine:
         return self.pins.locked_bytes + self.state.memory.held_bytes
 
     def resize(self, size_bytes: int) -> None:
-        """MissingRequirement: the machine cannot spare the memory."""
+        """Raise MissingRequirement if the machine cannot spare the memory."""
         self.gauge.check(size_bytes, self._held_bytes)
         with self.state.lock:
             self.state.memory.budget_bytes = size_bytes
@@ -298,7 +298,7 @@ class Engine:
             self.state.room.notify_all()
 
     def forget(self, space: LoopSpace) -> list[tuple[int, int]]:
-        """End `space`; return (node, bytes) of its files. Lock held."""
+        """End `space`; return (node, bytes) of its files. The caller holds the lock."""
         nodes = [(member.node, member.size_bytes) for member in space.members if member.node is not None]
         self._dissolve(space)
         return nodes

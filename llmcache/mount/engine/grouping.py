@@ -193,7 +193,7 @@ class Grouping:
         return space
 
     def _make_room(self, count: int) -> bool:
-        """Forget the least recently used spaces until `count` more extents fit. Lock held."""
+        """Forget the least recently used spaces until `count` more extents fit. The caller holds the lock."""
         free = EXTENTS_ROOM - self.state.extents
         if count <= free:
             return True
@@ -209,7 +209,7 @@ class Grouping:
         return [space for space in self.state.spaces.values() if not (space.user_pinned or space.warm or space.key in used)]
 
     def find_room(self) -> None:
-        """End spaces that found no room before, so that the next read makes new ones. Lock held."""
+        """End spaces that found no room before, so that the next read makes new ones. The caller holds the lock."""
         lacking = [space for space in self.state.index.lacking if space.lacks_extents]
         if not lacking:
             return

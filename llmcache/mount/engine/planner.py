@@ -70,7 +70,9 @@ class Planner:
             self.pin_store.pin_ready(space)
 
     def watch(self, space: LoopSpace, now_ns: int, *, in_place: bool) -> bool:
-        """Expire cursors of stopped readers, and adapt the window to a convoy; return True if a new plan is due. Lock held.
+        """Expire cursors of stopped readers, and adapt the window to a convoy. Return True if a new plan is due.
+
+        The caller holds the lock.
 
         `in_place`: the window widens at once, because the first reader never waits for the last one.
         """

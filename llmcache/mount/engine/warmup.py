@@ -113,7 +113,7 @@ class Warmup:
     # Which files
 
     def named(self, globs: list[str], tell: Tell) -> list[str]:
-        """UsageError: no regular file matches."""
+        """Raise UsageError if no regular file matches."""
         tree = self.engine.tree
         tree.names.refresh(NAMES_S, at_once=True)
         paths = [path for path in _with_heartbeat(self._paths(), tell) if not globs or tree.matches(path, globs)]
@@ -229,7 +229,7 @@ Piece = tuple[LoopSpace, SpaceFile, int]
 
 
 def has(piece: Piece) -> bool:
-    """Return True if the extent is cached. Lock held."""
+    """Return True if the extent is cached. The caller holds the lock."""
     space, member, extent = piece
     if space.state(extent) == SINGLE:
         return bool(space.accounted_bytes[extent] >= min(space.extent_bytes, space.length_of(member, extent)))

@@ -303,7 +303,7 @@ class BackingTable:
         raise _busy()
 
     def _new(self, path: str, fd: int, flags: int) -> Backing | None:
-        """None: the path has a Backing."""
+        """Return None if the path has a Backing."""
         with self._lock:
             if path in self._open:
                 return None

@@ -56,7 +56,7 @@ class Caller:
         return ()
 
     def remembered(self) -> Caller | None:
-        """None if the daemon keeps its own rights."""
+        """Return None if the daemon keeps its own rights."""
         return replace(self, known_groups=self.groups()) if self.is_other else None
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ class BufferPool:
         self._bounce = threading.local()
 
     def take(self, size: int, ahead: bool = False) -> MemoryRegion | None:
-        """Return a buffer of at least `size` bytes, if one is free. Lock held."""
+        """Return a buffer of at least `size` bytes, if one is free. The caller holds the lock."""
         size = max(size, BUFFER_BYTES)
         if self._left_bytes - size < (self.reserve * BUFFER_BYTES if ahead else 0):
             return None

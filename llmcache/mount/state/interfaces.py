@@ -51,10 +51,10 @@ class Backend(Protocol):
         """Ensure that a sentinel watches this process if necessary; False if the mount was unmounted."""
 
     def follows(self, space: LoopSpace) -> bool:
-        """Return True if loaders should fetch ahead of readers. Lock held."""
+        """Return True if loaders should fetch ahead of readers. The caller holds the lock."""
 
     def ahead(self, space: LoopSpace, member: SpaceFile, extent: int, pid: int = 0) -> Job | None:
-        """Claim an extent that no reader waits for, if that is possible now; return its job. Lock held."""
+        """Claim an extent that no reader waits for, if that is possible now; return its job. The caller holds the lock."""
 
     def fill(self, space: LoopSpace, member: SpaceFile, extent: int, backing: Backing) -> bool:
         """Populate a whole extent that is otherwise read by pages; return False if that fails."""
@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Return device and inode as clients' descriptors and mappings show them."""
 
     def read_bytes(self, space: LoopSpace) -> int:
-        """Return the bytes read from storage. Lock held."""
+        """Return the bytes read from storage. The caller holds the lock."""
 
     def client_reads(self) -> ClientReads | None:
         """Return the bytes that the kernel read without a request to this process."""
@@ -72,7 +72,7 @@ class Backend(Protocol):
         """Return the counters `lost_touches` and `refused_advice`, or nothing."""
 
     def absent(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
-        """Return those of `extents` that are not in the page cache. Lock held."""
+        """Return those of `extents` that are not in the page cache. The caller holds the lock."""
 
     def expose(self, space: LoopSpace, extents: Sequence[int]) -> Sequence[int]:
         """Make the next touch observable; return the extents for which that worked."""
@@ -149,7 +149,7 @@ class PinHelpers(Protocol):
 
 
 class TouchJudge(Protocol):
-    """Receives the touches that a back end observes (`engine.evidence.Judge`). Lock held."""
+    """Receives the touches that a back end observes (`engine.evidence.Judge`). The caller holds the lock."""
 
     def touched(self, space: LoopSpace, extent: int) -> None: ...
 

@@ -51,7 +51,7 @@ BOUNDS_NS = tuple(number * 10**power for power in range(5, 10) for number in (1,
 
 
 class WaitHistogram:
-    """Histogram of how long readers waited for one reason. Lock held."""
+    """Histogram of how long readers waited for one reason. The caller holds the lock."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_NS) + 1)

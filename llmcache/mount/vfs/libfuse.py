@@ -65,7 +65,7 @@ class Callbacks(Protocol):
     """Functions for a session."""
 
     def function(self, name: str) -> Callable[..., int] | None:
-        """None: there is no such function."""
+        """Return None if there is no such function."""
 
     def init(self, notifier: Notifier) -> None:
         """FUSE_INIT: start to serve."""
