@@ -107,6 +107,14 @@ class ExpertCache:
             self.hot.skip(max(0, rounds * moe.layout.token_uses - moe.seen))
             moe.seen, moe.caught_up = 0, moe.rounds
 
+    def sampled(self, moe: MoeFile, is_observed: bool) -> None:
+        """Record the end of a sample of all resident experts; not `is_observed`: their uses could not be observed."""
+        keys = range(moe.first, moe.first + moe.layout.count)
+        if is_observed:
+            self.hot.retire(keys)
+        else:
+            self.hot.unobserved(keys)
+
     def lost(self, moe: MoeFile, expert: int) -> None:
         self._remove(moe, expert)
 
