@@ -175,7 +175,7 @@ class PressureGauge:
                 f"tasks wait for memory {format_percent(stalls, 0)} of the time",
             )
         elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:
-            self._raise(-missing)
+            self._raise(held_bytes, -missing)
         elif now - self._calm_since > 2 * LONGEST_CALM_S:
             self._calm_s = CALM_S
         if now - self._logged_s >= LOG_S:
@@ -193,9 +193,10 @@ class PressureGauge:
             return
         self._logged_bytes, self._logged_s, self._reductions = self._limit, now, 0
 
-    def lost(self, pinned_bytes: int) -> None:
-        """Restart with half of a killed helper's bytes."""
+    def lost(self, pinned_bytes: int) -> int:
+        """Restart with half of a killed helper's bytes; return the limit."""
         self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
+        return self._limit
 
     def _lower(self, limit: int, now: float, why: str) -> None:
         limit = max(LEAST_LIMIT_BYTES, limit)
@@ -206,8 +207,10 @@ class PressureGauge:
             if self._grown:
                 self._calm_s, self._grown = min(2 * self._calm_s, LONGEST_CALM_S), False
 
-    def _raise(self, spare_bytes: int) -> None:
-        step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, self.budget_bytes - self._limit)
+    def _raise(self, held_bytes: int, spare_bytes: int) -> None:
+        # Not beyond what can be spared: pins may follow the limit late, and a limit far beyond it is lowered far below it.
+        most = min(self.budget_bytes, held_bytes + spare_bytes)
+        step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, most - self._limit)
         self._limit += max(0, step)
         self._grown = True
 
