@@ -153,11 +153,16 @@ class PressureGauge:
     def reset(self, budget_bytes: int) -> None:
         self.budget_bytes = self._limit = self._logged_bytes = budget_bytes
 
-    def limit(self, held_bytes: int) -> int:
-        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory."""
+    def limit(self, held_bytes: int, window_bytes: int = 0) -> int:
+        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory.
+
+        `window_bytes` of a cgroup's page cache are streamed through. The kernel could reclaim them, but reclaims what was
+        fetched ahead before what was read, and then all of it is read twice. The machine's margin is large enough.
+        """
         now = time.monotonic()
         memories = places(self._root)
-        missing = -min(memory.spare_bytes for memory in memories)
+        machine, *groups = memories
+        missing = -min([machine.spare_bytes, *(group.spare_bytes - window_bytes for group in groups)])
         self.free_bytes = min(memory.free_bytes for memory in memories)
         self.slack_bytes = min(memory.slack_bytes for memory in memories)
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))

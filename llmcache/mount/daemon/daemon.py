@@ -155,10 +155,6 @@ class Daemon:
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until the end; call `ready` as soon as requests are served."""
         libfuse.prepare_process()
-        if self._engine.mode != "arena":  # there, the pins are memory of this process
-            # When `memory.max` falls below the pins, the kernel kills processes until none is left: the death of the pin
-            # helper makes pages reclaimable, but that write to `memory.max` no longer reclaims.
-            set_oom_score(OOM_NEVER)
         self._hear_signals()
         loop = threading.Thread(target=self._loop, name="fuse")
         loop.start()
@@ -257,6 +253,10 @@ class Daemon:
             raise self._failure
 
     def _start(self) -> ControlServer | None:
+        if self._engine.mode != "arena":  # there, the pins are memory of this process
+            # When `memory.max` falls below the pins, the kernel kills processes until none is left: the death of the pin
+            # helper makes pages reclaimable, but that write to `memory.max` no longer reclaims.
+            set_oom_score(OOM_NEVER)
         try:
             self._engine.start(self._notifier, self._point)
             server = ControlServer(self._files, self._answer)

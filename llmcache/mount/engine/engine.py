@@ -432,7 +432,7 @@ class Engine:
                 if not self.backend.guards(mountpoint):  # unmounted by a user: the helper's clone must not keep it alive
                     self.pins.stop()
                     return
-                limit = self.gauge.limit(self._held_bytes)
+                limit = self.gauge.limit(self._held_bytes, self.state.memory.needed_window_bytes)
             except OSError as error:  # no free descriptor until clients close some files
                 if not cannot_observe:
                     log.warning("cannot observe memory pressure for now: %s", error.strerror)
