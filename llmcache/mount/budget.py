@@ -161,8 +161,8 @@ class PressureGauge:
         """
         now = time.monotonic()
         memories = places(self._root)
-        machine, *groups = memories
-        missing = -min([machine.spare_bytes, *(group.spare_bytes - window_bytes for group in groups)])
+        missing = -min(memory.spare_bytes for memory in memories)
+        short = max([missing, *(window_bytes - group.spare_bytes for group in memories[1:])])
         self.free_bytes = min(memory.free_bytes for memory in memories)
         self.slack_bytes = min(memory.slack_bytes for memory in memories)
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
@@ -173,6 +173,9 @@ class PressureGauge:
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
             # A space left to the kernel has no pins; with a higher limit, they could return before pressure shows.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
+        elif short > 0:
+            # Without AHEAD_BYTES: no program takes more.
+            self._lower(held_bytes - short, now, f"free memory is {format_size(short)} below the margin")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(
                 self._limit - int(STEP_SHARE * self.budget_bytes),
@@ -180,7 +183,7 @@ class PressureGauge:
                 f"tasks wait for memory {format_percent(stalls, 0)} of the time",
             )
         elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:
-            self._raise(held_bytes, -missing)
+            self._raise(held_bytes, -short)
         elif now - self._calm_since > 2 * LONGEST_CALM_S:
             self._calm_s = CALM_S
         if now - self._logged_s >= LOG_S:
