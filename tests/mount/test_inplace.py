@@ -36,7 +36,7 @@ from llmcache.mount.engine.warmup import Warmup
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.source.tree import Caller, SourceTree
 from llmcache.procfs import fstype_at, mounts
-from llmcache.storage import cached_blocks
+from llmcache.storage import cached_blocks, map_file, unmap
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
@@ -446,7 +446,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
-    address = syscalls.mmap(fd, SIZE)
+    address = map_file(fd, SIZE)
 
     def huge_bytes() -> int:
         for offset in range(0, SIZE, HUGE_BYTES):
@@ -464,16 +464,17 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
         wait_for(lambda: program.next()["wrong"] == 0 and huge_bytes() >= 16 * MIB, "16 MiB are in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
         assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # each block is read again once
-    syscalls.munmap(address, SIZE)
+    unmap(address, SIZE)
     os.close(fd)
 
 
 POPULATED = f"""
 import os, sys
 from llmcache.mount import syscalls
+from llmcache.storage import map_file
 fd = os.open(sys.argv[1], os.O_RDONLY)
 size = os.fstat(fd).st_size // {HUGE_BYTES} * {HUGE_BYTES}
-address = syscalls.mmap(fd, size)
+address = map_file(fd, size)
 syscalls.madvise(address, size, syscalls.MADV_POPULATE_READ)
 print(syscalls.huge_bytes(address, size), flush=True)
 sys.stdin.read()
