@@ -26,8 +26,8 @@ def _in_place(directory: str | None, root: Path) -> Check:
     if reason is not None:
         remedy = "mode inplace needs root, Linux 6.1 with BTF, libbpf 1, and ext4, xfs or f2fs; modes steer and arena do not"
         return Check("in place", LIMITED, reason, remedy)
-    text = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
+    setting = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    pages = re.search(r"\[(\w+)\]", setting.read_text()) if setting.exists() else None
     if pages is None or pages[1] == "never":
         remedy = (
             "for streaming at a tenth of the CPU time: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
