@@ -68,7 +68,7 @@ int BPF_PROG(read_returned, struct kiocb *kiocb, void *iter, s64 already, s64 re
 SEC("fexit/filemap_fault")
 int BPF_PROG(fault_returned, struct vm_fault *fault)
 {
-	return take_fault(fault->vma->vm_file->f_mapping, fault->pgoff);
+	return take_fault(faulting_file(fault), fault->pgoff);
 }
 
 /* Without VM_FAULT_NOPAGE the page that faulted is not cached; `fault_returned` records it later. */
@@ -77,7 +77,7 @@ int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned
 {
 	if (!(result & VM_FAULT_NOPAGE))
 		return 0;
-	return take_around(fault->vma->vm_file->f_mapping, first, last);
+	return take_around(faulting_file(fault), first, last);
 }
 
 SEC("tp_btf/sys_exit")

@@ -25,12 +25,14 @@ struct super_block { u32 s_dev; };
 struct inode { u16 i_mode; struct super_block *i_sb; unsigned long i_ino; s64 i_size; };
 struct xarray { void *xa_head; };
 struct xa_node { u8 shift; void *slots[64]; };
+struct idr { struct xarray idr_rt; };
 struct address_space { struct inode *host; struct xarray i_pages; };
 struct folio { unsigned long flags; struct address_space *mapping; unsigned long index; };
 struct flags_word { unsigned long f; };
 struct folio___memdesc { struct flags_word flags; };		/* >= 6.18 */
 struct folio___sized { unsigned int _nr_pages; };		/* >= 6.15 */
 struct folio___named { unsigned int _folio_nr_pages; };
+struct folio_batch { unsigned char nr; };
 struct page { unsigned long compound_head; };
 struct file { struct inode *f_inode; struct address_space *f_mapping; s64 f_pos; unsigned int f_flags; };
 struct kiocb { struct file *ki_filp; s64 ki_pos; };
@@ -44,9 +46,11 @@ struct counters { struct counter_word count[4]; };
 struct mm_struct___atomic { struct counters rss_stat; };		/* < 6.2 */
 struct vm_fault { struct vm_area_struct *vma; unsigned long pgoff; };
 
-struct pid_namespace { char opaque; };
+struct hlist_node { struct hlist_node *next; };
+struct hlist_head { struct hlist_node *first; };
+struct pid_namespace { struct idr idr; };
 struct upid { int nr; struct pid_namespace *ns; };
-struct pid { unsigned int level; struct upid numbers[1]; };
+struct pid { unsigned int level; struct hlist_head tasks[4]; struct upid numbers[1]; };
 struct fdtable { unsigned int max_fds; struct file **fd; };
 struct files_struct { struct fdtable *fdt; };
 struct task_io_accounting { u64 syscr, read_bytes; };
@@ -55,6 +59,7 @@ struct task_struct {
 	int pid, tgid;
 	struct task_struct *real_parent, *group_leader;
 	struct pid *thread_pid;
+	struct hlist_node pid_links[4];
 	struct files_struct *files;
 	struct mm_struct *mm;
 	u64 start_time;
@@ -87,7 +92,6 @@ struct bpf_iter__task { struct bpf_iter_meta *meta; struct task_struct *task; };
 
 extern int LINUX_KERNEL_VERSION __kconfig;
 extern struct task_struct *bpf_task_from_pid(s32 pid) __ksym __weak;
-extern struct task_struct *bpf_task_from_vpid(s32 vpid) __ksym __weak;
 extern void bpf_task_release(struct task_struct *task) __ksym __weak;
 
 enum pageflags { PG_head = 6 };
@@ -97,14 +101,6 @@ enum pageflags { PG_head = 6 };
 #define S_IFREG 0x8000
 #define PF_EXITING 0x4
 #define CLONE_THREAD 0x10000
-
-/* The process with a number of user space, to be released with bpf_task_release; NULL if there is none. */
-static __always_inline struct task_struct *acquire_task(s32 pid)
-{
-	if (bpf_task_from_vpid)
-		return bpf_task_from_vpid(pid);
-	return bpf_task_from_pid ? bpf_task_from_pid(pid) : NULL;
-}
 
 static __always_inline bool is_regular(struct inode *inode)
 {
@@ -188,32 +184,65 @@ static __always_inline u64 folio_pages(struct folio *folio)
 	return 1;
 }
 
-/* The first and last page of the page-cache folio with page `index`; that page alone if it is not cached.
+/* The pointer at `index` in the kernel's array with this `head`; 0 if there is none.
  *
- * Entries whose two low bits are 10 are nodes if they are large; small ones point to the slot of the folio's first page.
- * Other entries with low bits set are shadows of evicted pages. */
-static __noinline int find_folio(struct address_space *mapping, u64 index, u64 *first, u64 *last)
+ * Entries whose two low bits are 10 are nodes if they are large; small ones point to the slot of the first index of an entry
+ * with several indexes. Other entries with low bits set are values, for example shadows of evicted pages. */
+static __noinline u64 array_entry(u64 head, u64 index)
 {
-	u64 entry = (u64)BPF_CORE_READ(mapping, i_pages.xa_head), slots = bpf_core_field_offset(struct xa_node, slots);
-	struct folio *folio;
+	u64 entry = head, slots = bpf_core_field_offset(struct xa_node, slots);
 
-	if (!first || !last)
+	if ((head & 3) != 2 && index)
 		return 0;
-	*first = *last = index;
 	for (int level = 0; level < 8 && (entry & 3) == 2 && entry > 4096; level++) {
-		u64 node = entry - 2, slot = index >> BPF_CORE_READ((struct xa_node *)node, shift) & 63;
+		u64 node = entry - 2, slot = index >> BPF_CORE_READ((struct xa_node *)node, shift);
 
+		if (!level && slot > 63)
+			return 0;
+		slot &= 63;
 		entry = 0;
 		bpf_probe_read_kernel(&entry, sizeof(entry), (void *)(node + slots + slot * 8));
 		if ((entry & 3) == 2 && entry < 256)
 			bpf_probe_read_kernel(&entry, sizeof(entry), (void *)(node + slots + (entry >> 2) * 8));
 	}
-	if (!entry || entry & 3)
+	return entry & 3 ? 0 : entry;
+}
+
+/* The first and last page of the page-cache folio with page `index`; that page alone if it is not cached. */
+static __noinline int find_folio(struct address_space *mapping, u64 index, u64 *first, u64 *last)
+{
+	struct folio *folio;
+
+	if (!first || !last)
 		return 0;
-	folio = (void *)entry;
+	*first = *last = index;
+	folio = (void *)array_entry((u64)BPF_CORE_READ(mapping, i_pages.xa_head), index);
+	if (!folio)
+		return 0;
 	*first = BPF_CORE_READ(folio, index);
 	*last = *first + folio_pages(folio) - 1;
 	return 0;
+}
+
+/* The thread with a number in the pid namespace of this process; NULL if there is none.
+ *
+ * The kernel may free the thread meanwhile, so its fields are to be read with BPF_CORE_READ only. A function that returns a
+ * reference exists only since Linux 6.2, and one that takes a number of this namespace since 6.14. */
+static __always_inline struct task_struct *find_thread(s32 number)
+{
+	struct pid *mine = BPF_CORE_READ(bpf_get_current_task_btf(), thread_pid), *pid;
+	u64 ns = namespace_of(mine, BPF_CORE_READ(mine, level)), head, link;
+
+	head = (u64)BPF_CORE_READ((struct pid_namespace *)ns, idr.idr_rt.xa_head);
+	pid = (void *)array_entry(head, (u32)number);
+	link = pid ? (u64)BPF_CORE_READ(pid, tasks[0].first) : 0;
+	return link ? (void *)(link - bpf_core_field_offset(struct task_struct, pid_links)) : NULL;
+}
+
+/* The file of a page fault on a mapping of a file. */
+static __always_inline struct address_space *faulting_file(struct vm_fault *fault)
+{
+	return fault->vma->vm_file->f_mapping;
 }
 
 /* The number of the system call that a thread is in or has just finished; -1 in an exception, for example a page fault. */

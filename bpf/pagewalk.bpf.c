@@ -104,14 +104,9 @@ static long probe_page(u32 index, struct walk *walk)
 /* The address of the top page table of a process; 0 if there is no such process. */
 static __always_inline u64 top_table(u32 pid)
 {
-	struct task_struct *task = acquire_task(pid);
-	u64 root;
+	struct task_struct *task = find_thread(pid);
 
-	if (!task)
-		return 0;
-	root = (u64)BPF_CORE_READ(task, mm, pgd);
-	bpf_task_release(task);
-	return root;
+	return task ? (u64)BPF_CORE_READ(task, mm, pgd) : 0;
 }
 
 static long try_memory(u32 index, struct place *place)

@@ -253,6 +253,18 @@ int BPF_PROG(read_pages, struct address_space *mapping, unsigned long first, uns
 	return faults_on(mapping, first);
 }
 
+SEC("fentry/filemap_fault")
+int BPF_PROG(fault_begun, struct vm_fault *fault)
+{
+	return faults_on(faulting_file(fault), fault->pgoff);
+}
+
+SEC("fentry/filemap_get_read_batch")
+int BPF_PROG(batch_sought, struct address_space *mapping, unsigned long first)
+{
+	return faults_on(mapping, first);
+}
+
 SEC("tp_btf/sched_process_exit")
 int BPF_PROG(ended, struct task_struct *task)
 {
@@ -344,14 +356,13 @@ SEC("syscall")
 int watch(struct subject *subject)
 {
 	struct account fresh = { .pid = subject->pid }, *account;
-	struct task_struct *task = acquire_task(subject->pid);
+	struct task_struct *task = find_thread(subject->pid);
 	u64 now = bpf_ktime_get_ns();
 	u32 tgid;
 
 	if (!task)
 		return 0;
-	tgid = task->tgid;
-	bpf_task_release(task);
+	tgid = BPF_CORE_READ(task, tgid);
 	subject->found = 1;
 	fresh.since_ns = now;
 	account = bpf_map_lookup_elem(&accounts, &tgid);

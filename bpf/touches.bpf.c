@@ -207,6 +207,27 @@ int BPF_PROG(map_around, struct address_space *mapping, unsigned long first, uns
 	return touched(mapping->host, first, last, FAULT);
 }
 
+/* Before Linux 6.12, the page cache has no tracepoints at accesses; these are the functions that have them since then. A
+ * request for absent pages finds no folio before the kernel has begun to read them. */
+SEC("fexit/filemap_get_read_batch")
+int BPF_PROG(batch_found, struct address_space *mapping, unsigned long first, unsigned long last, struct folio_batch *batch)
+{
+	return batch->nr ? touched(mapping->host, first, last, 0) : 0;
+}
+
+SEC("fentry/filemap_fault")
+int BPF_PROG(fault_begun, struct vm_fault *fault)
+{
+	return touched(faulting_file(fault)->host, fault->pgoff, fault->pgoff, MISS | FAULT);
+}
+
+/* Also maps folios as large as a huge page. Without VM_FAULT_NOPAGE, `fault_begun` follows. */
+SEC("fexit/filemap_map_pages")
+int BPF_PROG(map_returned, struct vm_fault *fault, unsigned long first, unsigned long last, u32 result)
+{
+	return result & VM_FAULT_NOPAGE ? touched(faulting_file(fault)->host, first, last, FAULT) : 0;
+}
+
 /* The kernel reads a folio for a client or for the daemon. */
 SEC("tp_btf/mm_filemap_add_to_page_cache")
 int BPF_PROG(add_folio, struct folio *folio)

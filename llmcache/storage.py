@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -19,8 +20,14 @@ from llmcache.units import BLOCK_BYTES, PAGE_BYTES
 
 PROC, SYSFS = Path("/proc"), Path("/sys")
 _CACHESTAT = 451  # on every architecture; Linux 6.5
-_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: cachestat never waits
-_libc.syscall.restype = ctypes.c_long
+_MAP_SHARED, _PROT_READ, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
+_quick = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: cachestat never waits
+_quick.syscall.restype = ctypes.c_long
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 class _Range(ctypes.Structure):
@@ -94,10 +101,67 @@ def timed_reads(
 
 
 def cached_blocks(fd: int, offset: int, size: int) -> int:
-    """Return how many 4 KiB blocks of a range of a file are in the page cache. OSError. cachestat counts pages."""
-    part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
-    if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    """Return how many 4 KiB blocks of a range of a file are in the page cache. OSError.
+
+    Without cachestat, pages that are being read do not count, and the caller must be root, or be allowed to write the file.
+    """
+    if size <= 0:
+        return 0
+    pages = _cachestat(fd, offset, size)
+    if pages is None:
+        pages = _mincore(fd, offset, size)
     blocks = -(-(offset + size) // BLOCK_BYTES) - offset // BLOCK_BYTES
-    return min(blocks, int(found[0]) * (PAGE_BYTES // BLOCK_BYTES))
+    return min(blocks, pages * (PAGE_BYTES // BLOCK_BYTES))
+
+
+def has_cachestat() -> bool:
+    """Return whether `cached_blocks` uses cachestat, and not mincore."""
+    with open("/proc/self/exe", "rb") as file:
+        return _cachestat(file.fileno(), 0, 1) is not None
+
+
+def _cachestat(fd: int, offset: int, size: int) -> int | None:
+    """Return the number of cached pages; None if an older kernel or a seccomp filter refuses the call. OSError."""
+    part, found = _Range(offset, size), (ctypes.c_uint64 * 5)()
+    if _quick.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), ctypes.byref(part), found, ctypes.c_uint(0)) == 0:
+        return int(found[0])
+    if ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
+        return None
+    raise _failure()
+
+
+def _mincore(fd: int, offset: int, size: int) -> int:
+    status = os.fstat(fd)
+    if os.geteuid() not in (0, status.st_uid) and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))  # the kernel would report all pages as resident
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    length = min(offset + size, status.st_size) - start
+    if length <= 0:
+        return 0
+    vector = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+    address = map_file(fd, length, start)
+    try:
+        if _libc.mincore(address, length, vector) != 0:
+            raise _failure()
+    finally:
+        unmap(address, length)
+    return vector.raw.count(b"\1")
+
+
+def map_file(fd: int, size: int, offset: int = 0) -> int:
+    """Map `size` bytes of a file, shared and read-only; return the address. OSError."""
+    address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, fd, offset)
+    if address == _MAP_FAILED:
+        raise _failure()
+    return int(address)
+
+
+def unmap(address: int, size: int) -> None:
+    """End a mapping."""
+    if _libc.munmap(address, size) != 0:
+        raise _failure()
+
+
+def _failure() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

@@ -1,7 +1,7 @@
 """Test tiers: skip the tests that this machine cannot run, with the reason, or fail them if their tier is required.
 
-Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, fexit, and the names of a model
-(gemma) and of programs (clang, zsh) that a test runs. The last line of the output lists the missing tiers and how to
+Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, filemap, fexit, and the names of
+a model (gemma) and of programs (clang, zsh) that a test runs. The last line of the output lists the missing tiers and how to
 install each. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
@@ -74,6 +74,12 @@ def _cgroup_problem() -> str | None:
 
 
 def _bpf_problem() -> str | None:
+    from llmcache.mount.backends.touches import why_not
+
+    return why_not()
+
+
+def _filemap_problem() -> str | None:
     from llmcache.trace.kernel import FilemapSource
 
     return FilemapSource.probe()
@@ -121,7 +127,8 @@ TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
     ),
     "transformers": (_missing(*TORCH), INSTALLED),
     "cgroup": (functools.cache(_cgroup_problem), "run as root, where /sys/fs/cgroup can be written"),
-    "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.12 or later"),
+    "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.1 or later"),
+    "filemap": (functools.cache(_filemap_problem), "the same on Linux 6.12 or later"),
     "fexit": (functools.cache(_fexit_problem), "a kernel that allows BPF programs at functions, as those of Debian do"),
     "clang": (
         _missing(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),

@@ -18,7 +18,7 @@ from llmcache.errors import MissingRequirement
 
 OBJECTS = Path(__file__).parent / "objects"
 APT_HINT = "install libbpf: sudo apt install libbpf1"
-_RAW_TRACEPOINT = 23  # BPF_TRACE_RAW_TP: how a program of section tp_btf/ is attached
+_RAW_TRACEPOINT, _ENTRY = 23, 24  # BPF_TRACE_RAW_TP, BPF_TRACE_FENTRY: attach types of sections tp_btf/ and fentry/
 _WARNING = 0
 _FAILED_PROGRAM = re.compile(rb"prog '(\w+)': (?:BPF program load failed|failed to (?:load|find|prepare))")
 
@@ -111,6 +111,11 @@ def library() -> Any:
 def has_tracepoint(name: str) -> bool:
     """Return whether the kernel's BTF has tracepoint `name`."""
     return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _RAW_TRACEPOINT)) > 0
+
+
+def has_function(name: str) -> bool:
+    """Return whether the kernel's BTF has function `name`; it lacks functions that the compiler has inlined everywhere."""
+    return int(library().libbpf_find_vmlinux_btf_id(name.encode(), _ENTRY)) > 0
 
 
 class BpfObject:

@@ -7,11 +7,13 @@ import re
 import shutil
 from pathlib import Path
 
+from llmcache.bpf.filemap import observable_by
 from llmcache.doctor.check import FAILED, LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import mountpoint
 from llmcache.mount.vfs import libfuse
+from llmcache.storage import has_cachestat
 
 
 def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]:
@@ -22,19 +24,22 @@ def examine(directory: str | None = None, root: Path = Path("/")) -> list[Check]
 def _in_place(directory: str | None, root: Path) -> Check:
     reason = why_not(directory)
     if reason is not None:
-        remedy = (
-            "mode inplace needs root, Linux 6.12 with BTF, libbpf 1, and ext4, xfs or f2fs; modes steer and arena do not"
-        )
+        remedy = "mode inplace needs root, Linux 6.1 with BTF, libbpf 1, and ext4, xfs or f2fs; modes steer and arena do not"
         return Check("in place", LIMITED, reason, remedy)
-    text = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    pages = re.search(r"\[(\w+)\]", text.read_text()) if text.exists() else None
+    setting = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    pages = re.search(r"\[(\w+)\]", setting.read_text()) if setting.exists() else None
     if pages is None or pages[1] == "never":
         remedy = (
             "for streaming at a tenth of the CPU time: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
         return Check("in place", LIMITED, "mode inplace is possible, but without huge pages", remedy)
     where = "" if directory is None else f" for {directory}"
-    return Check("in place", OK, f"mode inplace is possible{where}; huge pages: {pages[1]}", facts={"huge": pages[1]})
+    facts = {"huge": pages[1], "observed_by": observable_by(), "counted_by": "cachestat" if has_cachestat() else "mincore"}
+    text = (
+        f"mode inplace is possible{where}; huge pages: {facts['huge']}; accesses are observed by {facts['observed_by']}, "
+        f"cached pages are counted by {facts['counted_by']}"
+    )
+    return Check("in place", OK, text, facts=facts)
 
 
 def _fuse() -> Check:

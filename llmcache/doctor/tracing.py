@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from llmcache.bpf import libbpf
+from llmcache.bpf.filemap import TRACEPOINTS
 from llmcache.doctor.check import LIMITED, OK, Check
 from llmcache.errors import MissingRequirement
-from llmcache.trace.kernel import SOURCES, TRACEPOINTS, supported
+from llmcache.trace.kernel import SOURCES, supported
 
 
 def examine() -> list[Check]:

@@ -14,8 +14,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from llmcache.storage import cached_blocks
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None, use_errno=True)  # for calls that never wait, and take less time than acquiring the GIL again
 
@@ -28,14 +26,10 @@ _libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, _OFF, _OFF]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _libc.syscall.restype = _quick.syscall.restype = ctypes.c_long
 _libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _OFF]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ = 1, 4, 14, 20, 21, 22
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
-_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
 _PROCESS_MADVISE = 440  # on every architecture; Linux 5.10
 _PAGEMAP_SCAN, _PAGE_IS_HUGE, _REGIONS = 0xC0606610, 1 << 6, 64  # Linux 6.7
 _IOV_MAX = 1024
@@ -98,20 +92,6 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
             raise _failure()
 
 
-def mmap(fd: int, size: int) -> int:
-    """Map the first `size` bytes, shared and read-only; return the address."""
-    address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, fd, 0)
-    if address == _MAP_FAILED:
-        raise _failure()
-    return int(address)
-
-
-def munmap(address: int, size: int) -> None:
-    """End a mapping."""
-    if _libc.munmap(address, size) != 0:
-        raise _failure()
-
-
 def madvise(address: int, size: int, advice: int) -> None:
     """Give advice on this process' memory."""
     if _libc.madvise(address, size, advice) != 0:
@@ -137,12 +117,9 @@ def refusal() -> str | None:
 
     A seccomp filter may refuse calls in containers.
     """
-    call, page, own, file = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1, -1
+    call, page, own = "pidfd_open", os.sysconf("SC_PAGE_SIZE"), -1
     try:
         own = os.pidfd_open(os.getpid())
-        call = "cachestat"
-        file = os.open("/proc/self/exe", os.O_RDONLY | os.O_CLOEXEC)
-        cached_blocks(file, 0, page)
         call = "process_madvise"
         memory = ctypes.create_string_buffer(2 * page)
         start = -(-ctypes.addressof(memory) // page) * page
@@ -151,9 +128,8 @@ def refusal() -> str | None:
     except OSError as error:
         return f"the kernel or a seccomp filter refuses the system call {call}: {error.strerror}"
     finally:
-        for fd in (own, file):
-            if fd >= 0:
-                os.close(fd)
+        if own >= 0:
+            os.close(own)
     return None
 
 

@@ -12,9 +12,10 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
+from llmcache.bpf.filemap import BY_FUNCTION, BY_TRACEPOINT, observable_by
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
 from llmcache.bpf.perf import is_known_processor, open_breakpoint
 from llmcache.bpf.ring import FRAME_BYTES, Ring
 from llmcache.errors import MissingRequirement
@@ -25,13 +26,29 @@ _RING_BYTES = 1 << 22
 _FRAME = struct.Struct("<IIQIIQQQ7Q")
 _HITS = {Role.FIRST: "hit_first", Role.LATER: "hit_later"}
 _ATTACHED = ("switched", "ended")
-_FILES = {"fault_page": "mm_filemap_fault", "read_pages": "mm_filemap_get_pages"}
-"""Programs that attribute waits to pages, and their tracepoints, which Linux has from 6.12 on."""
+_FILES = {BY_TRACEPOINT: ("fault_page", "read_pages"), BY_FUNCTION: ("fault_begun", "batch_sought"), None: ()}
+"""Programs that attribute waits to pages."""
 _SCANS = 8  # of the threads of a process that starts new ones all the time
 
 
 class _Subject(ctypes.Structure):
     _fields_ = (("pid", ctypes.c_uint32), ("found", ctypes.c_uint32))
+
+
+def _load_attached(files: Sequence[str]) -> tuple[BpfObject, bool]:
+    """Return the object with its programs, and whether `files` are among them, which the kernel may reject."""
+    loaded = BpfObject(OBJECT)
+    try:
+        loaded.load([*_ATTACHED, *files, *_HITS.values(), "watch"])
+        for program in (*_ATTACHED, *files):
+            loaded.attach(program)
+    except LoadFailure as failure:
+        loaded.close()
+        if failure.program in files:
+            return _load_attached(())
+        hint = "tokens needs Linux 6.1 or later with BTF, root, and no lockdown"
+        raise MissingRequirement(f"the kernel rejects the BPF programs that observe processes: {failure}", hint) from failure
+    return loaded, bool(files)
 
 
 class Observer:
@@ -42,24 +59,10 @@ class Observer:
             raise MissingRequirement("only root can observe single tokens", "sudo llmcache tokens ...")
         if not is_known_processor():
             raise MissingRequirement("llmcache uses hardware breakpoints on x86-64 and arm64 only")
-        self._object = BpfObject(OBJECT)
-        files = [program for program, tracepoint in _FILES.items() if has_tracepoint(tracepoint)]
-        self.sees_files = len(files) == len(_FILES)
-        try:
-            self._object.load([*_ATTACHED, *files, *_HITS.values(), "watch"])
-            for program in (*_ATTACHED, *files):
-                self._object.attach(program)
-        except LoadFailure as failure:
-            self._object.close()
-            hint = "tokens needs Linux 6.10 or later with BTF, root, and no lockdown"
-            raise MissingRequirement(
-                f"the kernel rejects the BPF programs that observe processes: {failure}", hint
-            ) from failure
+        self._object, self.sees_files = _load_attached(_FILES[observable_by()])
         if not self.look(os.getpid()):
             self._object.close()
-            raise MissingRequirement(
-                "BPF programs cannot look up processes in this kernel", "tokens needs Linux 6.10 or later"
-            )
+            raise MissingRequirement("BPF programs cannot look up processes in this kernel", "please report it")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - FRAME_BYTES)
         self._breakpoints: dict[int, list[int]] = {}
 

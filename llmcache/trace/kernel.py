@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmcache.arrays import Records
-from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
+from llmcache.bpf.filemap import BY_TRACEPOINT, observable_by
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure
 from llmcache.bpf.pagetables import Unreadable
 from llmcache.bpf.ring import BUSY, DISCARDED, Ring
 from llmcache.errors import MissingRequirement, UsageError
@@ -51,8 +52,6 @@ _CALLS = {
 }
 _ALWAYS = ("seed", "flush", "started", "ended", "replaced")
 _RUN_BY_US = ("seed", "flush")
-TRACEPOINTS = ("mm_filemap_get_pages", "mm_filemap_fault", "mm_filemap_map_pages")
-"""The tracepoints that tier filemap requires; Linux 6.12 and later have them."""
 # A program takes the time of an event before it records it: allow 2 ms for that, and LEFT_NS until `flush` copies it.
 _SETTLED_NS = 2_000_000 + LEFT_NS
 
@@ -358,7 +357,7 @@ class SyscallSource(BpfSource):
 
 def _described() -> bool:
     try:
-        return all(map(has_tracepoint, TRACEPOINTS))
+        return observable_by() == BY_TRACEPOINT
     except MissingRequirement:
         return True  # no libbpf: BpfSource.probe reports it
 

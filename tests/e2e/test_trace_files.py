@@ -19,7 +19,7 @@ from llmcache.trace.record import MISS, Trace
 from llmcache.units import BLOCK_BYTES
 from tests.trace.conftest import PATIENCE_S, drop
 
-pytestmark = pytest.mark.bpf
+pytestmark = pytest.mark.filemap
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

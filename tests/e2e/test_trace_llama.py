@@ -16,7 +16,7 @@ from tests.mount.live import run_json
 from tools.bench.runner import Recording, cap_bytes, client, loop_bytes, record
 from tools.make_model import main as make_model
 
-pytestmark = [pytest.mark.long, pytest.mark.bpf, pytest.mark.stock, pytest.mark.cgroup]
+pytestmark = [pytest.mark.long, pytest.mark.filemap, pytest.mark.stock, pytest.mark.cgroup]
 
 CACHED_SHARE = 0.25  # cached share of the loop; with much more, a part stays mapped, where reads cause no faults
 TOKENS = 8

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from llmcache.mount.engine.warmup import Warmup
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.source.tree import Caller, SourceTree
 from llmcache.procfs import fstype_at, mounts
-from llmcache.storage import cached_blocks
+from llmcache.storage import cached_blocks, map_file, unmap
 from tests.mount.fault_rig import run, small_disk
 from tests.mount.live import LOOP_READER, MIB, OVERHEAD_BYTES, Live, live, llmcache, random_file, resident_bytes, wait_for
 from tests.mount.test_faults import places_on_disk
+from tests.seccomp import without
 from tools.bench.runner import crc_file, forget
 from tools.bench.sides import read_ahead
 from tools.make_model import BYTES_PER_VALUE, choose_shape, make_model
@@ -49,6 +50,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 SIZE = 128 * MIB
 CACHE = 64 * MIB
 CHECK = "loop.bin.crc.json"
+CACHESTAT = 451
 CAP = SIZE
 """The memory limit: less than file, daemon and reader together; more than CACHE, daemon and reader."""
 
@@ -127,13 +129,19 @@ def passes_of(stats: dict[str, Any]) -> int:
 
 
 @pytest.mark.cgroup
-@pytest.mark.parametrize("how", ["mmap", "read"])
-def test_part_of_a_loop_larger_than_the_budget_is_pinned(source: Path, tmp_path: Path, how: str) -> None:
-    """Every byte is right, even if the daemon is suspended or killed."""
+@pytest.mark.parametrize(("how", "has_cachestat"), [("mmap", True), ("read", True), ("mmap", False)])
+def test_part_of_a_loop_larger_than_the_budget_is_pinned(
+    source: Path, tmp_path: Path, how: str, has_cachestat: bool
+) -> None:
+    """Every byte is right, even if the daemon is suspended or killed, and without cachestat, as before Linux 6.5."""
     forget(source / "loop.bin")
+
+    def wrap(command: Sequence[str]) -> list[str]:
+        return group.wrap(command if has_cachestat else without(CACHESTAT, errno.ENOSYS, command))
+
     with (
         Cgroup("inplace", directory=source, memory_bytes=CAP) as group,
-        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=group.wrap) as mount,
+        live(source, tmp_path / "mnt", str(CACHE), "--mode", "inplace", wrap=wrap) as mount,
         reader(mount.mountpoint / "loop.bin", source / CHECK, how, group.wrap) as passes,
     ):
         wrong = [passes.next()["wrong"] for _ in range(8)]
@@ -154,7 +162,7 @@ def test_part_of_a_loop_larger_than_the_budget_is_pinned(source: Path, tmp_path:
         mount.daemon.kill()
         mount.daemon.wait()
         wrong += [passes.next()["wrong"] for _ in range(3)]
-        with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=group.wrap) as another:
+        with live(source, tmp_path / "again", str(CACHE), "--mode", "inplace", wrap=wrap) as another:
             passes.read_until_pinned(another, CACHE // 4)  # the second mount has taken over
     assert wrong == [0] * len(wrong)
 
@@ -446,7 +454,7 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(0, SIZE, 4096):
             os.pread(fd, 1, offset)
-    address = syscalls.mmap(fd, SIZE)
+    address = map_file(fd, SIZE)
 
     def huge_bytes() -> int:
         for offset in range(0, SIZE, HUGE_BYTES):
@@ -464,16 +472,17 @@ def test_pinned_small_pages_are_read_again_as_huge_pages(source: Path, tmp_path:
         wait_for(lambda: program.next()["wrong"] == 0 and huge_bytes() >= 16 * MIB, "16 MiB are in huge pages")
         assert [program.next()["wrong"] for _ in range(20)] == [0] * 20
         assert mount.stats()["backing_read_bytes"] <= SIZE + SIZE // 4  # each block is read again once
-    syscalls.munmap(address, SIZE)
+    unmap(address, SIZE)
     os.close(fd)
 
 
 POPULATED = f"""
 import os, sys
 from llmcache.mount import syscalls
+from llmcache.storage import map_file
 fd = os.open(sys.argv[1], os.O_RDONLY)
 size = os.fstat(fd).st_size // {HUGE_BYTES} * {HUGE_BYTES}
-address = syscalls.mmap(fd, size)
+address = map_file(fd, size)
 syscalls.madvise(address, size, syscalls.MADV_POPULATE_READ)
 print(syscalls.huge_bytes(address, size), flush=True)
 sys.stdin.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -10,26 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from llmcache.bpf.filemap import BY_FUNCTION, BY_TRACEPOINT, observable_by
 from llmcache.bpf.libbpf import has_tracepoint
 from llmcache.cache.space import HUGE_BYTES
 from llmcache.mount.backends import touches as touches_module
-from llmcache.mount.backends.touches import QUIET_NS, Touches, why_not
+from llmcache.mount.backends.touches import FAULT, MISS, QUIET_NS, Touches, why_not
 from tests.mount.live import MIB, random_file
 
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
 
-@pytest.fixture(autouse=True)
-def works_here(tmp_path: Path) -> None:
+@pytest.fixture(params=[BY_TRACEPOINT, pytest.param(BY_FUNCTION, marks=pytest.mark.fexit)], autouse=True)
+def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Observe the page cache by tracepoints, as on Linux 6.12, and by functions, as on older kernels."""
+    if request.param == BY_TRACEPOINT and observable_by() != BY_TRACEPOINT:
+        pytest.skip("the kernel has no tracepoints for page cache accesses")
+    monkeypatch.setattr(touches_module, "observable_by", lambda: request.param)
     if reason := why_not(str(tmp_path)):
         pytest.skip(reason)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("faults", ["tracepoint", pytest.param("function", marks=pytest.mark.fexit), "nothing"])
 def test_mapping_huge_pages_is_reported(
-    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str, faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the tracepoint for page faults (arm64), a probe at a kernel function is used; without both, none are seen."""
+    if way == BY_FUNCTION and faults != "tracepoint":
+        pytest.skip("the function that maps huge pages is observed")
     if faults != "tracepoint":
         monkeypatch.setattr(
             touches_module, "has_tracepoint", lambda name: name != "page_fault_user" and has_tracepoint(name)
@@ -86,3 +95,59 @@ def test_touches_are_reported_once_per_quiet_time(tmp_path: Path) -> None:
         assert touches.lost == 0
     finally:
         touches.close()
+
+
+CLIENT = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+mapped.madvise(mmap.MADV_RANDOM)
+sys.stdin.readline()
+for word in sys.argv[2:]:
+    how, at, size = word.split(",")
+    if how == "read":
+        os.pread(fd, int(size), int(at))
+    else:
+        mapped[int(at)]
+print(os.getpid())
+"""
+
+
+def test_reads_and_faults_of_absent_and_cached_pages_differ(tmp_path: Path) -> None:
+    """A read within one system call touches all its extents; a fault on an absent page is a miss, also right after a hit."""
+    path = random_file(tmp_path / "file", 64 * MIB)
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    for at in (20 * MIB, 30 * MIB):
+        os.pread(fd, 1 << 16, at)
+    os.close(fd)
+    words = [
+        f"read,0,{10 * MIB}",  # extents 0 to 4
+        f"fault,{20 * MIB},1",  # extent 10, cached
+        f"fault,{22 * MIB - 4096},1",  # extent 10, absent
+        f"fault,{24 * MIB},1",  # extent 12, absent
+        f"read,{30 * MIB},4096",  # extent 15, cached
+        f"fault,{30 * MIB},1",
+    ]
+    command = ["sh", "-c", '"$0" -c "$@"; true', sys.executable, CLIENT, str(path), *words]
+    touches = Touches()
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            touches.watch(7, path.stat(), 0, 32, HUGE_BYTES)
+            pid = int(client.communicate("\n")[0])
+        found = touches.wait(0)
+        assert {touch.pid for touch in found} == {pid}
+        assert [touch.t_ns for touch in found] == sorted(touch.t_ns for touch in found)
+        reads = touches.reads(7)
+        assert 10 * MIB <= reads.client_bytes <= 16 * MIB and not reads.own_bytes
+    finally:
+        touches.close()
+    by_extent: dict[int, list[int]] = {}
+    for touch in found:
+        by_extent.setdefault(touch.extent, []).append(touch.flags)
+    assert by_extent.keys() == {0, 1, 2, 3, 4, 10, 12, 15}
+    assert {flags for extent in range(5) for flags in by_extent[extent]} == {0}
+    assert by_extent[10] == [FAULT, MISS | FAULT]
+    assert by_extent[12][-1] == MISS | FAULT
+    assert by_extent[15][0] == 0

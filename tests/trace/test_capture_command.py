@@ -23,7 +23,7 @@ from llmcache.trace.record import MISS, Trace
 from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, PATIENCE_S, drop
 
-pytestmark = pytest.mark.bpf
+pytestmark = pytest.mark.filemap
 LLMCACHE = [sys.executable, "-m", "llmcache", "trace"]
 SLOW_READER = """
 import os, sys, time

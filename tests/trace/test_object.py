@@ -81,7 +81,7 @@ def test_codes_match_the_source() -> None:
     assert len(reasons) == len(kernel.LOSSES)
 
 
-@pytest.mark.bpf
+@pytest.mark.filemap
 @pytest.mark.parametrize("older", [False, True])
 def test_the_page_fault_programs_load_before_linux_6_2(older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     btf = Path("/sys/kernel/btf/vmlinux").read_bytes()
@@ -97,7 +97,7 @@ def test_the_page_fault_programs_load_before_linux_6_2(older: bool, tmp_path: Pa
 
 
 @pytest.mark.clang
-@pytest.mark.bpf
+@pytest.mark.filemap
 def test_a_rebuilt_object_behaves_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., Recording], file: Path
 ) -> None:
@@ -134,7 +134,7 @@ def _open_ids(pid: int) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.bpf
+@pytest.mark.filemap
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_stays_attached_when_the_recorder_is_killed(number: signal.Signals) -> None:
     script = (

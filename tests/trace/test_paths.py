@@ -12,7 +12,7 @@ from llmcache.trace.record import HIT, MAP, MISS, READ, UNKNOWN, WRITE
 from llmcache.trace.records import BLOCK, DIRECT, EVICT, FILL, MATCHED, STORED
 from tests.trace.conftest import BLOCKS, TOUCHED, Recording, drop, warm
 
-pytestmark = pytest.mark.bpf
+pytestmark = pytest.mark.filemap
 Record = Callable[..., Recording]
 
 BUFFERED = ["read", "pread", "readv", "preadv", "preadv2", "sendfile", "splice", "uring", "uring-async", "uring-sqpoll"]

@@ -27,7 +27,7 @@ from tests.mount.live import wait_for
 from tests.trace.conftest import BLOCKS, TOUCHED, warm
 
 pytestmark = [
-    pytest.mark.bpf,
+    pytest.mark.filemap,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="page tables of x86-64 are read"),
 ]
 TRIES = 50  # DAMON and reclaim may clear an accessed bit, but never set one

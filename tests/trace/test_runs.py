@@ -18,7 +18,7 @@ from llmcache.trace.record import HIT, MISS
 from llmcache.trace.records import EVICT, FILL, Scope
 from tests.trace.conftest import BLOCKS, PATIENCE_S, TOUCHED, Recording, drop, lock, recorded, warm, warm_but
 
-pytestmark = pytest.mark.bpf
+pytestmark = pytest.mark.filemap
 Record = Callable[..., Recording]
 ROOT = Path(__file__).resolve().parents[2]
 

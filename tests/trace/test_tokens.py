@@ -211,7 +211,7 @@ def test_a_signal_ends_an_observation_with_its_summary(model: Path, number: sign
 def test_without_tracepoints_of_files_tokens_are_observed_but_layers_are_not(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "has_tracepoint", lambda _name: False)
+    monkeypatch.setattr(observer, "observable_by", lambda: None)
     found, _ = watched(client(model, 6, "--cold"))
     assert len(found) == 6
     assert sum(one.storage_ns for one in found) > 0

@@ -21,7 +21,7 @@ from llmcache.mount import syscalls
 from llmcache.mount.backends.files import READAHEAD_BYTES, Files, MappedFile, Program, SlotAllocator, read_ahead
 from llmcache.mount.readahead import read_ahead_file
 from llmcache.mount.source.backing import Backing
-from llmcache.storage import cached_blocks
+from llmcache.storage import cached_blocks, has_cachestat
 
 SIZE = 5 * HUGE_BYTES + 12345
 
@@ -45,8 +45,13 @@ def test_places_never_overlap_and_are_reused(steps: list[tuple[bool, int]]) -> N
             taken[found] = count
 
 
-@pytest.fixture
-def mapping(tmp_path: Path) -> Iterator[MappedFile]:
+@pytest.fixture(params=["cachestat", "mincore"])
+def mapping(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MappedFile]:
+    """An open file without cached pages, whose pages are counted in both ways."""
+    if request.param == "mincore":
+        monkeypatch.setattr("llmcache.storage._CACHESTAT", 9999)  # as before Linux 6.5
+    elif not has_cachestat():
+        pytest.skip("the kernel has no cachestat")
     path = tmp_path / "file"
     path.write_bytes(os.urandom(SIZE))
     fd = os.open(path, os.O_RDONLY)

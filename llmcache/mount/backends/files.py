@@ -37,7 +37,7 @@ from llmcache.mount.state.interfaces import EngineCalls
 from llmcache.mount.state.space import PINNED, SINGLE, LoopSpace, SpaceFile
 from llmcache.mount.state.state import LOADS_S
 from llmcache.procfs import RunningProcesses
-from llmcache.storage import cached_blocks
+from llmcache.storage import cached_blocks, map_file, unmap
 from llmcache.units import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class MappedFile:
     @classmethod
     def of(cls, backing: Backing, window: int = 0) -> MappedFile:
         length = backing.size
-        address = syscalls.mmap(backing.fd, length)
+        address = map_file(backing.fd, length)
         with contextlib.suppress(OSError):  # a kernel without huge pages uses readahead in small pages
             syscalls.madvise(address, length, syscalls.MADV_HUGEPAGE)
             syscalls.madvise(address, length, syscalls.MADV_RANDOM)  # otherwise a fault reads two huge pages
@@ -267,7 +267,7 @@ class MappedFile:
         """The file stays open if a read of it may hang."""
         self.backing.close()
         if not self.backing.kept:
-            syscalls.munmap(self.address, self.length)
+            unmap(self.address, self.length)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,8 @@ import struct
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint, library
+from llmcache.bpf.filemap import BY_FUNCTION, BY_TRACEPOINT, observable_by
+from llmcache.bpf.libbpf import OBJECTS, BpfObject, LoadFailure, has_tracepoint
 from llmcache.bpf.ring import Ring
 from llmcache.errors import MissingRequirement
 from llmcache.model.tensors import SliceRun
@@ -30,10 +31,13 @@ QUIET_NS = 20_000_000
 GATHER_NS = 1_000_000  # least time between two wake-ups of the daemon for hits
 MISS, FAULT = 1, 2
 _RING_BYTES = 1 << 20
-_PROGRAMS = ("read_pages", "fault_page", "map_around", "add_folio")
+_PROGRAMS = {
+    BY_TRACEPOINT: ("read_pages", "fault_page", "map_around", "add_folio"),
+    BY_FUNCTION: ("batch_found", "fault_begun", "map_returned", "add_folio"),
+}
 _FAULT_TRACEPOINT = "page_fault_user"  # x86-64 has it, arm64 does not
 _FAULTS = (("fault", "fault_in_call"), ("fault_handled",), ())
-"""Programs that observe mappings by huge pages, which the others do not see: at a tracepoint, at a function, or none."""
+"""Programs that observe mappings by huge pages, which BY_TRACEPOINT misses: at a tracepoint, at a function, or none."""
 _FRAME = struct.Struct("<IIQIIII")
 _KEY = struct.Struct("<QQ")
 _WATCHED = struct.Struct("<IIIIIII")
@@ -68,9 +72,6 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
     if reason := syscalls.refusal():
         return reason
     try:
-        library()
-        if not has_tracepoint("mm_filemap_get_pages"):
-            return "the kernel has no tracepoints for page cache accesses (Linux 6.12 and later have them)"
         programs = _load_attached()
     except MissingRequirement as problem:
         return problem.message
@@ -83,10 +84,20 @@ def why_not(directory: str | None = None, *, keep: bool = False) -> str | None:
 
 
 class _Programs(NamedTuple):
-    """The BPF object, and its programs to attach."""
+    """The BPF object, and its programs to attach. `way`: BY_TRACEPOINT or BY_FUNCTION."""
 
     object: BpfObject
-    names: Sequence[str]
+    way: str
+    faults: Sequence[str]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (*_PROGRAMS[self.way], *self.faults)
+
+    @property
+    def sees_huge(self) -> bool:
+        """Return whether mappings by huge pages are observed."""
+        return self.way == BY_FUNCTION or bool(self.faults)
 
     def attach(self) -> None:
         """After a LoadFailure, the object is closed."""
@@ -99,34 +110,43 @@ class _Programs(NamedTuple):
             raise
 
 
-def _load(faults: Sequence[str]) -> _Programs:
+def _load(way: str, faults: Sequence[str]) -> _Programs:
     loaded = BpfObject(OBJECT)
     try:
         loaded.configure(struct.pack("<QQII", QUIET_NS, GATHER_NS, PAGE_BYTES.bit_length() - 1, 0))
-        loaded.load([*_PROGRAMS, *faults, "begin"])
+        loaded.load([*_PROGRAMS[way], *faults, "begin"])
     except LoadFailure:
         loaded.close()
         raise
-    return _Programs(loaded, (*_PROGRAMS, *faults))
+    return _Programs(loaded, way, faults)
 
 
 def _load_attached() -> _Programs:
-    """Use the first of `_FAULTS` that the kernel accepts. MissingRequirement."""
-    for faults in _FAULTS if has_tracepoint(_FAULT_TRACEPOINT) else _FAULTS[1:]:
+    """Use the programs for this kernel, with the first of `_FAULTS` that it accepts. MissingRequirement."""
+    way = observable_by()
+    if way is None:
+        raise MissingRequirement(
+            "the kernel has neither tracepoints for page cache accesses (Linux 6.12 and later have them) nor BTF of the "
+            "functions behind them",
+            "use another --mode",
+        )
+    choices = _FAULTS if has_tracepoint(_FAULT_TRACEPOINT) else _FAULTS[1:]
+    for faults in choices if way == BY_TRACEPOINT else [()]:
         try:
-            programs = _load(faults)
+            programs = _load(way, faults)
             programs.attach()
             return programs
         except LoadFailure as failure:
             refused = failure
             if failure.program not in faults:
                 break
-    raise _refused(refused) from refused
+    raise _refused(refused, way) from refused
 
 
-def _refused(failure: LoadFailure) -> MissingRequirement:
-    hint = "run as root (or with CAP_BPF and CAP_PERFMON), or use another --mode"
-    return MissingRequirement(f"the kernel rejects the BPF programs that observe reads: {failure}", hint)
+def _refused(failure: LoadFailure, way: str) -> MissingRequirement:
+    place = "" if way == BY_TRACEPOINT else " at functions (Linux 6.12 and later have tracepoints instead)"
+    text = f"the kernel rejects the BPF programs that observe reads{place}: {failure}"
+    return MissingRequirement(text, "use another --mode")
 
 
 class _Nothing(ctypes.Structure):
@@ -146,9 +166,9 @@ class Touches:
             try:
                 programs.attach()
             except LoadFailure as failure:
-                raise _refused(failure) from failure
+                raise _refused(failure, programs.way) from failure
         self._object = programs.object
-        if programs.names == _PROGRAMS:
+        if not programs.sees_huge:
             log.warning("uses of huge pages by clients are not observed: the kernel allows no BPF program at page faults")
         self._ring = Ring(self._object.map_fd("ring"), _RING_BYTES, _FRAME.size - 8)
         self._counted: set[int] = set()  # numbers of the files whose reads are counted
