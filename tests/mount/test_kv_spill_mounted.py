@@ -20,31 +20,6 @@ SHAPE = KvShape("tiny", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
 TINY = KvShape("tiny", layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 
 
-@pytest.mark.parametrize("direct", [None, False])
-def test_a_spill_file_on_a_mount(mount: Mounter, direct: bool | None) -> None:
-    mounted = mount()
-    path = mounted.point / "context.kv"
-    with SpillFile.create(path, SHAPE, direct=direct) as file:
-        append(file, 0, ids(0, 1600))
-        file.flush()
-        append(file, 0, ids(1600, 40))
-        assert restored(file, 0) == list(range(1640))
-    with SpillFile.open(path, SHAPE, direct=direct) as file:
-        assert not file.torn and restored(file, 0) == list(range(1640))
-        file.truncate(0, 100)
-        append(file, 0, ids(1600, 160))
-    with SpillReader.open(mounted.source / "context.kv") as behind:
-        assert restored(behind, 0) == list(range(1760))
-    assert os.listdir(mounted.source) == ["context.kv"]
-
-
-def test_a_name_outside_the_spill_pattern_is_refused(mount: Mounter) -> None:
-    mounted = mount()
-    with pytest.raises(MissingRequirement, match="Read-only file system"):
-        SpillFile.create(mounted.point / "context.gguf", SHAPE)
-    assert os.listdir(mounted.source) == []
-
-
 @pytest.mark.parametrize("mode", ["steer", pytest.param("inplace", marks=pytest.mark.bpf)])
 def test_stored_prompts_on_a_mount(mount: Mounter, tmp_path: Path, mode: str) -> None:
     """Blocks, links and locks work as on the underlying file system, the limit holds, and SOURCE has the same files."""

@@ -226,18 +226,6 @@ def test_an_invalid_benchmark_is_refused_with_the_field(change: dict[str, Any], 
     assert caught.value.hint
 
 
-def test_the_table_separates_measured_and_emulated_values(capsys: pytest.CaptureFixture[str]) -> None:
-    kv_bench.show(MEASURED, False)
-    output = capsys.readouterr().out
-    assert "measured on this machine, with a synthetic stream" in output and "a note" in output
-    assert "device of Full (smartssd): 9 commands in all steps, 4.00 ms modelled, 7.00 ms of wall time" in output
-    lines = [line.split() for line in output.splitlines() if line.startswith("Full ")]
-    assert lines[0][-1] == "3.00x" and lines[1][-2:] == ["3", "(25.0%)"]
-    assert "context 2048" in output and "alpha" not in output, "unset options are omitted"
-    assert "stream synthetic" in output and "speed-up of Hillinfer: 3.00x over Full" in output
-    assert " ".join(lines[1][1:11]) == "512 75.0% 300 KB 6.00 MB 7.00 KB 90.0 MB", "scoring, fetch, others, internal"
-
-
 @pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
 def test_every_format_is_plotted_from_the_saved_file(found: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"

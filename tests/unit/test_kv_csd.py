@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 from llmcache.errors import DataError, MissingRequirement, UsageError
-from llmcache.kv.kernels import RunningTop, score, top
+from llmcache.kv.kernels import score
 from llmcache.kv.spill import KvShape, SpillFile, SpillReader
 from llmcache.papers.csd import PROFILES, CsdProfile, EmulatedCsd, ScoreBlock, host
 from llmcache.papers.csd.profile import ModelledClock
-from llmcache.papers.csd.wire import decode, encode, receive
+from llmcache.papers.csd.wire import decode, encode
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import ids
@@ -84,44 +81,6 @@ def test_scores_equal_those_of_the_host_rounded_to_fp16(make: Make, tokens: int,
         assert np.abs(summed - score(queries[None], keys[None], combine="sum")[0]).max() < 0.05
     with SpillReader.open(device.path, SHAPE) as file:
         assert file.length(0) == tokens, "the file is flushed and complete"
-
-
-@FORKED
-def test_transfers_larger_than_the_shared_memory(make: Make) -> None:
-    shape = KvShape("big", layers=1, kv_heads=4, head_dim=128, page_tokens=16, value_dim=64)
-    keys = normal((4, 12_000, 128), 1).astype(np.float16)
-    with make(shape=shape) as device:
-        device.append(0, 0, keys, keys[:, :, :64])
-        before = device.report.link_to_host_bytes
-        found = device.read(0, 0, list(range(750)))
-        pages_bytes = 750 * sum(shape.slot_sizes)
-        assert device.report.link_to_host_bytes - before == pages_bytes + 16
-        assert found[0].swapaxes(0, 1).reshape(4, -1, 128).tobytes() == keys.tobytes()
-        queries = normal((4, 128), 2)
-        best = RunningTop(50)
-        for block in device.execute(queries, 0, 0):
-            if block.head == 3:
-                best.add(block.positions, block.scores)
-        exact = score(queries[None], keys[None])[0, 3]
-        assert len(np.intersect1d(best.result(), top(exact, 50))) >= 47
-
-
-@FORKED
-def test_blocks_arrive_while_the_device_is_still_reading(make: Make) -> None:
-    """With throttling, the first block arrives long before the last."""
-    slow = CsdProfile("slow", 20e6, math.inf, math.inf, 1000, fdm_bytes=1 << 20, buffer_bytes=1 << 18, throttle=True)
-    with make(slow) as device:
-        filled(device, 16_384)
-        list(device.execute(normal((2, 64), 2), 0, 1))  # compile the loops
-        firsts, modelled_s = [math.inf], 16_384 * 256 / 20e6
-        while min(firsts) >= modelled_s / 2 and len(firsts) < 50:  # a pause of the machine may delay a block
-            begin, times = time.perf_counter(), []
-            for _ in device.execute(normal((2, 64), 2), 0, 1):
-                times.append(time.perf_counter() - begin)
-            assert device.last.modelled_ns == pytest.approx(1e9 * modelled_s + 1000, rel=0.01)
-            assert times[-1] >= modelled_s and device.last.wall_ns >= device.last.modelled_ns
-            firsts.append(times[0])
-        assert min(firsts) < modelled_s / 2
 
 
 def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> None:
@@ -197,15 +156,6 @@ def test_missing_acknowledged_pages_are_reported(make: Make) -> None:
         file.truncate(0, 100)
     with pytest.raises(DataError, match="pages by layer"):
         device.restart()
-
-
-def test_an_incomplete_message_raises_eoferror() -> None:
-    ours, theirs = Pipe()
-    with theirs:
-        with ours:
-            os.write(ours.fileno(), struct.pack("!i", 100) + b"half of it")
-        with pytest.raises(EOFError):
-            receive(theirs)
 
 
 def test_the_device_ends_with_its_host(make: Make) -> None:

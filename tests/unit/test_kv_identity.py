@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ def test_a_digest_is_saved_until_the_file_changes(
         lambda data: data[:-5],
         lambda data: data.replace(b'"digest": "', b'"digest": "00')[:-1],
         lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],
+        lambda data: re.sub(rb'(?<="digest": ").', lambda digit: b"0" if digit[0] != b"0" else b"1", data),
         lambda data: b"\xff" * 100,
     ],
 )
@@ -160,15 +162,6 @@ def test_a_damaged_saved_digest_is_ignored_and_replaced(
     forgotten()
     assert digest(model) == before
     assert memory.read_bytes() == data
-
-
-def test_a_saved_digest_with_a_flipped_digit_is_ignored(model: Path, tmp_path: Path, forgotten: Callable[[], None]) -> None:
-    before = digest(model)
-    assert before
-    (memory,) = memories(tmp_path)
-    memory.write_text(memory.read_text().replace(before, before[:-1] + ("0" if before[-1] != "0" else "1")))
-    forgotten()
-    assert digest(model) == before
 
 
 def test_no_digest_is_saved_where_that_is_impossible(

@@ -31,16 +31,6 @@ def chosen(*heads: list[int]) -> Array:
     return np.array([heads], np.int64)
 
 
-def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
-    table = HitTable(layers=2, batch=1)
-    table.record(1, chosen([0, 3], [3, 40]))
-    table.record(1, chosen([3, 4], [3, 4]))
-    assert table.rows(1, 0, 48).nonzero()[0].tolist() == [0, 3, 4, 40]
-    assert table.rows(1, 0, 48)[[0, 3, 4, 40]].tolist() == [1, 4, 2, 1]
-    assert table.pages(1, 0, 3, 16).tolist() == [7, 0, 1]
-    assert not table.pages(0, 0, 3, 16).any()
-
-
 def test_hits_are_halved_before_an_overflow_and_keep_their_order() -> None:
     table = HitTable(layers=1, batch=1)
     counts = table.rows(0, 0, 2000)
@@ -114,21 +104,6 @@ def test_pages_that_move(
 ) -> None:
     found = moves(np.array(list(in_cpu)) == "c", np.array(hits), important, room, recent, clearly)
     assert [side.tolist() for side in found] == [up, down]
-
-
-def test_moves_respect_the_limit_of_the_pool() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        pages = int(random.integers(1, 30))
-        room = int(random.integers(0, pages + 2))
-        in_cpu = np.zeros(pages, bool)
-        in_cpu[random.permutation(pages)[:room]] = True
-        hits = random.integers(0, 5, pages)
-        important, recent = (int(x) for x in random.integers(0, pages + 2, 2))
-        come, go = moves(in_cpu, hits, important, room, recent)
-        assert not in_cpu[come].any() and in_cpu[go].all()
-        assert int(in_cpu.sum()) + len(come) - len(go) <= room
-        assert hits[come].sum() >= hits[go].sum() + len(go) and len(come) <= important
 
 
 # Pools over decode steps

@@ -30,7 +30,7 @@ from llmcache.arrays import Bytes
 from llmcache.cli import app
 from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.prefix.state import Joined, State, StateLayout, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
+from llmcache.kv.prefix.store import CUT, PART, Block, BlockKey, BlockStore
 from llmcache.kv.spill.raw import RawFile
 from tests.fuzz.target import bounded
 
@@ -148,17 +148,6 @@ def store(tmp_path: Path) -> BlockStore:
 
 def numbers(store: BlockStore) -> set[int]:
     return {int(entry.key.name, 16) for entry in store.entries()}
-
-
-def test_written_blocks_are_read(store: BlockStore) -> None:
-    for number, kind in enumerate((CUT, PART, WHOLE)):
-        assert store.write(key(number, kind=kind), block(number)) == FILE_BYTES
-        assert key(number, kind=kind) in store
-        assert same(store.read(key(number, kind=kind)), block(number))
-    odd = Block(np.arange(13, dtype=np.uint8), (5,))
-    store.write(key(9), odd)
-    assert same(store.read(key(9)), odd)
-    assert key(1) not in store and store.read(key(1)) is None
 
 
 def test_other_users_have_no_access(store: BlockStore) -> None:

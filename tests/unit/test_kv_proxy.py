@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore
-from llmcache.kv.proxy import http, prompts, proxy
+from llmcache.kv.proxy import http
 from llmcache.kv.proxy.command import address_of
-from llmcache.kv.proxy.http import Address, Answer, BadRequest, Head
+from llmcache.kv.proxy.http import Address, Answer, BadRequest
 from llmcache.kv.proxy.prompts import Found, Spool, StoredPrompts, tokens_of, uses_states
 from llmcache.kv.proxy.server import Options
 from llmcache.kv.proxy.slots import Slot, SlotTable, Tokens, choose, common
@@ -304,38 +303,3 @@ async def read_answer(data: bytes, method: str = "GET") -> Answer:
 def test_the_end_of_an_answer_is_detected(headers: bytes, body: bytes, expected: tuple[bool, bool]) -> None:
     answer = asyncio.run(read_answer(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n\r\n" + body))
     assert (answer.has_end, answer.is_whole) == expected
-
-
-def test_headers_of_a_connection_are_not_forwarded() -> None:
-    head = Head.parse(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nA: b")
-    assert head.encode(Connection="close") == b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\nConnection: close\r\n\r\n"
-
-
-def test_id_slot_is_the_only_change_of_a_request() -> None:
-    data = b' {"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
-    assert proxy._with_slot(data, {}, 3) == b' {"id_slot":3,"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
-    assert proxy._with_slot(b'{"id_slot": -1}', {"id_slot": -1}, 3) == b'{"id_slot": 3}'
-
-
-def test_the_timings_at_the_end_of_an_answer() -> None:
-    timings = '"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5,"predicted_n":4}'
-    found = proxy._timings(f'data: {{"timings":{{"cache_n":0}}}}\n\ndata: {{"a":1,{timings}}}\n\ndata: [DONE]\n\n'.encode())
-    assert found is not None and (found["cache_n"], found["prompt_n"], found["predicted_n"]) == (1, 2, 4)
-    assert proxy._timings(b"") is None and proxy._timings(b'"timings":{"cache_n":"x"}') is None
-
-
-def test_free_space_is_checked_before_a_slot_is_saved(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "kv", 1000)
-    assert prompts.room(store, 999) == "" and "limit" in prompts.room(store, 1001)
-    unlimited = BlockStore(tmp_path / "kv", 1 << 62)
-    assert "full" in prompts.room(unlimited, 1 << 61)
-
-
-def test_the_proxy_ends_while_a_file_is_being_identified(tmp_path: Path) -> None:
-    from llmcache.kv.proxy.server import file_digest
-
-    file, ended = tmp_path / "file", threading.Event()
-    file.write_bytes(b"x" * 100)
-    assert len(file_digest(str(file), ended)) == 64
-    with pytest.raises(MissingRequirement):
-        file_digest(str(tmp_path / "none"), ended)

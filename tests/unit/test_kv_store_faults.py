@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
-from llmcache.kv.spill import KvShape, SpillReader
+from llmcache.kv.spill import SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
@@ -229,18 +229,6 @@ def test_a_device_killed_before_it_acknowledges(make: Make) -> None:
         plain.check_all(found)
 
 
-def test_the_spill_file_of_another_model(make: Make, tmp_path: Path) -> None:
-    store, _ = make(40)
-    store.close()
-    other = KvShape("other", 2, 2, 8, page_tokens=4)
-    files = sorted(os.listdir(tmp_path))
-    with pytest.raises(DataError, match="spill file of another model") as caught:
-        KvStore.restore(tmp_path / "a.kv", StoreConfig(other))
-    assert "'tiny', not 'other'" in caught.value.message and sorted(os.listdir(tmp_path)) == files
-    with pytest.raises(MissingRequirement, match="opening"):
-        KvStore.restore(tmp_path / "b.kv", StoreConfig(SHAPE))
-
-
 @contextlib.contextmanager
 def killed_after(writes: int) -> Iterator[None]:
     """A context that ends after this many writes, as if its process were killed."""
@@ -322,20 +310,6 @@ def test_a_missing_directory(tmp_path: Path, make: Make) -> None:
         with pytest.raises(UsageError, match=f"{where}: not a directory"):
             make(path=tmp_path / where / "a.kv", ssd="csd")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_damaged_page_tables(make: Make, tmp_path: Path) -> None:
-    store, _ = make(40, batch=2)
-    store.select(np.array([1, 0]))
-    store.close()
-    tables = tmp_path / "tables-a.kv"
-    good = tables.read_text()
-    for bad in ("", good[:-5], good.replace("tables/1", "tables/2"), good.replace('"saved"', '"safe"')):
-        tables.write_text(bad)
-        with pytest.raises(DataError, match="page tables: "):
-            reopen(store)
-    tables.write_text(good)
-    reopen(store).close()
 
 
 def test_tables_of_a_deleted_file_are_removed(make: Make, tmp_path: Path) -> None:

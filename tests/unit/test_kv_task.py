@@ -27,7 +27,6 @@ from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
 from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
-from llmcache.report.theme import KV_LOOKS
 from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.task_parts import answers, of_policies
 
@@ -248,13 +247,6 @@ def test_errors_name_the_damaged_field(path: list[Any], value: Any, field: str) 
     place[path[-1]] = value
     with pytest.raises(DataError, match=field):
         read_task(data, "run.json")
-
-
-def test_variants_of_a_policy_have_different_looks() -> None:
-    looks = kv_task.looks_of(["icecache", "icecache-reuse", "quest", "icecache-tree", "icecache"])
-    assert list(looks) == ["icecache", "icecache-reuse", "quest", "icecache-tree"]
-    assert looks["icecache"] == KV_LOOKS["icecache"] and looks["quest"] == KV_LOOKS["quest"]
-    assert len({(look.dash, look.marker) for look in looks.values()}) == 4
 
 
 def test_a_saved_task_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
