@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pytest
 from llmcache.kv.prefix.state import StateLayout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
 from tests.conftest import GEMMA
+from tests.e2e.test_proxy import free_port
 from tools.make_model import main as generate
 
 if TYPE_CHECKING:
@@ -36,12 +36,6 @@ CONTEXT = 1024
 pytestmark = pytest.mark.llama
 
 Open = Callable[..., Any]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def make_model(path: Path, *more: str) -> Path:
@@ -335,28 +329,22 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
-def make_recurrent(path: Path) -> Path:
-    """Write the smallest Mamba model that llama.cpp loads, with random weights."""
+def write_model(path: Path, kind: str, metadata: dict[str, Any], layer: dict[str, tuple[int, ...]]) -> Path:
+    """Write a GGUF file with random weights; `layer` has the shapes of the weights of each layer by name."""
     import gguf
 
-    width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
-    writer, drawn = gguf.GGUFWriter(path, "mamba"), np.random.default_rng(0)
-    metadata = {
-        "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
-        "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
-        "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
+    writer, drawn = gguf.GGUFWriter(path, kind), np.random.default_rng(0)
+    vocabulary, width = metadata.pop("vocabulary"), metadata["embedding_length"]
+    metadata |= {
+        "context_length": 4096, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
         "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
         "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
     }  # fmt: skip
     for name, value in metadata.items():
         getattr(writer, f"add_{name}")(value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
-    mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
-    mamba |= {"x.weight": (rank + 2 * state, inner), "dt.weight": (inner, rank), "a": (inner, state), "d": (inner,)}
-    mamba |= {"out.weight": (width, inner)}
-    for layer in range(2):
-        shapes |= {f"blk.{layer}.ssm_{name}": shape for name, shape in mamba.items()}
-        shapes[f"blk.{layer}.attn_norm.weight"] = (width,)
+    for number in range(metadata["block_count"]):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
     for name, shape in shapes.items():
         values = np.ones(shape) if "norm" in name else drawn.standard_normal(shape) / 4
         writer.add_tensor(name, (-abs(values) if name.endswith("ssm_a") else values).astype(np.float32))
@@ -365,6 +353,21 @@ def make_recurrent(path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def make_recurrent(path: Path) -> Path:
+    """Write the smallest Mamba model that llama.cpp loads."""
+    width, inner, state, rank = 64, 128, 16, 4
+    metadata = {
+        "vocabulary": 1024, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
+        "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
+    }  # fmt: skip
+    layer = {
+        "attn_norm.weight": (width,), "ssm_in.weight": (2 * inner, width), "ssm_conv1d.weight": (inner, 4),
+        "ssm_conv1d.bias": (inner,), "ssm_dt.bias": (inner,), "ssm_x.weight": (rank + 2 * state, inner),
+        "ssm_dt.weight": (inner, rank), "ssm_a": (inner, state), "ssm_d": (inner,), "ssm_out.weight": (width, inner),
+    }  # fmt: skip
+    return write_model(path, "mamba", metadata, layer)
 
 
 def test_recurrent_states_are_stored_whole(

@@ -226,15 +226,13 @@ def test_an_invalid_benchmark_is_refused_with_the_field(change: dict[str, Any], 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (MEASURED, "html"), (SWEEP, "png")])
+@pytest.mark.parametrize(("found", "form"), [(MEASURED, "svg"), (SWEEP, "png")])
 def test_every_format_is_plotted_from_the_saved_file(found: Bench, form: str, tmp_path: Path) -> None:
     run, output = tmp_path / "run.json", tmp_path / f"picture.{form}"
     run.write_text(json.dumps(found.document()))
     kv_bench.plot(str(run), str(output), force=False)
     data = output.read_bytes()
-    assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE"}[form])
-    if form == "svg":
-        assert b"Measured, with an emulated accelerator." in data
+    assert data.startswith(b"\x89PNG" if form == "png" else b"<?xml")
     with pytest.raises(UsageError, match=r"exists|there"):
         kv_bench.plot(str(run), str(output), force=False)
     kv_bench.plot(str(run), str(output), force=True)

@@ -48,14 +48,14 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def filled(device: EmulatedCsd, tokens: int) -> NDArray[np.float16]:
-    """Write `tokens` to sequence 0; return the keys of layer 1 [kv_heads, tokens, head_dim]."""
-    keys = normal((2, 2, tokens, 64), 1).astype(np.float16)
-    for layer in range(2):
-        device.append(0, layer, keys[layer], -keys[layer])
+def filled(device: EmulatedCsd, tokens: int) -> list[NDArray[Any]]:
+    """Write `tokens` to sequence 0; return keys and values [kv_heads, tokens, dim] of the last layer."""
+    shape, sides = device.shape, list[NDArray[Any]]()
+    for layer in range(shape.layers):
+        sides = [normal((2, tokens, dim), layer).astype(shape.numpy_dtype) for dim in (shape.head_dim, shape.value_dim)]
+        device.append(0, layer, *sides)
     device.append_tokens(0, ids(0, tokens), ids(0, tokens))
-    found: NDArray[np.float16] = keys[1]
-    return found
+    return sides
 
 
 def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
@@ -72,7 +72,7 @@ def gathered(blocks: Iterator[ScoreBlock], tokens: int) -> NDArray[np.float32]:
 @pytest.mark.parametrize(("tokens", "block_tokens"), [(5000, 1024), (40, 7)])
 def test_scores_equal_those_of_the_host_rounded_to_fp16(make: Make, tokens: int, block_tokens: int) -> None:
     with make() as device:
-        keys, queries = filled(device, tokens), normal((8, 64), 2)
+        keys, queries = filled(device, tokens)[0], normal((8, 64), 2)
         found = gathered(device.execute(queries, 0, 1, block_tokens=block_tokens), tokens)
         expected = score(queries[None], keys[None])[0]
         assert (found == expected.astype(np.float16).astype(np.float32)).all()
@@ -85,7 +85,7 @@ def test_scores_equal_those_of_the_host_rounded_to_fp16(make: Make, tokens: int,
 
 def test_a_killed_device_is_reported_and_restarted_without_loss(make: Make) -> None:
     device = make()
-    keys = filled(device, 3000)
+    keys = filled(device, 3000)[0]
     device.append(1, 0, keys, keys)  # one layer of a step: it is acknowledged, so it must not be lost
     queries = normal((2, 64), 2)
     before = gathered(device.execute(queries, 0, 1), 3000)
@@ -130,7 +130,7 @@ def interrupted(command: Callable[[], object]) -> None:
 def test_replies_of_an_interrupted_command_are_discarded(make: Make) -> None:
     """After an interrupted read, execution or write; the written pages are known."""
     device = make(CsdProfile("slow", math.inf, math.inf, 1e6, 0, throttle=True))
-    keys = filled(device, 1600)
+    keys = filled(device, 1600)[0]
     pages, queries = keys.reshape(2, 100, 16, 64).swapaxes(0, 1), normal((2, 64), 2)
     commands: list[Callable[[], object]] = [
         lambda: device.read(0, 1, list(range(60))),
@@ -222,21 +222,10 @@ def test_the_modelled_clock_models_a_pipeline() -> None:
 # A part of a layer: only the given pages are read and scored, and only the requested rows are sent
 
 
-def filled_rows(device: EmulatedCsd, tokens: int) -> list[Any]:
-    """Write `tokens` to layer 0 of sequence 0; return keys and values [kv_heads, tokens, dim]."""
-    random, shape = np.random.default_rng(1), device.shape
-    dims = (shape.head_dim, shape.value_dim)
-    arrays = [random.standard_normal((2, tokens, dim), dtype=np.float32).astype(shape.numpy_dtype) for dim in dims]
-    device.append(0, 0, *arrays)
-    device.append_tokens(0, np.arange(tokens), np.arange(tokens))
-    return arrays
-
-
 @FORKED
 def test_only_the_given_pages_are_read_and_scored(make: Make) -> None:
     device = make(shape=ROWS)
-    keys = filled_rows(device, 5000)[0]
-    queries = np.random.default_rng(2).standard_normal((4, 64), dtype=np.float32)
+    keys, queries = filled(device, 5000)[0], normal((4, 64), 2)
     pages = [3, 4, 5, 70, 100, 312]  # in several extents; the last is partial
     found = np.full((2, 5000), np.nan, np.float32)
     for block in device.execute(queries, 0, 0, pages=pages, block_tokens=20):
@@ -259,7 +248,7 @@ def test_only_the_given_pages_are_read_and_scored(make: Make) -> None:
 @FORKED
 def test_a_gather_sends_only_the_requested_rows(make: Make) -> None:
     device, shape = make(CsdProfile("modelled", 1e9, 1e9, 1e8, 1000), ROWS), ROWS
-    arrays = filled_rows(device, 5000)
+    arrays = filled(device, 5000)
     random = np.random.default_rng(3)
     positions = [np.sort(random.choice(4990, size, replace=False)) for size in (700, 3)]
     written = device.report.internal_read_bytes, device.report.link_to_host_bytes, device.report.modelled_ns
@@ -278,7 +267,7 @@ def test_a_gather_sends_only_the_requested_rows(make: Make) -> None:
 def test_a_gather_of_more_rows_than_fit_the_ring(make: Make) -> None:
     shape = KvShape("big", 1, 2, 128, "float32", page_tokens=16)
     device = make(shape=shape)
-    keys, values = filled_rows(device, 12_000)
+    keys, values = filled(device, 12_000)
     assert keys.nbytes + values.nbytes > 2 << 23
     found = device.gather(0, 0, [np.arange(12_000)] * 2)
     assert (found[0] == keys.reshape(-1, 128)).all() and (found[1] == values.reshape(-1, 128)).all()

@@ -251,14 +251,11 @@ def test_errors_name_the_damaged_field(path: list[Any], value: Any, field: str) 
 
 def test_a_saved_task_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kv_task.show(of_policies(own=9), False)
-    output = capsys.readouterr().out
-    assert "measured on this machine" in output and "IceCache 64" in output and "90.0% ± 0.0%" in output
+    assert "90.0% ± 0.0%" in capsys.readouterr().out
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
     invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
-    page = (tmp_path / "run.html").read_text()
-    assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
-    assert "figure 6" in page and "figures 7b and 7c" in page and "Measured" in page
+    assert 'src="data:image/png' in (tmp_path / "run.html").read_text()
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):
         invoke("plot", str(run), "-o", str(tmp_path / "other.png"))
