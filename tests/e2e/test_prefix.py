@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -475,29 +474,6 @@ while True:
     model.create_completion(prompt(512) + prompt(256, seed=seed), max_tokens=4, temperature=0)
     seed += 1
 """
-
-
-def test_restored_prompts_are_right_after_a_kill(
-    tiny: Path, open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = open_model(tiny)
-    with stored(tmp_path / "kv") as cache:
-        for turn in range(2):
-            command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
-            pair = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-            for process in pair:
-                assert process.stdout and process.stdout.readline() == "ready\n"
-            deadline = time.monotonic() + 120
-            while len(cache.store.entries()) < 4 * (turn + 1) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            for process in pair:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            tokens = prompt(512) + prompt(256, seed=turn * 100)
-            assert answer(open_model(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
-        assert cache.counters.hits == 2 and not caplog.messages
-    BlockStore(tmp_path / "kv", 10**9)
-    assert not list((tmp_path / "kv").rglob("new-*"))
 
 
 def test_the_queue_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import errno
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,13 +20,13 @@ import pytest
 from llmcache.errors import DataError, LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.spill import SpillReader
 from llmcache.kv.spill.raw import RawFile, problem
-from llmcache.kv.tiers import KvStore, Selection, StoreConfig
+from llmcache.kv.tiers import KvStore, Selection
 from llmcache.kv.tiers.ssd import CsdTier
 from llmcache.papers.csd import CsdProfile
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
-from tests.unit.kv_parts import flip, small_disk
-from tests.unit.store_parts import Make, Plain, crash, shape_of
+from tests.unit.kv_parts import flip
+from tests.unit.store_parts import Make, crash, shape_of
 from tests.unit.store_parts import make as make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,35 +43,6 @@ def reopen(store: KvStore) -> KvStore:
 def device_of(store: KvStore) -> Any:
     assert isinstance(store.ssd, CsdTier)
     return store.ssd.device
-
-
-@FORKED
-@KINDS
-def test_a_full_disk(tmp_path: Path, make: Make, ssd: str) -> None:
-    """On a real file system of 10 MiB, unwritten pages stay in memory, and are written once there is space."""
-    with small_disk(tmp_path, "10m") as small, contextlib.ExitStack() as ends:
-        (small / "ballast").write_bytes(bytes(1_000_000))
-        store, plain = make(40, path=small / "a.kv", ssd=ssd)
-        ends.callback(crash, store)
-        for layer in (0, 1):
-            with pytest.raises(MissingRequirement, match="no space left") as caught:
-                store.append(layer, *plain.grow(layer, 3000, 1))
-            assert caught.value.hint and caught.value.exit_code == 3
-        plain.commit(store, 3000, 1)  # the extent of tokens has room for many
-        plain.check_all(store)
-        with pytest.raises(MissingRequirement, match="no space left"):
-            store.spill()
-        assert sorted(os.listdir(small)) == ["a.kv", "ballast"], "no other files remain"
-        (small / "ballast").unlink()
-        subprocess.run(["mount", "-o", "remount,size=60m", small], check=True)
-        store.spill()
-        plain.step(store, 5, seed=2)
-        plain.check_all(store)
-        assert store.pools[0].used <= 7, "the pool is within its limit again"
-        store.save()
-        store.close()
-        with reopen(store) as found:
-            plain.check_all(found)
 
 
 EVERY = 16
@@ -322,63 +291,3 @@ def test_tables_of_a_deleted_file_are_removed(make: Make, tmp_path: Path) -> Non
     other.close()
     with reopen(other) as found:
         plain.check_all(found)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-import numpy as np
-from llmcache.kv.tiers import KvStore, StoreConfig
-from tests.unit.store_parts import Plain, shape_of
-store = KvStore(StoreConfig(shape_of(), 2, 4, 8, cpu_pages=5, path=Path(sys.argv[1]), ssd=sys.argv[2], threads=1))
-plain = Plain(shape_of(), 2)
-for seed in range(10_000):
-    plain.step(store, 3, seed)
-    if seed == 10:
-        store.select(np.array([1, 1]))
-    print(store.length, flush=True)
-"""
-
-
-@KINDS
-def test_a_killed_process(tmp_path: Path, ssd: str) -> None:
-    path = tmp_path / "a.kv"
-    command = [sys.executable, "-c", WRITER, str(path), ssd]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        while int(writer.stdout.readline()) < 90:
-            pass
-        writer.kill()
-        length = int((writer.stdout.read().split() or ["90"])[-1])
-    plain = Plain(SHAPE, 2)
-    for seed in range(length // 3 + 1):
-        for layer in (0, 1):
-            plain.grow(layer, 3, seed)
-        plain.grow_ids(3, seed)
-        if seed == 10:
-            plain.choose(np.array([1, 1]))
-    config = StoreConfig(SHAPE, 2, 4, 8, cpu_pages=5, path=path, ssd=ssd, threads=1)
-    store = _restored_once_free(path, config)
-    try:
-        assert length // 4 * 4 <= store.length <= length + 3
-        plain.crop(store.length)
-        assert (store.ids == plain.ids).all()
-        plain.check_all(store)
-        plain.step(store, 9, seed=1)
-        plain.check_all(store)
-        assert sorted(os.listdir(tmp_path)) == ["a.kv", "tables-a.kv"]
-    finally:
-        store.discard()
-    assert not os.listdir(tmp_path)
-
-
-def _restored_once_free(path: Path, config: StoreConfig) -> KvStore:
-    """Restore the store once the device has flushed and unlocked the file, shortly after its host has died."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return KvStore.restore(path, config)
-        except MissingRequirement as error:
-            if "another process is writing" not in error.message or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
