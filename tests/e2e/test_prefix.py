@@ -189,16 +189,6 @@ def test_prompts_share_their_blocks(tiny: Path, open_model: Open, cache: PrefixC
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
-def test_the_beginning_of_a_prompt_larger_than_the_limit_is_restored(tiny: Path, open_model: Open, tmp_path: Path) -> None:
-    with stored(tmp_path / "all") as whole:
-        answer(open_model(tiny, whole), prompt(900))
-        sizes = {entry.key.index: entry.size_bytes for entry in whole.store.entries()}
-    with stored(tmp_path / "few", limit=int(2.5 * sizes[0])) as few:
-        answer(open_model(tiny, few), prompt(900))
-        answer(open_model(tiny, few), prompt(900))
-        assert few.counters.restored_tokens >= 256
-
-
 def test_other_models_and_other_settings_have_other_blocks(
     tiny: Path, tmp_path: Path, open_model: Open, cache: PrefixCache
 ) -> None:

@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 
 from llmcache.arrays import Floats
 from llmcache.kv.kernels import RunningTop, left_out, products, score, top, top_shared, weights
-from llmcache.kv.kernels.scores import widened, widened_by_shifts
+from llmcache.kv.kernels.scores import _half_by_shifts, widened
 from llmcache.kv.kernels.threads import run_all
 from llmcache.kv.kernels.top import first_from, sort
 from tests.conftest import examples
 from tests.unit.kv_parts import carried
+
+
+@numba.extending.intrinsic
+def widened_by_shifts(typing_context, value):  # type: ignore[no-untyped-def]
+    """Return the fp16 number with the bits `value` as float32, as on a CPU without an instruction for it."""
+    return numba.types.float32(value), lambda context, builder, signature, values: _half_by_shifts(builder, values[0])
 
 
 @numba.njit

@@ -42,15 +42,6 @@ def test_pages_are_read_in_any_order_and_together(
         assert part[1].tobytes() == values[order].tobytes()
         together = [2, 3, 2, 3, 2, 2, 2] if interleaved else [1, 2, 2, 1, 1, 1] * 2
         assert sorted(size // 4096 for size in reads) == sorted(together), "pages 15 and 16 are in different extents"
-        taken: list[tuple[int, int, bytes]] = []
-        file.read_through(0, 1, order, lambda *given: taken.append((*given[:2], given[2].tobytes())), threads=1)
-        for side, rows in enumerate(part):
-            of_side = sorted((first, data) for taken_side, first, data in taken if taken_side == side)
-            assert b"".join(data for _, data in of_side) == rows.tobytes()
-        room = [layout.aligned(8 * size) for size in SHAPE.slot_sizes]
-        again = file.read(0, 1, order[:5], room)
-        assert again[1].tobytes() == values[order[:5]].tobytes()
-        assert np.shares_memory(again[0], room[0])
         for wrong in ([20], [-1]):
             with pytest.raises(ValueError, match="has 20 pages"):
                 file.read(0, 0, wrong)

@@ -1,4 +1,7 @@
-"""KvStore with a full disk, damaged pages, and a killed device or process: typed errors, and no token lost or wrong."""
+"""KvStore with failing writes, damaged pages, and a killed device or process: typed errors, and no token lost or wrong.
+
+tests/mount/test_kv_fault_plan.py combines such faults on real disks and mounts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,8 @@ from llmcache.papers.csd import CsdProfile
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import flip
-from tests.unit.store_parts import Make, crash, shape_of
+from tests.unit.store_parts import Make, crash
 from tests.unit.store_parts import make as make
-
-ROOT = Path(__file__).resolve().parents[2]
-SHAPE = shape_of()
-KINDS = pytest.mark.parametrize("ssd", ["file", "csd"])
 
 
 def reopen(store: KvStore) -> KvStore:
@@ -99,7 +98,7 @@ def _run_operations(make: Make, begin: int) -> None:
 
 
 @FORKED
-@KINDS
+@pytest.mark.parametrize("ssd", ["file", "csd"])
 def test_damaged_pages_are_not_returned(make: Make, ssd: str) -> None:
     store, plain = make(80, ssd=ssd)
     assert store.ssd is not None and store.config.path is not None
