@@ -20,6 +20,7 @@ from llmcache.errors import MissingRequirement
 from llmcache.kv.pipeline import KvEngine, Span, Timeline, attention
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.hillinfer import HillInfer, HillInferSettings
+from llmcache.kv.spill.raw import RawFile
 from llmcache.kv.tiers import Gathered, KvStore, StoreConfig
 from llmcache.kv.tiers.ssd import CsdTier
 from llmcache.kv.workload import StreamSpec, SyntheticStream
@@ -242,6 +243,34 @@ def test_a_device_killed_during_lookahead_is_reported_and_restarted_without_loss
         engine.finish_step(ids(at(1)), ids(at(1)))
         found += [decode(engine, step, 0) for step in (2, 3)]
     assert same(found, expected)
+
+
+def check_rows(found: Gathered, layer: int, length: int) -> None:
+    """Check that these are rows of the stream: ascending, without repetition, and with the newest token."""
+    assert (np.diff(found.positions, axis=2) > 0).all() and found.positions[..., -1].max() == length - 1
+    for rows, everything in zip((found.keys, found.values), STREAM.keys_values(layer, range(length)), strict=True):
+        assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
+
+
+def test_a_temporarily_full_disk_causes_only_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MissingRequirement("context.kv: no space left", "make room")
+
+    store, policy = spilling(tmp_path, "file")
+    with store, KvEngine(store, policy, app=True) as engine:
+        fill(engine)
+        last = 15 - SPEC.context % 16  # the step whose token completes a page
+        for step in range(last):
+            decode(engine, step)
+        with monkeypatch.context() as patched:
+            patched.setattr(RawFile, "write", full)
+            with pytest.raises(MissingRequirement, match="no space left"):
+                layer_step(engine, 0, last)
+        found = [layer_step(engine, layer, last) for layer in range(SPEC.layers)]
+        engine.finish_step(ids(at(last)), ids(at(last)))
+        for layer, got in enumerate(found):
+            check_rows(got, layer, store.length)
+        decode(engine, last + 1)
 
 
 # Attention

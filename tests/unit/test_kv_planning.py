@@ -230,6 +230,11 @@ def test_evaluation_and_fetch_of_each_system(policy: str, evaluate: float, fetch
     assert parts(policy)[:2] == pytest.approx((evaluate, fetch))
 
 
+def test_an_evaluation_with_values_fetches_no_values_again() -> None:
+    both = replace(PLAIN, host_evaluates="keys and values")
+    assert parts("prefetch", both)[:2] == pytest.approx((0.5 / 2, 0.25 / 8))
+
+
 def test_each_design_of_hillinfer_matters() -> None:
     no_hie, no_app = hillinfer("hie"), hillinfer("app")
     assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
