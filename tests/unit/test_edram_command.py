@@ -79,6 +79,7 @@ def test_a_sweep_varies_every_axis() -> None:
     assert len({tuple(row[key] for key in keys) for row in found}) == len(found) == 2**7
     assert {row["dram_bytes_per_s"] for row in found} == {32e9, 64e9}
     assert {row["kv_capacity_bytes"] for row in found} == {4 << 20, 8 << 20}
+    assert called("edram", "sweep", *axes, *more).returncode == 0
 
 
 MANY = ",".join(map(str, range(1, 1002)))

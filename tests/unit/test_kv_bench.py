@@ -138,6 +138,7 @@ def test_the_paper_profile_is_only_modelled(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("--policy lru", "--policy: there is no policy 'lru'"),
         ("--policy full,full", "--policy: "),
+        ("--policy=", "--policy: "),
         ("--policy hillinfer-no-x", "--policy: "),
         ("--policy full-no-app", "--policy: "),
         ("--policy window --profile paper", "--policy: 'window' has no latency model"),

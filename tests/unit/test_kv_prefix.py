@@ -150,6 +150,12 @@ def numbers(store: BlockStore) -> set[int]:
     return {int(entry.key.name, 16) for entry in store.entries()}
 
 
+def test_a_block_may_have_any_size(store: BlockStore) -> None:
+    odd = Block(np.arange(13, dtype=np.uint8), (5,))
+    store.write(key(9), odd)
+    assert same(store.read(key(9)), odd)
+
+
 def test_other_users_have_no_access(store: BlockStore) -> None:
     store.write(key(1), block(1))
     store.describe(MODEL, {"file": "a"})

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore
-from llmcache.kv.proxy import http
+from llmcache.kv.proxy import http, prompts, proxy
 from llmcache.kv.proxy.command import address_of
 from llmcache.kv.proxy.http import Address, Answer, BadRequest
 from llmcache.kv.proxy.prompts import Found, StoredPrompts, tokens_of, uses_states
@@ -265,3 +265,16 @@ async def read_answer(data: bytes, method: str = "GET") -> Answer:
 def test_the_end_of_an_answer_is_detected(headers: bytes, body: bytes, expected: tuple[bool, bool]) -> None:
     answer = asyncio.run(read_answer(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n\r\n" + body))
     assert (answer.has_end, answer.is_whole) == expected
+
+
+def test_id_slot_is_the_only_change_of_a_request() -> None:
+    data = b' {"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
+    assert proxy._with_slot(data, {}, 3) == b' {"id_slot":3,"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
+    assert proxy._with_slot(b'{"id_slot": -1}', {"id_slot": -1}, 3) == b'{"id_slot": 3}'
+
+
+def test_free_space_is_checked_before_a_slot_is_saved(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "kv", 1000)
+    assert prompts.room(store, 999) == "" and "limit" in prompts.room(store, 1001)
+    unlimited = BlockStore(tmp_path / "kv", 1 << 62)
+    assert "full" in prompts.room(unlimited, 1 << 61)

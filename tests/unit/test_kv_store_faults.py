@@ -74,7 +74,7 @@ def _run_operations(make: Make, begin: int) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RawFile, "write", failing)
-        for step, tokens in enumerate((10, 1, 3, 5)):
+        for step, tokens in enumerate((40, 1, 3, 5)):
             for layer in (1, 0):
                 tried(partial(store.append, layer, *plain.grow(layer, tokens, step)))
             tried(partial(plain.commit, store, tokens, step))
