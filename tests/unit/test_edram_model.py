@@ -11,7 +11,9 @@ import pytest
 
 from llmcache.arrays import Doubles
 from llmcache.papers.edram.accelerator import evaluate
+from llmcache.papers.edram.constants import PAPER
 from llmcache.papers.edram.latency import (
+    RESOURCES,
     ConfigurationColumns,
     linear_s,
     recompute_share,
@@ -29,7 +31,7 @@ from llmcache.papers.edram.systems import (
     GenerationWorkload,
     LlmShape,
 )
-from tests.unit.edram_parts import configuration, with_hardware
+from tests.unit.edram_parts import configuration, outcome, with_hardware
 
 LLAMA = MODELS["llama2-7b"]
 
@@ -47,6 +49,32 @@ def test_grouped_steps_agree_with_single_steps() -> None:
         assert one.energy_j == pytest.approx(other.energy_j, rel=1e-4)  # refreshes of activations are whole numbers
 
 
+def test_one_step_matches_a_computation_by_hand() -> None:
+    """LLaMA2-7B, batch 1, 100 tokens that fit in SRAM, with every term of the model written out."""
+    system = with_hardware(SYSTEMS["Original+SRAM"], kv_capacity_bytes=1 << 30)
+    one = configuration(system=system, batch=1, context=99, decode=1)
+    found = evaluate([one])[0]
+    weights = 6_607_077_376
+    tiles = 32 * (4 * 171**2 + 3 * 171 * 459) + 171 * 1334
+    assert found.dram_bytes == pytest.approx(2 * weights + _prefill_bytes() + 32 * 16_384)
+    linear_s = max(tiles * 576 / 128 / 1e9, weights / 64e9, weights / 128e9)
+    attention_s = 32 * 32 * 2 * 6 * 5 * (576 * 2 / 128) / 1e9  # 6 tiles of 24 for 128 channels, 5 for 100 tokens
+    kv_s = max(attention_s, 32 * 16_384 / 64e9, 100 * 32 * 16_384 / 128e9)
+    assert sum(found.latencies_s[name] for name in RESOURCES) == pytest.approx(linear_s + kv_s)
+    macs = 100 * 32 * 2 * 4096 * 4 / 2
+    prefill_macs = 32 * 32 * 99**2 * 128 * 4 / 2
+    assert found.energies_j["array_attention"] == pytest.approx((macs + prefill_macs) * PAPER.pe_cycle_j)
+
+
+def _prefill_bytes() -> int:
+    """Return the bytes of activations and KV for 99 tokens.
+
+    Inputs are read once per 2 MiB of a matrix (8 pieces of 4096 x 4096), outputs are written once.
+    """
+    per_layer = 4 * (8 * 4096 + 4096) + 2 * (22 * 4096 + 11008) + (22 * 11008 + 4096)
+    return 32 * 99 * 2 * per_layer + 99 * 32 * 16_384
+
+
 @pytest.mark.parametrize(("system", "batch", "task"), [("AERP+SRAM", 1, "TQ"), ("Kelle+eDRAM", 16, "PG19")])
 def test_the_recompute_share_minimizes_the_step(system: str, batch: int, task: str) -> None:
     columns = ConfigurationColumns([configuration("llama2-7b", task, system, batch=batch)])
@@ -60,6 +88,14 @@ def test_the_recompute_share_minimizes_the_step(system: str, batch: int, task: s
     for share in np.geomspace(1e-5, 1, 100):
         other = np.minimum(share, eligible)
         assert (step_s(best) <= step_s(other) * (1 + 1e-12))[steps.count > 0].all()
+
+
+def test_a_prompt_longer_than_the_budget_is_stored_whole_in_one_layer() -> None:
+    """Section 8.4.1: 31 layers of LLaMA2-7B reduced to 2048 tokens, the last one with all 16,384."""
+    found = outcome(system="AEP+SRAM", context=16_384, decode=128)
+    assert found.peak_bytes == LLAMA.stored_weights + 16 * (31 * 2048 + 16_384) * LLAMA.kv_layer_bytes
+    whole = outcome(system="Original+SRAM", context=16_384, decode=128)
+    assert whole.peak_bytes == LLAMA.stored_weights + 16 * 32 * (16_384 + 128) * LLAMA.kv_layer_bytes
 
 
 def test_weights_match_the_public_parameter_counts() -> None:

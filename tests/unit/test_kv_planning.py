@@ -235,6 +235,14 @@ def test_an_evaluation_with_values_fetches_no_values_again() -> None:
     assert parts("prefetch", both)[:2] == pytest.approx((0.5 / 2, 0.25 / 8))
 
 
+def test_bytes_that_hillinfer_moves() -> None:
+    """Evaluation moves 1/64: with d = 128 in half precision, a key has 256 bytes and its score 4."""
+    moved = latency("hillinfer", FLAT, ONE, PLAIN, HALF).moved
+    assert moved["ssd to host"] == 0
+    assert moved["device internal"] == pytest.approx(KV * (0.25 + 0.125))
+    assert moved["device to host"] == pytest.approx(KV * 0.125 + KV / 4 / 64)
+
+
 def test_each_design_of_hillinfer_matters() -> None:
     no_hie, no_app = hillinfer("hie"), hillinfer("app")
     assert no_hie.name == "hillinfer-no-hie" and hillinfer().name == "hillinfer"
