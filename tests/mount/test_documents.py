@@ -88,26 +88,6 @@ def test_the_document_of_mount_names_the_daemon(mount: Mounter) -> None:
 
 
 @pytest.mark.mount
-@pytest.mark.parametrize(
-    ("options", "summary", "flag"),
-    [
-        (["--cache", "32Mi"], "33.6 MB (--cache), read-only except *.kv", "rw"),
-        (["--cache", "32Mi", "--rw"], "33.6 MB (--cache), writable", "rw"),
-        (["--spill", ""], "(what memory can spare), read-only", "ro"),
-    ],
-)
-def test_mount_prints_mode_budget_and_writable_files(options: list[str], summary: str, flag: str, mount: Mounter) -> None:
-    own = mount.place()
-    done = llmcache("mount", own.source, own.point, "--mode", "arena", *options)
-    (line,) = done.stdout.splitlines()
-    users = "for all users" if os.geteuid() == 0 else "for this user only"
-    assert line.startswith(f"llmcachefs: {own.point}: arena, budget ")
-    assert line.endswith(f"{summary}, {users}")
-    (shown,) = (row.split() for row in Path("/proc/mounts").read_text().splitlines() if row.split()[1] == str(own.point))
-    assert shown[3].split(",")[0] == flag
-
-
-@pytest.mark.mount
 def test_mount_warns_of_programs_that_have_the_files_open(mount: Mounter) -> None:
     own = mount.place()
     path = own.source / "model.bin"

@@ -29,13 +29,6 @@ def fails_with(number: int, call, *arguments) -> None:  # type: ignore[no-untype
     assert caught.value.errno == number, caught.value
 
 
-def test_pread_at_odd_offsets(data: tuple[Path, bytes]) -> None:
-    path, content = data
-    with path.open("rb", buffering=0) as file:
-        for offset, size in ((0, 1), (1, 4095), (4095, 2), (4097, 131071), (SIZE - 3, 10), (SIZE, 5), (SIZE + 4096, 5)):
-            assert os.pread(file.fileno(), size, offset) == content[offset : offset + size]
-
-
 def test_lseek_and_read(data: tuple[Path, bytes]) -> None:
     path, content = data
     with path.open("rb", buffering=0) as file:
@@ -55,14 +48,6 @@ def test_mappings(data: tuple[Path, bytes]) -> None:
     private[0:4] = b"mine"
     assert shared[:4] == content[:4]
     assert path.read_bytes()[:4] == content[:4]
-
-
-def test_advice_is_accepted(data: tuple[Path, bytes]) -> None:
-    path, content = data
-    with path.open("rb", buffering=0) as file:
-        for advice in (os.POSIX_FADV_WILLNEED, os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_DONTNEED):
-            os.posix_fadvise(file.fileno(), 0, 0, advice)
-        assert file.read() == content
 
 
 @pytest.mark.parametrize("how", ["read", "map"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import subprocess
@@ -54,21 +53,6 @@ def test_append(reading: Mounted) -> None:
     assert [process.wait(120) for process in words] == [0] * 4
     lines = path.read_text().splitlines()
     assert sorted(lines) == sorted(letter * 15 for letter in "abcd" for _ in range(200))
-
-
-def test_shared_mapping_writes_through(reading: Mounted) -> None:
-    path = reading.point / "map.kv"
-    with path.open("x+b") as file:
-        file.truncate(1 << 20)
-        with mmap.mmap(file.fileno(), 1 << 20) as pages:
-            pages[5000:5005] = b"hello"
-            pages.flush()
-            assert (reading.source / "map.kv").read_bytes()[5000:5005] == b"hello"
-            pages[700_000:700_003] = b"bye"
-    assert path.read_bytes()[700_000:700_003] == b"bye"
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    assert (reading.source / "map.kv").read_bytes()[700_000:700_003] == b"bye"
 
 
 def test_rename(reading: Mounted) -> None:
