@@ -18,13 +18,6 @@ from tests.unit.kv_parts import small_disk as small_tmpfs
 from tools.bench.sides import environment
 
 
-@pytest.fixture
-def places(mount: Mounter) -> tuple[Path, Path]:
-    """Valid (SOURCE, MOUNT)."""
-    own = mount.place()
-    return own.source, own.point
-
-
 def refused(code: int, message: str, hint: str | None, *words: str | Path, env: dict[str, str] | None = None) -> None:
     """Check that `llmcache WORDS` fails with this code, message and hint, in at most two lines on stderr."""
     result = llmcache(*words, env=env or environment())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import random_file, run_json
+from tests.mount.live import random_file
 
 SIZE = (3 << 20) + 777
 
@@ -75,7 +75,7 @@ def test_reads_by_o_direct_count_as_reads_from_storage(mount: Mounter, mode: str
             assert os.preadv(fd, [mmap.mmap(-1, 4 << 20)], 0) == 3 << 20
     finally:
         os.close(fd)
-    stats = run_json("stats", mounted.point)
+    stats = mounted.stats()
     names = ("read_bytes", "miss_bytes", "requested_bytes", "backing_read_bytes")
     assert {name: stats[name] for name in names} == dict.fromkeys(names, 6 << 20)
 

@@ -23,7 +23,7 @@ import pytest
 
 from llmcache.mount.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
+from tests.mount.live import MIB, by_read, llmcache, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -138,10 +138,10 @@ def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
 
     def at_rest() -> bool:
         """Return whether counters and pins are stable: the last pins may be added between two commands."""
-        before = run_json("stats", mounted.point)
+        before = mounted.stats()
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        counters.update(run_json("stats", mounted.point))
+        counters.update(mounted.stats())
         is_counted = before["read_bytes"] == counters["read_bytes"]  # hits of the last pass are counted a little later
         pinned = {each["budget"]["pinned_bytes"] for each in [*found, {"budget": before}]}
         return is_counted and pinned == {counters["pinned_bytes"]}
