@@ -73,7 +73,7 @@ def test_bad_arguments_of_mount(places: tuple[Path, Path], words: str, message: 
 
 
 def test_an_unknown_mount_option_leaves_no_mount_and_no_access_log(places: tuple[Path, Path], tmp_path: Path) -> None:
-    options = ("--cache", "32Mi", "--access-log", tmp_path / "log.parquet", "-o", "nonsense=1")
+    options = ("--mode", "arena", "--cache", "32Mi", "--access-log", tmp_path / "log.parquet", "-o", "nonsense=1")
     refused(4, "nonsense=1", "man mount.fuse3", "mount", *places, *options)
     assert mountpoint.find(str(places[1])) is None
     assert {path for path in tmp_path.iterdir()} == set(places)
