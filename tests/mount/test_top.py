@@ -132,6 +132,12 @@ def watch(mounted: Mounted) -> Iterator[Terminal]:
     terminal.close()
 
 
+def test_without_a_terminal_top_prints_text(mounted: Mounted) -> None:
+    done = llmcache("top", mounted.point, "0.2s", "2")
+    assert done.returncode == 0 and "\x1b" not in done.stdout, done.stderr
+    assert done.stdout.count("model.layers.0") == done.stdout.count("byte hit ratio") == 2
+
+
 def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
     found: list[dict[str, Any]] = []
     counters: dict[str, Any] = {}

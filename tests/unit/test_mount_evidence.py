@@ -252,6 +252,14 @@ def test_extents_that_are_used_in_small_part_are_read_page_by_page(clock: Clock,
     assert in_pages == (loop_mib == 12), "its pages are cached like those of headers"
 
 
+def test_an_extent_next_to_unused_ones_counts_in_part(clock: Clock) -> None:
+    """Without tensors, the used part ends somewhere inside its last extent."""
+    mount = Mount(clock, 24, 40)
+    mount.space.use.unused[10] = mount.space.use.unused[12] = 1
+    used = [mount.judge.used_bytes(mount.space, extent) for extent in (8, 9, 11, 13)]
+    assert used == [MIB, MIB // 2, MIB // 4, MIB // 2]
+
+
 def test_resident_extents_in_use_count_as_hits_once_a_pass(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
     mount.read(WHOLE, 3)

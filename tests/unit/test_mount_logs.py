@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from llmcache.mount.daemon import accesslog, daemon, logs
 from llmcache.mount.daemon.accesslog import AccessLog, check_path
 from llmcache.mount.daemon.daemon import notify
 from llmcache.trace.record import Trace
+from tests.property.kernel import wait_until
 
 
 def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
@@ -126,9 +128,10 @@ def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stuck:
-    """Stands in for a child that reads nothing: a write blocks until it is released."""
+    """Stands in for a child that reads nothing: a write blocks until it is released, and then may fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, dies: bool) -> None:
+        self.dies = dies
         self.go_on = threading.Event()
         self.stdin = Mock(write=self.write)
         self.wait = Mock(return_value=0)
@@ -138,6 +141,8 @@ class Stuck:
         if b"about" in data:
             return
         assert self.go_on.wait(240)
+        if self.dies:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         self.written += len(data)
 
 
@@ -167,7 +172,7 @@ def test_appended_rows_and_events_are_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_stuck_writer_does_not_block_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = Stuck()
+    child = Stuck(dies=False)
     monkeypatch.setattr(accesslog, "start_writer", lambda _path: child)
     log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
     begin = time.monotonic()
@@ -179,6 +184,19 @@ def test_a_stuck_writer_does_not_block_appends(tmp_path: Path, monkeypatch: pyte
     child.go_on.set()
     log.close()
     assert child.written >= log.rows * accesslog.ROW.size
+
+
+def test_rows_count_as_lost_when_the_writer_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Stuck(dies=True)
+    monkeypatch.setattr(accesslog, "start_writer", lambda _path: child)
+    log = AccessLog(str(tmp_path / "log.parquet"), ABOUT)
+    for _ in range(50):
+        a_row(log)
+    child.go_on.set()
+    wait_until(lambda: "the access log" in caplog.text, "the failure is logged")
+    assert (log.rows, log.lost) == (50, 50)  # rows sent together and rows still in the queue
 
 
 def test_a_writer_whose_daemon_is_gone_leaves_no_file(tmp_path: Path) -> None:
