@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from llmcache.report.plot import (
     EDGE,
     AccessGrid,
     Band,
-    Landmark,
     Shade,
-    access_figure,
     bands,
     caption,
     chosen_files,
@@ -29,13 +26,12 @@ from llmcache.report.plot import (
     picture_of,
     survey,
 )
-from llmcache.report.theme import style
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
 from tests.unit.report_parts import unlaid as unlaid
-from tests.unit.simulation_parts import Row, loop, rows, saved, trace_of
+from tests.unit.simulation_parts import Row, rows, saved, trace_of
 
 pytestmark = pytest.mark.usefixtures("unlaid")
 
@@ -212,23 +208,6 @@ def test_each_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, b
         for cell in cells:
             expected[op, cell, min(int(passed * 16), 15)] += 1
     assert np.array_equal(grid.counts(), expected)
-
-
-def drawn(trace: Trace, **options: object) -> Figure:
-    with style():
-        figure = access_figure(picture_of(trace, "some trace", **options))  # type: ignore[arg-type]
-        figure.draw_without_rendering()
-    return figure
-
-
-def test_names_do_not_overlap() -> None:
-    many = drawn(recorded(), landmarks=[Landmark(0, 5 * n, 5 * n + 5, f"blk.{n}") for n in range(200)])
-    crowd = of_files([(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)], "/lib/{}")
-    for figure in (many, drawn(crowd, only=chosen_files(crowd.files, "*"))):
-        places = figure.axes[0].child_axes[0].get_yticks()
-        assert 15 < len(places) <= 32 and np.diff(places).min() >= 0.032
-    long = drawn(trace_of(loop(9, 3, 3)), landmarks=[Landmark(0, 0, 9, "x" * 99)])
-    assert len(long.axes[0].child_axes[0].get_yticklabels()[0].get_text()) <= 31
 
 
 def of_files(rows: list[Row], name: str) -> Trace:
