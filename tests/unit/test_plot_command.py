@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -153,30 +151,6 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert '<script>alert("$x^{$")</script>\\n\\x07模型.bin' in page.text and "\x07" not in page.text
     assert run(path, "-o", tmp_path / "out.svg").returncode == 0
     ET.parse(tmp_path / "out.svg")
-
-
-def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    code = """
-import sys
-from llmcache.report import plot
-from llmcache.trace.record import TraceReader
-from tools.bench.machine import peak_bytes
-for path in sys.argv[1:]:
-    plot.plot(path, path + ".png", lambda files: lambda file: (), lambda *_: None, classes=False)
-    print(peak_bytes())
-"""
-    paths = [_long(tmp_path / f"{rows}.parquet", rows) for rows in (1_000_000, 2_500_000)]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True, timeout=240)
-    # 1.5 million more rows are 49 MB of columns; batches and aggregates take less.
-    small, large = map(int, done.stdout.split())
-    assert large - small < 40 << 20
-
-
-def _long(path: Path, rows: int) -> str:
-    number, known = np.arange(rows), Provenance("synthetic")
-    files = [TraceFile(0, "/m.bin", 1, 1, 0, 0)]
-    Trace.build(number, number * 0, number % 50_000, number * 0 + 1, files=files, provenance=known).save(path)
-    return str(path)
 
 
 def filled(trace: Trace, by_time: bool, width: int, height: int, batch: int) -> tuple[AccessGrid, tuple[Band, ...]]:
