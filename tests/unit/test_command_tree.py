@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, Command, LazyGroup
 from llmcache.errors import MissingRequirement, exit_codes
-from tests.unit.command_parts import HEAVY, keys, loaded, parsed
+from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools.make_man import TARGET, made, walk
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +141,16 @@ def test_help_explains_every_key_of_a_document(call: str, named: set[str]) -> No
             if name in holder:
                 holder[name] = None
     assert sorted(set(keys(document)) - set(re.findall(r"[A-Za-z0-9_]+", text))) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [(("stats", "/nowhere", "soon"), "INTERVAL: 'soon'"), (("trace", "1", "-d", "soon"), "--duration: 'soon'")],
+)
+def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str) -> None:
+    result = called(*args)
+    first, second = result.stderr.splitlines()
+    assert result.returncode == 2 and first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
 
 
 @pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", "config --show"])

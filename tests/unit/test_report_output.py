@@ -44,3 +44,10 @@ def test_output_to_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str], mon
     line = " ".join(["words"] * 50)
     shown, title, head, *rows = printed(capsys, [line, wide_table()])
     assert shown == line and title == "A title" and len(rows) == 2 and all(heading in head for heading in COLUMNS)
+
+
+def test_long_lines_are_wrapped_without_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "storage     one of the words is measured in 123 ms, 17 GB per second"
+    lines = printed(capsys, [line])
+    assert max(map(len, lines)) <= 40 and " ".join(lines).split() == line.split()

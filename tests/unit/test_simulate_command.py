@@ -76,6 +76,12 @@ def test_the_curve_and_the_stalls_are_in_the_json(trace: str) -> None:
     assert found["period_s"] == 0.01
 
 
+def test_tables_mark_modelled_values(trace: str) -> None:
+    done = called("simulate", trace, "--policy", "lru,belady", "--cache", "40Ki,1M", "--t", "0.01", "--mrc")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(said in done.stdout for said in ("Belady", "0.8113", "latency by bandwidth (modelled)", "Stalls (modelled)"))
+
+
 def test_setup_time_adds_to_each_missed_block(trace: str) -> None:
     args = [trace, "--policy", "lru", "--cache", "40Ki", "--bw", "500"]
     streamed, one_by_one = document(*args), document(*args, "--setup", "50us")
