@@ -63,6 +63,10 @@ def test_the_worst_case_decides_a_target() -> None:
     assert not list(worst("b", "words", [], "<=", 1.0))
 
 
+def test_sides_run_in_turns_that_alternate() -> None:
+    assert [*harness.turns("ab", 3)] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
 def test_results_are_recorded_from_a_commit_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "commit", lambda: "abcdef12-dirty")
     with pytest.raises(UsageError, match="changes") as caught:
