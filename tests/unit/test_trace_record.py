@@ -196,3 +196,19 @@ def test_a_damaged_file_is_bad_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.symlink_to(path)
     code, error = info(path, capsys)
     assert code == 3 and "cannot read" in error and "symbolic links" in error
+
+
+def test_damage_of_any_byte_is_detected_or_harmless(tmp_path: Path) -> None:
+    """For every seventh byte, a changed trace is refused or loads unchanged."""
+    path = tmp_path / "t.parquet"
+    trace().save(path)
+    good, same = path.read_bytes(), 0
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
+        try:
+            loaded = Trace.load(path)
+        except DataError:
+            continue
+        same += 1
+        assert np.array_equal(loaded.first, trace().first) and np.array_equal(loaded.count, trace().count), at
+    assert same < len(good) / 14
