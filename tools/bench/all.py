@@ -218,7 +218,8 @@ def _run_row(run: Document) -> list[str]:
     state = run["error"] or ("" if run["recorded"] else "not run")
     if not state:
         states = {"quick run": run.get("quick"), "busy": run.get("busy_share", 0) > BUSY_SHARE}
-        state = ", ".join(name for name, holds in states.items() if holds) or "quiet"
+        quiet = "quiet" if "busy_share" in run else "load not recorded"
+        state = ", ".join(name for name, holds in states.items() if holds) or quiet
     load = " ".join(f"{one:.1f}" for one in run.get("load", []))
     took = f"{run['seconds']:.0f}" if "seconds" in run else ""
     started = run.get("started", "")[:16].replace("T", " ")
