@@ -86,7 +86,7 @@ SUBJECTS = {
     "safetensors": TraceSubject(
         "model.safetensors",
         _model("--format", "safetensors", "--size", "120M", "--layers", "6"),
-        lambda path: client("tensor_reader", path, 10, "--pause", 0.3),
+        lambda path: client("tensor_reader", path, 10, "--load", "--pause", 0.3),
         loop_bytes,
         "a generated model, mapped as the safetensors library does; loaded, then 10 tokens, 0.3 s apart; it does not fit",
     ),

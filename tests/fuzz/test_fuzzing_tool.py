@@ -65,13 +65,6 @@ def test_a_failing_input_is_shrunk_and_saved(tmp_path: Path) -> None:
         fuzzing.repeat(target, file)
 
 
-def test_a_run_without_failures_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzzing, "ROUND", 20)
-    run = fuzzing.run_target(Target("short", st.binary(max_size=2), refuse_long), 0.01, 1, tmp_path)
-    assert run.failure is None and run.inputs > 0
-    assert not list(tmp_path.iterdir())
-
-
 def test_failing_operations_are_saved_with_their_seed(tmp_path: Path) -> None:
     machine = Machine("counting", Counting)
     run = fuzzing.run_machine(machine, 60, 7, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mount.conftest import Mounter
 from tests.mount.live import llmcache
-from tests.trace.test_tokens import CLIENT
+from tools.bench.runner import client
 from tools.bench.sides import environment
 from tools.make_model import main as make_model
 
@@ -29,7 +29,7 @@ def test_clients_of_a_mount_are_observed(mode: str, mount: Mounter, tmp_path: Pa
     lines = tmp_path / "lines"
     observing = [sys.executable, "-m", "llmcache", "tokens", "--json", "-o", str(lines), str(mounted.point)]
     with subprocess.Popen(observing, env=environment(), stderr=subprocess.PIPE, text=True) as tokens:
-        command = [sys.executable, str(CLIENT), str(path), str(PASSES), "--pause", "0.3", "--settle", "4"]
+        command = client("tensor_reader", path, PASSES, "--pause", 0.3, "--settle", 4)
         try:
             subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=True, timeout=120)
         finally:

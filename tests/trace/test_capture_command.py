@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from llmcache.errors import DataError
 from llmcache.trace.formats import open_trace
 from llmcache.trace.record import MISS, Trace
 from tests.mount.live import wait_for
-from tests.trace.conftest import BLOCKS, PATIENCE_S, drop
+from tests.trace.conftest import BLOCKS, PATIENCE_S, drop, warm
 
 pytestmark = pytest.mark.filemap
 LLMCACHE = [sys.executable, "-m", "llmcache", "trace"]
@@ -34,6 +35,23 @@ while True:
         os.pread(fd, 4096, block * 4096)
     time.sleep(0.01)
 """
+# Reads blocks given on stdin: one line per thread, all threads concurrently.
+READ_BLOCKS = """
+import os, sys, threading
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+def work(blocks):
+    for block in blocks:
+        assert len(os.pread(fd, 4096, 4096 * block)) == 4096
+threads = [threading.Thread(target=work, args=([int(word) for word in line.split()],)) for line in sys.stdin]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+ORDERS = {
+    "random": [random.Random(11).choices(range(BLOCKS), k=5000)],
+    "backwards": [list(range(BLOCKS - 1, 0, -3))],
+    "threads, interleaved": [list(range(part, BLOCKS, 4)) for part in range(4)],
+}
 # Keeps a file open until the recorder, which looks names up once a second, has written its name.
 KEEP_OPEN = """
 import os, sys, time
@@ -110,6 +128,23 @@ def test_a_command_is_recorded_from_its_first_access_to_its_last(file: Path, tmp
     assert (found.miss[found.file == mine.id] == MISS).all()
     assert found.provenance.tier == "filemap" and "Cannot see" in found.provenance.note
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.parquet"]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_trace_has_exactly_the_blocks_that_were_read(order: str, cached: bool, file: Path, tmp_path: Path) -> None:
+    out, blocks = tmp_path / "run.parquet", ORDERS[order]
+    (warm if cached else drop)(file)
+    program = (sys.executable, "-c", READ_BLOCKS, file)
+    lines = "\n".join(" ".join(map(str, of_thread)) for of_thread in blocks)
+    assert run("-o", out, "--path", file.name, "--no-writes", "--", *program, input=lines).returncode == 0
+    expected = [block for of_thread in blocks for block in of_thread]
+    assert sorted(recorded(file, out)) == sorted(expected)
+    assert len(blocks) > 1 or recorded(file, out) == expected, "the trace keeps the order of a single thread"
+    trace = Trace.load(out)
+    missed, evicted = int(trace.count[trace.miss == MISS].sum()), int(trace.provenance.extra.get("evicted_blocks", 0))
+    assert missed == 0 if cached else len(set(expected)) <= missed <= len(set(expected)) + evicted
+    assert trace.provenance.lost_events == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -21,12 +21,12 @@ from llmcache.tokens import Token, TokenSummary, TokenWatch, observer
 from llmcache.tokens import watch as watch_module
 from llmcache.tokens.passes import Event
 from tests.mount.live import llmcache, wait_for
+from tools.bench.runner import client as bench_client
 from tools.bench.sides import environment
 from tools.make_model import main as make_model
 
 pytestmark = pytest.mark.bpf
 
-CLIENT = Path(__file__).parent / "token_client.py"
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = 12
 
@@ -49,7 +49,8 @@ def moe(directory: Path) -> Path:
 
 
 def client(model: Path, *words: object) -> list[str]:
-    return [sys.executable, str(CLIENT), str(model), *map(str, words)]
+    """Return the command of a program with known passes over `model`."""
+    return bench_client("tensor_reader", model, *words, "--settle", 1)
 
 
 def observed(command: Sequence[str], json_lines: Path, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -18,7 +18,7 @@ MODEL, TOKENIZER, COPY = "/models/m.gguf", "/models/tok <1> & $x^{$.json", "/cac
 
 @pytest.fixture(scope="module")
 def unlaid() -> Iterator[None]:
-    """Draw figures without the slow layout step, which `test_names_do_not_overlap` covers."""
+    """Draw figures without the slow layout step, which tests/e2e/test_wheel.py runs."""
     save = Figure.savefig
 
     def as_it_is(figure: Figure, *args: Any, **options: Any) -> None:

@@ -52,14 +52,19 @@ def test_recorded_results_have_the_schema_and_targets_of_the_benchmark(name: str
 
 
 def test_the_worst_case_decides_a_target() -> None:
-    (found,) = worst([target(0.5), target(1.2), target(0.9)], "b", "words")
+    cases = [("one", 0.5), ("two", 1.2), ("three", 0.9)]
+    (found,) = worst("b", "words", cases, "<=", 1.0)
     assert (found.name, found.value, found.passed) == ("b", 1.2, False)
-    assert found.what == "words (what; worst of 3, 1 missed)"
-    (found,) = worst([target(0.5, ">="), target(1.2, ">=")], "b", "words")
+    assert found.what == "words (two; worst of 3, 1 missed)"
+    (found,) = worst("b", "words", cases, ">=", 1.0)
     assert found.value == 0.5
-    (found,) = worst([target(math.nan), target(3.0)], "b", "words")
+    (found,) = worst("b", "words", [("none", math.nan), ("three", 3.0)], "<=", 1.0)
     assert math.isnan(found.value), "a case without a value is worse than any"
-    assert not list(worst([], "b", "words"))
+    assert not list(worst("b", "words", [], "<=", 1.0))
+
+
+def test_sides_run_in_turns_that_alternate() -> None:
+    assert [*harness.turns("ab", 3)] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 
 def test_results_are_recorded_from_a_commit_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,7 +287,7 @@ def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     benchmarks.append(SuiteEntry("asked", "long", on_request=True))
 
     def targets_of(name: str, document: dict[str, Any]) -> list[Target]:
-        return [Target("x", f"the <target> of {name}", document["value"], "<=", 1.0, unit="s")]
+        return [Target("x", f"the target of {name}", document["value"], "<=", 1.0, unit="s")]
 
     monkeypatch.setattr(suite, "targets_of", targets_of)
     monkeypatch.setattr(suite, "BENCHMARKS", tuple(benchmarks))
@@ -298,14 +303,14 @@ def words_of(out: Path, name: str) -> Any:
 
 def test_a_failing_benchmark_does_not_stop_the_others_and_is_shown(rooted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["-o", str(rooted)]) == suite.FAILED
-    assert sorted(one.name for one in rooted.iterdir()) == ["all.html", "all.json", "good.json", "slow.json"]
+    assert sorted(one.name for one in rooted.iterdir()) == ["all.json", "all.md", "good.json", "slow.json"]
     found = results.read(rooted / "all.json")
     assert [(target["benchmark"], target["passed"]) for target in found["targets"]] == [("good", True), ("slow", False)]
     errors = {run["benchmark"]: run["error"] for run in found["runs"]}
     assert "exit code 1" in errors["broken"] and errors["good"] is None and words_of(rooted, "good") == ["--long"]
-    page = (rooted / "all.html").read_text()
-    assert "the &lt;target&gt; of slow" in page and "MISSED" in page and "1 of 2 targets" in page
-    assert "machine was busy" in page and "Without results: broken, asked" in page
+    page = (rooted / "all.md").read_text()
+    assert "the target of slow" in page and "1 of 2 targets" in page and "busy" in page
+    assert "Without results: broken, asked" in page and "exit code 1" in page
     said = capfd.readouterr()
     assert said.out == "" and "broken FAILED" in said.err and "BUSY" in said.err
 
@@ -315,7 +320,7 @@ def test_exit_codes_cover_the_selected_benchmarks_and_results_are_replaced_only_
 ) -> None:
     assert suite.main(["-o", str(rooted), "--only", "good", "--quick"]) == 0
     before = (rooted / "good.json").read_text()
-    assert words_of(rooted, "good") == ["--quick"] and "quick run" in (rooted / "all.html").read_text()
+    assert words_of(rooted, "good") == ["--quick"] and "quick run" in (rooted / "all.md").read_text()
     assert suite.main(["-o", str(rooted), "--only", "good"]) == 2 and (rooted / "good.json").read_text() == before
     assert "--force" in capfd.readouterr().err
     assert suite.main(["-o", str(rooted), "--only", "good", "--force"]) == 0 and words_of(rooted, "good") == ["--long"]

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.cli.base import HELP_OPTIONS, Command, LazyGroup
-from llmcache.errors import MissingRequirement, UsageError, exit_codes
+from llmcache.errors import MissingRequirement, exit_codes
 from tests.unit.command_parts import HEAVY, called, keys, loaded, parsed
 from tools.make_man import TARGET, made, walk
 
@@ -96,16 +95,6 @@ def test_examples_can_be_parsed(words: str) -> None:
         parsed(program, *args)
 
 
-def test_an_option_has_the_same_short_form_in_all_commands() -> None:
-    short: dict[str, set[tuple[str, ...]]] = defaultdict(set)
-    for command in COMMANDS.values():
-        for option in options(command):
-            short[option.opts[-1]].add(tuple(name for name in option.opts if not name.startswith("--")))
-    assert {name: found for name, found in short.items() if len(found) > 1} == {}
-    assert short["--output"] == {("-o",)}
-    assert {name for name, found in short.items() if name.startswith("-o")} == {"-o"}, "-o is only the option of mount(8)"
-
-
 def test_heavy_packages_are_imported_only_when_used() -> None:
     run = "from llmcache import cli; cli.main()"
     commands = {place.partition(":")[0] for place, _ in cli.COMMANDS.values()}
@@ -156,19 +145,12 @@ def test_help_explains_every_key_of_a_document(call: str, named: set[str]) -> No
 
 @pytest.mark.parametrize(
     ("args", "named"),
-    [
-        (("stats", "/nowhere", "soon"), "INTERVAL: 'soon'"),
-        (("trace", "1", "-d", "soon"), "--duration: 'soon'"),
-        (("trace", "1", "--mmap-rerefs", "x"), "--mmap-rerefs: 'x'"),
-        (("classify", "x.csv", "--min-bytes", "x"), "--min-bytes: 'x'"),
-        (("edram", "sweep", "--dram-bw", "x"), "--dram-bw: 'x'"),
-    ],
+    [(("stats", "/nowhere", "soon"), "INTERVAL: 'soon'"), (("trace", "1", "-d", "soon"), "--duration: 'soon'")],
 )
 def test_errors_name_the_field_and_have_a_hint(args: tuple[str, ...], named: str) -> None:
     result = called(*args)
-    assert result.returncode == UsageError.exit_code
     first, second = result.stderr.splitlines()
-    assert first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
+    assert result.returncode == 2 and first.startswith(f"llmcache: error: {named}") and second.startswith("hint: ")
 
 
 @pytest.mark.parametrize("call", ["size --bw 100 --loop 70M", "config --show"])

@@ -64,44 +64,31 @@ function ask; echo (complete -C "$argv" | string replace -r '\\t.*' ''); end
 """
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in whose PATH both programs of this source tree are found."""
-    for program, module in (("llmcache", "llmcache.cli"), ("llmcachefs", "llmcache.cli.mount")):
-        script = tmp_path / program
-        script.write_text(f"#!{sys.executable}\nfrom {module} import main\nmain()\n")
-        script.chmod(0o755)
-    root = Path(__file__).parents[2]
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "HOME": str(tmp_path)}
-
-
 def check(offered: Sequence[set[str]], cases: Cases) -> None:
     for (typed, wanted, alone), words in zip(cases, offered, strict=True):
         assert words == wanted if alone else words > wanted, typed
 
 
-def ask(shell: Sequence[str], prologue: str, programs: dict[str, str], cases: Cases = IN_SHELLS) -> None:
-    """Check the words that a shell offers."""
+@pytest.mark.parametrize(
+    ("shell", "prologue", "cases"),
+    [
+        pytest.param(["bash", "--norc", "-c"], BASH, IN_SHELLS + BROKEN, marks=pytest.mark.bash),
+        pytest.param(["zsh", "-f", "-c"], ZSH, IN_SHELLS[:2], marks=pytest.mark.zsh),
+        pytest.param(["fish", "--no-config", "-c"], FISH, IN_SHELLS[:2], marks=pytest.mark.fish),
+    ],
+    ids=["bash", "zsh", "fish"],
+)
+def test_shells_offer_matching_words(shell: Sequence[str], prologue: str, cases: Cases, tmp_path: Path) -> None:
+    for name, module in (("llmcache", "llmcache.cli"), ("llmcachefs", "llmcache.cli.mount")):
+        script = tmp_path / name
+        script.write_text(f"#!{sys.executable}\nfrom {module} import main\nmain()\n")
+        script.chmod(0o755)
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": root, "HOME": str(tmp_path)}
     lines = [" ".join(["ask", *(f"'{word}'" for word in typed)]) for typed, _, _ in cases]
-    result = subprocess.run(
-        [*shell, "\n".join([prologue, *lines])], env=programs, capture_output=True, text=True, check=True, timeout=120
-    )
+    command = [*shell, "\n".join([prologue, *lines])]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     check([set(line.split()) for line in result.stdout.splitlines()], cases)
-
-
-@pytest.mark.bash
-def test_bash_offers_matching_words(programs: dict[str, str]) -> None:
-    ask(["bash", "--norc", "-c"], BASH, programs, IN_SHELLS + BROKEN)
-
-
-@pytest.mark.zsh
-def test_zsh_offers_matching_words(programs: dict[str, str]) -> None:
-    ask(["zsh", "-f", "-c"], ZSH, programs, IN_SHELLS[:2])
-
-
-@pytest.mark.fish
-def test_fish_offers_matching_words(programs: dict[str, str]) -> None:
-    ask(["fish", "--no-config", "-c"], FISH, programs, IN_SHELLS[:2])
 
 
 def words(args: Sequence[str], incomplete: str, program: str = "llmcache") -> dict[str, str]:

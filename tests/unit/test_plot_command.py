@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,15 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from llmcache.report.plot import (
     EDGE,
     AccessGrid,
     Band,
-    Landmark,
     Shade,
-    access_figure,
     bands,
     caption,
     chosen_files,
@@ -29,13 +24,12 @@ from llmcache.report.plot import (
     picture_of,
     survey,
 )
-from llmcache.report.theme import style
 from llmcache.trace.record import MAP, Provenance, Trace, TraceFile
 from tests.unit.command_parts import called
 from tests.unit.gguf_bytes import Gguf
 from tests.unit.report_parts import COPY, MODEL, TOKENIZER, Page, check_alone, recorded
 from tests.unit.report_parts import unlaid as unlaid
-from tests.unit.simulation_parts import Row, loop, rows, saved, trace_of
+from tests.unit.simulation_parts import Row, rows, saved, trace_of
 
 pytestmark = pytest.mark.usefixtures("unlaid")
 
@@ -159,30 +153,6 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     ET.parse(tmp_path / "out.svg")
 
 
-def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    code = """
-import sys
-from llmcache.report import plot
-from llmcache.trace.record import TraceReader
-from tools.bench.machine import peak_bytes
-for path in sys.argv[1:]:
-    plot.plot(path, path + ".png", lambda files: lambda file: (), lambda *_: None, classes=False)
-    print(peak_bytes())
-"""
-    paths = [_long(tmp_path / f"{rows}.parquet", rows) for rows in (1_000_000, 2_500_000)]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True, timeout=240)
-    # 1.5 million more rows are 49 MB of columns; batches and aggregates take less.
-    small, large = map(int, done.stdout.split())
-    assert large - small < 40 << 20
-
-
-def _long(path: Path, rows: int) -> str:
-    number, known = np.arange(rows), Provenance("synthetic")
-    files = [TraceFile(0, "/m.bin", 1, 1, 0, 0)]
-    Trace.build(number, number * 0, number % 50_000, number * 0 + 1, files=files, provenance=known).save(path)
-    return str(path)
-
-
 def filled(trace: Trace, by_time: bool, width: int, height: int, batch: int) -> tuple[AccessGrid, tuple[Band, ...]]:
     found = survey(trace.batches(batch))
     places = bands(found.spans)
@@ -212,23 +182,6 @@ def test_each_block_is_counted_in_its_cell(accesses: list[Row], by_time: bool, b
         for cell in cells:
             expected[op, cell, min(int(passed * 16), 15)] += 1
     assert np.array_equal(grid.counts(), expected)
-
-
-def drawn(trace: Trace, **options: object) -> Figure:
-    with style():
-        figure = access_figure(picture_of(trace, "some trace", **options))  # type: ignore[arg-type]
-        figure.draw_without_rendering()
-    return figure
-
-
-def test_names_do_not_overlap() -> None:
-    many = drawn(recorded(), landmarks=[Landmark(0, 5 * n, 5 * n + 5, f"blk.{n}") for n in range(200)])
-    crowd = of_files([(0, 0, 5000, 2)] + [(number, 0, 2, 0) for number in range(1, 40)], "/lib/{}")
-    for figure in (many, drawn(crowd, only=chosen_files(crowd.files, "*"))):
-        places = figure.axes[0].child_axes[0].get_yticks()
-        assert 15 < len(places) <= 32 and np.diff(places).min() >= 0.032
-    long = drawn(trace_of(loop(9, 3, 3)), landmarks=[Landmark(0, 0, 9, "x" * 99)])
-    assert len(long.axes[0].child_axes[0].get_yticklabels()[0].get_text()) <= 31
 
 
 def of_files(rows: list[Row], name: str) -> Trace:

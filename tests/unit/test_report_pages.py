@@ -43,15 +43,6 @@ def test_blocks_escape_and_a_page_loads_nothing() -> None:
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def test_tables_show_numbers_by_their_type() -> None:
-    _, source = page_of([Table("t", ["a", "b", "c"], [["x", 1234567, 0.12345]], digits=2)])
-    assert '<td class="number">1,234,567</td><td class="number">0.12</td>' in source
-    _, source = page_of([Table("t", ["", ""], [["", "model.layers.0.self_attn.q_proj.weight"]])])
-    assert '<td class="long">' in source  # wrapped like paths, because a wide table would be cut off at the window
-    with pytest.raises(ValueError, match="2 cells, but the table has 1 columns"):
-        page_of([Table("t", ["a"], [["x", "y"]])])
-
-
 # `llmcache simulate --report`
 
 
@@ -85,14 +76,6 @@ def test_ticks_of_logarithmic_axes_are_plain_numbers(values: tuple[float, float]
     assert label in ticks and not any("$" in (tick or "") for tick in ticks), ticks
 
 
-def test_ticks_of_doubling_axes_are_plain_numbers() -> None:
-    curve = (theme.POLICY_LOOKS["lru"], {0.25: 1.0, 2.0: 2.0, 16384.0: 3.0, 131072.0: 4.0})
-    with theme.style():
-        figure = theme.curves_figure({"panel": {"LRU": curve}}, "tokens", "seconds", doubling=True)
-    labels = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
-    assert labels == ["0.25", "2", "16,384", "131,072"]
-
-
 def test_a_page_has_figures_and_rows_of_every_trace(simulation: Simulation) -> None:
     source = report_page(simulation)
     page = Page(source)
@@ -101,19 +84,11 @@ def test_a_page_has_figures_and_rows_of_every_trace(simulation: Simulation) -> N
     assert "one <b>.parquet" in page.text and not page.tags["b"]
     assert "(source: synthetic)" in page.text and "(source: mount, 4 accesses lost)" in page.text
     one_hits, one_latency, one_curve, two_hits, *_ = texts_of(page)
-    for texts in (one_hits, two_hits):
-        assert {"Hit ratio", "hit ratio", "LRU", "llmcache", "footprint"} <= set(texts)
-    assert any(text.startswith("cache size (") for text in one_hits)
+    assert all({"LRU", "llmcache"} <= set(texts) for texts in (one_hits, two_hits)) and "LRU" in one_curve
     assert {"Fetch latency, LRU", "Fetch latency, llmcache", "100 MB/s", "1000 MB/s"} <= set(one_latency)
-    assert "fetch latency (s, modelled)" in one_latency
-    assert {"Miss ratio at all sizes", "miss ratio", "LRU"} <= set(one_curve)
+    assert "fetch latency (s, modelled)" in one_latency and "(s, modelled)" in page.text
     row = next(row for row in simulation.results if row.policy == "llmcache" and row.cache_blocks == 100)
-    for value in (row.hit_ratio, row.latencies[1].latency_s):
-        assert f"{value:,.3f}" in page.text
-    assert "(s, modelled)" in page.text and "misses at the bandwidth of storage plus 50.0 µs" in page.text
-    assert "to the GPU at 20 GB/s" in page.text and "LRU at all sizes, the others at the markers" in page.text
-    lru = [row.hit_ratio for row in simulation.results if row.policy == "lru"]
-    assert f"LRU {lru[0]:.3f} to {lru[2]:.3f}" in str(page.images[0]["alt"])
+    assert all(f"{value:,.3f}" in page.text for value in (row.hit_ratio, row.latencies[1].latency_s))
 
 
 def test_the_smallest_simulation_has_a_page(tmp_path: Path) -> None:

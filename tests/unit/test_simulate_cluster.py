@@ -12,7 +12,6 @@ import pytest
 
 from llmcache.cache import cluster
 from llmcache.cache.plan import AUTO, Plan
-from llmcache.cache.simulate import simulate_all
 from llmcache.errors import MissingRequirement
 from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
@@ -48,24 +47,14 @@ def traces(tmp_path: Path) -> list[str]:
 PLAN = Plan(("lru", "sieve", "belady"), AUTO, period_ns=10_000_000, curves=True)
 
 
-def test_a_cluster_gives_the_rows_of_a_local_run(address: str, traces: list[str]) -> None:
-    progress: list[tuple[str, int, int]] = []
-    far = cluster.simulate_on(address, traces, PLAN, progress=lambda *step: progress.append(step))
-    near = simulate_all(traces, PLAN)
-    assert far.results == near.results
-    assert far.traces == near.traces
-    assert [item.curve.hits.tolist() for item in far.curves] == [item.curve.hits.tolist() for item in near.curves]
-    assert {(name, in_all) for name, done, in_all in progress if done == in_all} == {(traces[0], 3), (traces[1], 3)}
-
-
 def test_the_command_gives_the_same_json(address: str, traces: list[str]) -> None:
     documents = []
     for options in ([], ["--scheduler", address]):
-        done = called("simulate", *traces, "--policy", "lru", "--json", "--mrc", *options)
+        done = called("simulate", *traces, "--policy", "lru,sieve,belady", "--t", "10ms", "--json", "--mrc", *options)
         assert done.returncode == 0, done.stderr
         documents.append(json.loads(done.stdout))
     assert documents[0] == documents[1]
-    assert len(documents[0]["results"]) == 19  # 2 % and 5 % of 30 blocks are both one block
+    assert len(documents[0]["results"]) == 3 * 19  # 2 % and 5 % of 30 blocks are both one block
 
 
 def test_another_version_on_the_workers_is_refused(address: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmcache.cache import simulate
-from llmcache.cache.plan import Plan
 from llmcache.cache.policies import policy_class
-from llmcache.trace.record import Provenance, TraceFile, TraceWriter
+from llmcache.trace.record import Provenance
 from tests.unit.command_parts import called
 from tests.unit.simulation_parts import loop, saved, trace_of
 
@@ -156,43 +154,6 @@ def test_ctrl_c_ends_a_simulation_quietly(tmp_path: Path) -> None:
         assert process.returncode == 0
         assert "Traceback" not in err and err == ""
         assert "hit ratio" not in out
-
-
-MIB = 1 << 20
-ROWS = 1 << 17
-
-
-def write(path: Path, batches: int) -> None:
-    """Write single-block rows spread over 100,000 blocks."""
-    random = np.random.default_rng(1)
-    with TraceWriter(path, [TraceFile(0, "/m", 1, 1, 0, 0)], Provenance("synthetic")) as writer:
-        for batch in range(batches):
-            t_ns = np.arange(batch * ROWS, (batch + 1) * ROWS, dtype=np.uint64)
-            writer.append({"t_ns": t_ns, "file": 0, "first": random.integers(0, 100_000, ROWS), "count": 1})
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """A separate process is used, because a fork would inherit the peak of the test."""
-    code = """
-import sys
-from llmcache.cache.plan import Plan
-from llmcache.cache.simulate import simulate_all
-from tools.bench.machine import peak_bytes
-for path in sys.argv[1:]:
-    simulate_all([path], Plan(("lru", "sieve"), (4096 * 50000,), period_ns=10**6, curves=True), jobs=2)
-    print(peak_bytes())
-"""
-    short, long = tmp_path / "short.parquet", tmp_path / "long.parquet"
-    write(short, 2)
-    write(long, 10)
-    # Compile first what numba's cache lacks, which takes as much memory again.
-    simulate.simulate_all([trace_of(loop(9, 9, 3))], Plan(("lru", "sieve"), (4096,), period_ns=10**6, curves=True))
-    # Kept rows would take 31 bytes each: 31 MiB for 8 times ROWS.
-    command = [sys.executable, "-c", code, str(short), str(long)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    before, after = map(int, done.stdout.split())
-    assert after - before < 22 * MIB
 
 
 def test_memory_of_the_mount_policy_does_not_grow_with_the_trace() -> None:

@@ -21,7 +21,6 @@ from llmcache.mount.client import control, mountpoint
 from llmcache.procfs import FileMapping, Mount, mappings
 from llmcache.report.classify import summary
 from llmcache.trace import files
-from llmcache.trace.capture import CaptureSettings
 from llmcache.trace.faults import FORK, MMAP, AddressSpace, AddressSpaces
 from llmcache.trace.files import FileTable, LockedBytes
 from llmcache.trace.formats import open_trace
@@ -78,15 +77,6 @@ def test_a_truncated_or_damaged_journal_is_readable(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with suppress(DataError), open_trace(path) as found:
             assert found.rows == 15, "damage is not taken for the end"
-
-
-def test_an_existing_journal_is_not_overwritten_and_other_files_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.parquet").path
-    with pytest.raises(UsageError, match="exists"):
-        RecordingWriter(path, PROVENANCE, force=False)
-    path.write_bytes(b"not arrow at all")
-    with pytest.raises(DataError, match=r"run\.parquet\.recording"):
-        open_trace(path)
 
 
 def test_layers_of_an_overlay_are_listed() -> None:
@@ -163,12 +153,6 @@ def test_faults_belong_to_the_mapping_at_their_time() -> None:
     assert inode.tolist() == [5, 6, 6] and block.tolist() == [2, 2, 2]
     assert set(dev.tolist()) == {os.makedev(8, 1)}
     assert paths[os.makedev(8, 1), 6] == "/data/file"
-
-
-def test_invalid_options_are_named() -> None:
-    for wrong, named in (({"output": "x.csv"}, "-o"), ({"seconds": 0.0}, "-d"), ({"rerefs_s": 0.0}, "--mmap-rerefs")):
-        with pytest.raises(UsageError, match=named):
-            CaptureSettings(**{"output": "x.parquet", **wrong})  # type: ignore[arg-type]
 
 
 def answering(program: Path) -> subprocess.Popen[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from llmcache.cache.classify import READ_OP, TraceClasses, classify
 from llmcache.cache.detector import LOOP, SEQ
-from llmcache.errors import UsageError
 from llmcache.papers.traces import GROUPS, REQUEST_BLOCKS, SHAPES
 from llmcache.trace.record import HIT, MAP, MISS, UNKNOWN, WRITE, Trace
 from llmcache.units import BLOCK_BYTES
@@ -73,18 +71,6 @@ def test_the_table_of_traces_is_up_to_date_and_traces_are_small() -> None:
     size = sum((ROOT / "traces" / f"{name}.parquet").stat().st_size for name in SHAPES)
     assert size < 1_500_000
     assert {path.stem for path in (ROOT / "traces").glob("*.parquet")} >= set(SHAPES)
-
-
-def test_the_tool_writes_the_requested_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_traces.py", str(tmp_path / "out"), "gemini", "--seed", "3"])
-    assert make_traces.main() == 0
-    assert capsys.readouterr().out == f"{tmp_path}/out/gemini.parquet\n"
-    assert Trace.load(tmp_path / "out" / "gemini.parquet").equals(SHAPES["gemini"](3))
-    monkeypatch.setattr(sys, "argv", ["make_traces.py", str(tmp_path), "bogus"])
-    with pytest.raises(UsageError, match="no shape 'bogus'"):
-        make_traces.main()
 
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"

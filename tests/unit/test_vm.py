@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from llmcache.errors import MissingRequirement
 from tools.guests import checks, compare, images, machine, nightly
 from tools.guests.__main__ import main
 from tools.guests.images import GUESTS, TRIXIE
@@ -48,33 +47,18 @@ def image(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return programs
 
 
-def test_unknown_guest_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "potato", "--", "true"]) == 2
-    assert "the guests are bookworm, trixie" in capsys.readouterr().err
-
-
-def test_run_without_a_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "trixie"]) == 2
-    assert "tools/vm run NAME -- COMMAND" in capsys.readouterr().err
-
-
-def test_nightly_with_an_unknown_check_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["nightly", "trixie", "--only", "nothing"])
-    assert "doctor" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["nightly", "compare"])
-def test_every_command_reports_an_unknown_guest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "potato"]) == 2
-    assert "there is no guest 'potato'" in capsys.readouterr().err
-
-
-def test_list_names_every_guest_before_images_are_built(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in GUESTS)
-    assert printed.count("not built yet") == len(GUESTS)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "potato", "--", "true"], "the guests are bookworm, trixie"),
+        (["run", "trixie"], "tools/vm run NAME -- COMMAND"),
+        (["nightly", "potato"], "there is no guest 'potato'"),
+        (["compare", "potato"], "there is no guest 'potato'"),
+    ],
+)
+def test_bad_usage_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_missing_programs_are_named_with_their_package(
@@ -85,27 +69,12 @@ def test_missing_programs_are_named_with_their_package(
     assert "ssh is not installed\nhint: apt-get install openssh-client" in capsys.readouterr().err
 
 
-def test_too_little_space_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "require", lambda *_: None)
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(images, "KEYRING", "/")
-    monkeypatch.setattr(images, "NEEDED_BYTES", 1 << 60)
-    with pytest.raises(MissingRequirement) as raised:
-        images.check_requirements()
-    assert raised.value.hint and "LLMCACHE_VM" in raised.value.hint
-
-
 def test_an_image_is_built_anew_when_an_input_changes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cache / "key").touch()
     before = images.directory(TRIXIE)
     assert images.directory(TRIXIE) == before
     monkeypatch.setattr(images, "PACKAGES", "other")
     assert images.directory(TRIXIE) != before
-
-
-def test_a_failed_build_reports_the_last_line_of_its_log(tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirement, match="cannot build: sh: no network"):
-        images.run_logged(["sh", "-c", "echo start; echo no network >&2; exit 1"], tmp_path / "log", "cannot build")
 
 
 def test_qemu_that_exits_at_once_is_reported_with_its_console(
@@ -125,10 +94,10 @@ def test_qemu_that_exits_at_once_is_reported_with_its_console(
     assert console.exists() and not list(cache.glob("run-*"))
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_qemu_ends_with_the_run(image: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stubborn: bool) -> None:
-    trap = "trap '' TERM\n" if stubborn else ""
-    program(image, "qemu-system-x86_64", f"{trap}echo $$ >{image}/pid\nwhile :; do sleep 0.1; done")
+def test_qemu_ends_with_the_run_even_if_it_ignores_sigterm(
+    image: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(image, "qemu-system-x86_64", f"trap '' TERM\necho $$ >{image}/pid\nwhile :; do sleep 0.1; done")
     program(image, "ssh", "")
     monkeypatch.setattr(machine, "STOP_SECONDS", 1)
     with pytest.raises(KeyboardInterrupt), booted(GUESTS["trixie"], Settings()) as guest:
@@ -192,28 +161,22 @@ def test_the_reader_of_checks_reads_a_file_as_often_as_wanted(tmp_path: Path) ->
         assert len(done.stdout.split()) == 3 and len(set(done.stdout.split())) == 1
 
 
-def test_the_table_has_a_column_for_each_guest_and_the_reasons() -> None:
-    def guest(system: str, kernel: str, *outcomes: tuple[str, str, str]) -> dict[str, Any]:
-        each = [dict(zip(("check", "outcome", "reason"), one, strict=True), date="2026-11-29") for one in outcomes]
-        return {"name": system, "system": system, "kernel": kernel, "checks": each}
+def guest_result(system: str, kernel: str, **outcomes: str) -> dict[str, Any]:
+    checked = [
+        {"check": name, "outcome": outcome, "reason": f"{name} reason", "date": "2026-11-29"}
+        for name, outcome in outcomes.items()
+    ]
+    return {"name": system, "system": system, "kernel": kernel, "checks": checked}
 
-    document = {
-        "guests": [
-            guest(
-                "Debian 12",
-                "6.1.0-50-cloud-amd64",
-                ("inplace", "unavailable", "Linux 6.12 is needed"),
-                ("steer", "pass", ""),
-            ),
-            guest("Debian 13", "6.12.118+deb13-cloud-amd64", ("inplace", "pass", ""), ("steer", "fail", "wrong bytes")),
-            {"name": "backports", "system": "Debian 13", "checks": [], "failure": "guest backports does not boot"},
-        ]
-    }
-    lines = nightly.table(json.loads(json.dumps(document))).splitlines()
+
+def test_the_table_has_a_column_for_each_guest_and_the_reasons() -> None:
+    failed = {"name": "backports", "system": "Debian 13", "checks": [], "failure": "guest backports does not boot"}
+    old = guest_result("Debian 12", "6.1.0-50-cloud-amd64", inplace="unavailable", steer="pass")
+    new = guest_result("Debian 13", "6.12.118+deb13-cloud-amd64", inplace="pass", steer="fail")
+    lines = nightly.table({"guests": [old, new, failed]}).splitlines()
     assert lines[0] == "| check | Debian 12, Linux 6.1.0 | Debian 13, Linux 6.12.118 |"
-    assert "| inplace | unavailable | pass |" in lines
-    assert "| steer | pass | fail |" in lines
-    assert "- Debian 13, Linux 6.12.118, steer: fail: wrong bytes" in lines
+    assert {"| inplace | unavailable | pass |", "| steer | pass | fail |"} <= set(lines)
+    assert "- Debian 13, Linux 6.12.118, steer: fail: steer reason" in lines
     assert "- backports: fail: guest backports does not boot" in lines
 
 
@@ -230,36 +193,19 @@ def test_the_comparison_takes_the_better_page_cache_as_the_opponent() -> None:
     assert lines[3] == "| fits | none | 0 B | 0 B | 1.00 MB |"
 
 
-def test_results_of_earlier_runs_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Booted:
-        accelerator = "tcg"
+class Booted:
+    """A guest that answers nothing."""
 
-        def output(self, _words: object) -> subprocess.CompletedProcess[str]:
-            return subprocess.CompletedProcess([], 0, stdout="0x0007\n")
+    accelerator = "tcg"
 
-    outcomes = iter(("fail", "pass", "pass"))
-    monkeypatch.setattr(nightly, "booted", lambda *_: contextlib.nullcontext(Booted()))
-    monkeypatch.setattr(
-        nightly, "run_check", lambda _machine, name: {"check": name, "outcome": next(outcomes), "reason": "", "facts": {}}
-    )
-    monkeypatch.setattr(nightly, "kernel_version", lambda _guest: "6.12.118+deb13-cloud-amd64")
-    file = cache / "results.json"
-    assert nightly.nightly([GUESTS["trixie"]], Settings(), ["steer"], file) == 1
-    assert nightly.nightly([GUESTS["bookworm"]], Settings(), ["doctor"], file) == 0
-    assert nightly.nightly([GUESTS["trixie"]], Settings(), ["inplace"], file) == 0
-    guests = {one["name"]: one for one in json.loads(file.read_text())["guests"]}
-    kept = {name: [(each["check"], each["outcome"]) for each in one["checks"]] for name, one in guests.items()}
-    assert kept == {"trixie": [("inplace", "pass"), ("steer", "fail")], "bookworm": [("doctor", "pass")]}
+    def output(self, _words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, stdout="")
 
 
-def test_a_guest_that_crashes_is_booted_again_for_the_remaining_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_earlier_runs_are_kept_and_a_crashed_guest_is_booted_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     boots: list[str] = []
-
-    class Booted:
-        accelerator = "tcg"
-
-        def output(self, _words: object) -> subprocess.CompletedProcess[str]:
-            return subprocess.CompletedProcess([], 0, stdout="")
 
     @contextlib.contextmanager
     def boot(guest: images.Guest, _settings: Settings) -> Iterator[Booted]:
@@ -273,6 +219,11 @@ def test_a_guest_that_crashes_is_booted_again_for_the_remaining_checks(monkeypat
 
     monkeypatch.setattr(nightly, "booted", boot)
     monkeypatch.setattr(nightly, "run_check", check)
-    found = list(nightly.results(GUESTS["trixie"], Settings(), ["doctor", "inplace", "steer"], {}))
-    assert [(one["check"], one["outcome"]) for one in found] == [("doctor", "pass"), ("inplace", "fail"), ("steer", "pass")]
+    monkeypatch.setattr(nightly, "kernel_version", lambda _guest: "6.12.118+deb13-cloud-amd64")
+    file = cache / "results.json"
+    assert nightly.nightly([GUESTS["trixie"]], Settings(), ["doctor", "inplace", "steer"], file) == 1
     assert boots == ["trixie", "trixie"]
+    assert nightly.nightly([GUESTS["bookworm"]], Settings(), ["doctor"], file) == 0
+    guests = {one["name"]: one for one in json.loads(file.read_text())["guests"]}
+    kept = {name: {each["check"]: each["outcome"] for each in one["checks"]} for name, one in guests.items()}
+    assert kept == {"trixie": {"doctor": "pass", "inplace": "fail", "steer": "pass"}, "bookworm": {"doctor": "pass"}}

@@ -1,4 +1,4 @@
-"""Run all benchmarks in sequence, and write every target and its figure to all.json and all.html.
+"""Run all benchmarks in sequence, and write every target and its figure to all.json and all.md.
 
 If a benchmark fails, the others still run. All output goes to stderr. Exit codes: 0 all targets are met, 1 a target is
 missed, 2 usage error, 3 a benchmark failed or has no results.
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import import_module
@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from llmcache.errors import LlmcacheError, UsageError
-from llmcache.report.html import Badge, Cell, Facts, HtmlBlock, Section, Table, Text, html_page
 
 from . import harness, results
 from .demo import make_model
 from .harness import MODELS, ROOT, check_commit, one_interrupt, report
-from .results import Document, Target, exit_code, markdown
+from .results import Document, Target, about_machine, exit_code, markdown, targets_table
 
 SCHEMA = "llmcache-bench-all/3"
 MODEL_SIZE = "700M"
@@ -158,9 +157,9 @@ def whole(directory: Path, errors: Mapping[str, str] | None = None) -> Document:
         row: Document = {"benchmark": one.name, "command": one.command(), "error": errors.get(one.name)}
         if document := documents.get(one.name):
             machine = dict(document["machine"])
-            about = {key: machine.pop(key) for key in ("commit", "versions")}
+            commit = machine.pop("commit")
             machines += [] if machine in machines else [machine]
-            runs.append({**row, "recorded": True, **about, **document.get("run", {})})
+            runs.append({**row, "recorded": True, "commit": commit, **document.get("run", {})})
         else:
             runs.append({**row, "recorded": False})
     targets = [
@@ -179,7 +178,7 @@ def of_json(data: Document) -> Target:
 
 def write(document: Document, directory: Path) -> None:
     results.write(directory / "all.json", document)
-    results.write_text(directory / "all.html", page(document))
+    results.write_text(directory / "all.md", page(document))
 
 
 def reached(document: Document) -> str:
@@ -196,78 +195,35 @@ def table(document: Document) -> str:
 
 
 def page(document: Document) -> str:
-    lead = f"A target is a limit that the project sets for a figure. {reached(document)}"
+    """Return all targets, by benchmark, and the conditions of the runs."""
+    parts = ["# llmcache: benchmark results and targets", table(document)]
     if missing := [run["benchmark"] for run in document["runs"] if not run["recorded"]]:
-        lead += f" Without results: {', '.join(missing)}."
-    return html_page("llmcache: benchmark results and targets", lead, [_targets(document), _conditions(document)])
-
-
-def _targets(document: Document) -> Section:
-    every = [(one["benchmark"], of_json(one)) for one in document["targets"]]
-    missing = [(name, target) for name, target in every if not target.passed]
-    blocks: list[HtmlBlock] = [_targets_table("Missed targets", missing)] if missing else []
+        parts.append(f"Without results: {', '.join(missing)}.")
     for one in BENCHMARKS:
-        if targets := [(name, target) for name, target in every if name == one.name]:
-            blocks.append(_targets_table(f"{one.about} (tools/bench {one.name})", targets))
-    blocks.append(Text("Measured: on the machine below. Emulated: there, with an emulated accelerator or SSD.", True))
-    return Section("Targets", [*blocks, Text("Modelled: computed.", True)])
-
-
-def _targets_table(caption: str, targets: Iterable[tuple[str, Target]]) -> Table:
-    rows: list[list[Cell]] = []
-    for name, target in targets:
-        sense, _, number = target.wanted.partition(" ")
-        limit = {"<=": "≤", ">=": "≥"}.get(sense, sense) + number  # no space, so that the line does not break here
-        badge = Badge("met", "good") if target.passed else Badge("MISSED", "bad")
-        rows.append([target.what, target.shown, limit, badge, target.kind, target.command or f"tools/bench {name}"])
-    return Table(caption, ["figure", "value", "target", "", "kind", "command"], rows)
-
-
-def _conditions(document: Document) -> Section:
-    versions: dict[str, set[str]] = {}
-    for run in document["runs"]:
-        for name, version in run.get("versions", {}).items():
-            versions.setdefault(name, set()).add(str(version))
-    columns = ["benchmark", "", "started, UTC", "s", "load before, after", "busy before", "commit"]
-    note = (
-        "Load: one-minute load average before and after the run; the first one includes part of the previous benchmark. "
-        f"Busy: share of CPU time in use in the three seconds before the run; above {BUSY_SHARE:.0%}, the machine was busy."
-    )
-    blocks: list[HtmlBlock] = [
-        *(Facts(_facts(machine)) for machine in document["machines"]),
-        Table("Runs", columns, [_run_row(run) for run in document["runs"]], digits=0),
-        Text(note, True),
-        Facts([(name, ", ".join(sorted(each))) for name, each in sorted(versions.items())]),
+        if targets := [of_json(target) for target in document["targets"] if target["benchmark"] == one.name]:
+            parts += [f"## {one.about} (`tools/bench {one.name}`)", targets_table(targets)]
+    parts += [
+        "## Conditions",
+        *map(about_machine, document["machines"]),
+        markdown(
+            ["benchmark", "", "started, UTC", "s", "load before, after", "commit"], map(_run_row, document["runs"]), (0, 1)
+        ),
+        "Load: one-minute load average before and after the run. Busy: other processes used more than "
+        f"{BUSY_SHARE:.0%} of the CPU time in the three seconds before the run.",
     ]
-    return Section("Conditions", blocks)
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _run_row(run: Document) -> list[Cell]:
-    if not run["recorded"]:
-        return [run["command"], Badge(run["error"] or "not run", "bad"), "", "", "", "", ""]
-    if run["error"]:
-        state = Badge(run["error"], "bad")
-    elif run.get("quick"):
-        state = Badge("quick run", "fair")
-    elif "busy_share" not in run:
-        state = Badge("load not recorded", "fair")
-    else:
-        state = Badge("machine was busy", "fair") if run["busy_share"] > BUSY_SHARE else Badge("quiet", "good")
+def _run_row(run: Document) -> list[str]:
+    state = run["error"] or ("" if run["recorded"] else "not run")
+    if not state:
+        states = {"quick run": run.get("quick"), "busy": run.get("busy_share", 0) > BUSY_SHARE}
+        quiet = "quiet" if "busy_share" in run else "load not recorded"
+        state = ", ".join(name for name, holds in states.items() if holds) or quiet
     load = " ".join(f"{one:.1f}" for one in run.get("load", []))
-    busy = f"{run['busy_share']:.0%}" if "busy_share" in run else ""
+    took = f"{run['seconds']:.0f}" if "seconds" in run else ""
     started = run.get("started", "")[:16].replace("T", " ")
-    return [run["command"], state, started, run.get("seconds", ""), load, busy, run["commit"] or ""]
-
-
-def _facts(machine: Document) -> list[tuple[str, str]]:
-    device = machine["device"]
-    return [
-        ("CPUs", f"{machine['cpus']}, {machine['cpu']}"),
-        ("memory", f"{machine['memory_bytes'] / 1e9:.1f} GB"),
-        ("kernel", f"Linux {machine['kernel']}"),
-        ("device", f"{device['name']}, read-ahead {device['read_ahead_kb']} KiB, scheduler {device['scheduler']}"),
-        ("Python", machine["python"]),
-    ]
+    return [f"`{run['command']}`", state, started, took, load, run.get("commit") or ""]
 
 
 # The command
@@ -298,7 +254,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, say: Console) -> tuple[Document, bool]:
-    """Run the selected benchmarks, writing all.json and all.html after each; return all results, and whether any failed."""
+    """Run the selected benchmarks, writing all.json and all.md after each; return all results, and whether any failed."""
     out = args.out
     benchmarks = [one for one in BENCHMARKS if (one.name in args.only if args.only else not one.on_request)]
     existing = [one.name for one in benchmarks if (out / f"{one.name}.json").exists()]
@@ -352,5 +308,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     write(document, args.out)
     say.print(Markdown(table(document)))
-    say.print(f"{args.out / 'all.html'}", soft_wrap=True)
+    say.print(f"{args.out / 'all.md'}", soft_wrap=True)
     return FAILED if failed else exit_code(map(of_json, document["targets"]))

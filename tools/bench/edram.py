@@ -6,9 +6,7 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from rich.console import Console
 
@@ -17,7 +15,7 @@ from llmcache.papers.edram.systems import MODELS, SYSTEMS, WORKLOADS
 from llmcache.papers.edram.tables import swept
 from llmcache.papers.reproduce import reproduce
 
-from .harness import ROOT, in_turns
+from .harness import ROOT, common_options, in_turns, timed
 from .results import Document, Target, markdown
 
 SCHEMA = "llmcache-bench-edram/2"
@@ -62,20 +60,14 @@ def _command() -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=7, help="runs of each case, interleaved [%(default)s]")
+    common_options(parser, repeat=7)
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     """Yield the durations of all cases, run in turn."""
-    seconds = in_turns({name: partial(_seconds, run) for name, run in cases().items()}, args.repeat, console)
+    seconds = in_turns({name: timed(run) for name, run in cases().items()}, args.repeat, console)
     rows = [{"case": name, "seconds": runs, "median_s": statistics.median(runs)} for name, runs in seconds.items()]
     yield {"configurations": CONFIGURATIONS, "cases": rows}
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def targets(document: Document) -> list[Target]:

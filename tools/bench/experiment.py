@@ -12,7 +12,8 @@ from typing import Any
 from llmcache.cgroup import Cgroup, Usage
 from llmcache.mount.readahead import SMALL_READ_AHEAD_KB
 
-from .runner import MIB, ClientRun, forget, problems_of, run_clients
+from .harness import turns
+from .runner import MIB, ClientRun, problems_of, ready, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain
 
 Command = Callable[[str, Path], list[str]]
@@ -181,24 +182,17 @@ class Rig:
         sides = (Plain("direct"), *self.sides) if experiment.direct else self.sides
         if not experiment.own_read_ahead and any(side.name.startswith("kernel-") for side in sides):
             sides = tuple(side for side in sides if side != Plain())
-        for repeat in range(self.repeat * experiment.times):
-            # reversed in every second repeat, so that no side always runs right after the other on a throttled disk
-            for side in sides if repeat % 2 == 0 else sides[::-1]:
-                outcome.runs.append(self._run(experiment, side, repeat, cap))
-                self.say(_progress(outcome))
+        for number, side in turns(sides, self.repeat * experiment.times):
+            outcome.runs.append(self._run(experiment, side, number, cap))
+            self.say(_progress(outcome))
         for name in outcome.sides:
             for problem in outcome.problems(name):
                 self.say(f"problem: {name}: {problem}")
         return outcome
 
     def _run(self, experiment: Experiment, side: Plain | Mounted, repeat: int, cap: int | None) -> SideRun:
-        with (
-            Cgroup(side.name, directory=experiment.file, memory_bytes=cap, read_bps=experiment.read_bps) as group,
-            side.open(group, experiment.file.parent, experiment.cache_bytes, self.scratch) as opened,
-        ):
-            # Drop the file only now. The host of a virtual machine reclaims free memory within seconds, and a client that
-            # fills it again waits for the host. A side that is mounted first would pay for that second.
-            forget(experiment.file)
+        limits = (experiment.cache_bytes, cap, experiment.read_bps)
+        with ready(side, experiment.file, self.scratch, *limits) as (group, opened):
             path = opened.root / experiment.file.name
             commands = [experiment.command(side.name, path)] * experiment.clients
             stats: list[dict[str, Any]] = []

@@ -22,10 +22,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import TypeVar
 
 from platformdirs import user_cache_path
 from rich.console import Console
@@ -37,6 +39,7 @@ from . import machine
 from .results import DIRECTORY, Document, Target, exit_code, part_targets, rounded, targets_table, write
 
 ROOT = Path(__file__).resolve().parents[2]
+Side = TypeVar("Side")
 MODELS = user_cache_path("llmcache") / "models"
 """Generated and downloaded models are kept here between runs."""
 
@@ -113,18 +116,46 @@ def measured_apart(module: str, *words: object, packages: Path | None = None) ->
     return printed
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:
-    """Return the seconds of `repeat` calls of each function, after one call that compiles and fills the page cache.
+def turns(sides: Sequence[Side], repeat: int) -> Iterator[tuple[int, Side]]:
+    """Yield every side `repeat` times, with the number of the round, so that other load affects all sides alike.
 
-    The functions run in turn, so that other load on the machine affects all of them alike.
+    The order is reversed in every second round, so that no side always runs right after the same other one.
     """
+    for number in range(repeat):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            yield number, side
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], repeat: int, console: Console) -> dict[str, list[float]]:
+    """Return the seconds of `repeat` calls of each function in turn, after one that compiles and fills the page cache."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(repeat + 1):
-        for name, run_once in runs.items():
-            took = run_once()
-            seconds[name] += [took] if number else []
-        console.print(f"run {number} of {repeat}" if number else "warm-up", soft_wrap=True)
+    for number, name in turns([*runs], repeat + 1):
+        took = runs[name]()
+        seconds[name] += [took] if number else []
+        console.print(f"{name}, run {number} of {repeat}" if number else f"{name}, warm-up", soft_wrap=True)
     return seconds
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that calls `run` and returns its seconds."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def common_options(parser: argparse.ArgumentParser, files: str = "", quick: str = "", repeat: int = 0) -> None:
+    """Add --dir for `files`, --quick with what it changes, and --repeat with its default; those that are given."""
+    if files:
+        about = f"directory for {files} [%(default)s]"
+        parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help=about)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=f"{quick}; not comparable with the targets")
+    if repeat:
+        parser.add_argument("--repeat", type=int, default=repeat, help="runs of each case, interleaved [%(default)s]")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from llmcache.kv.spill.layout import aligned
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.csd import PROFILES, EmulatedCsd
 
-from .harness import in_turns, measured_apart, workplace
+from .harness import common_options, in_turns, measured_apart, timed, workplace
 from .machine import peak_bytes
 from .results import Document, Target
 
@@ -70,11 +70,6 @@ class Kernel(NamedTuple):
     run: Callable[[], object]
     key_bytes: int
     target: float | None = None
-
-    def seconds(self) -> float:
-        start = time.perf_counter()
-        self.run()
-        return time.perf_counter() - start
 
 
 def kernels(tokens: int) -> Iterator[Kernel]:
@@ -258,17 +253,13 @@ def gather(store: KvStore, path: Path, rounds: int) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill file, 4.4 GB [%(default)s]"
-    )
-    parser.add_argument("--repeat", type=int, default=20, help="runs of each case, interleaved [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the tokens; not comparable with the targets")
+    common_options(parser, "the spill file, 4.4 GB", "a sixteenth of the tokens", repeat=20)
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
     tokens, spilled = (TOKENS // 16, SPILLED // 16) if args.quick else (TOKENS, SPILLED)
     found = list(kernels(tokens))
-    seconds = in_turns({case.name: case.seconds for case in found}, args.repeat, console)
+    seconds = in_turns({case.name: timed(case.run) for case in found}, args.repeat, console)
     with workplace(args.dir) as scratch:
         apart = {step: measured_apart("kv", step, scratch, spilled, args.repeat) for step in STEPS}
     yield {**document(found, seconds, tokens), **apart}

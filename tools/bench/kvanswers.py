@@ -18,7 +18,7 @@ from llmcache.kv.bench.results import TaskBench
 from llmcache.kv.bench.task import TaskSetup, run
 from llmcache.kv.tasks import RECALL_MODEL
 
-from .harness import ROOT, workplace
+from .harness import ROOT, common_options, workplace
 from .results import Document
 
 SCHEMA = "llmcache-bench-kvanswers/1"
@@ -76,8 +76,7 @@ def rivals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="one context, few questions; not comparable with the targets")
+    common_options(parser, "the spill files", "one context, few questions")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:

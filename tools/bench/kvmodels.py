@@ -30,7 +30,7 @@ from llmcache.kv.bench.results import MOST, STOCK, mean_of
 from llmcache.kv.bench.task import Candidate, CollectedAnswers, TaskSetup, answered, probes, take_turns
 from llmcache.kv.tasks.english import Document, documents
 
-from .harness import measured_apart, workplace
+from .harness import common_options, measured_apart, workplace
 from .results import markdown, part_targets, targets_table
 
 SCHEMA = "llmcache-bench-kvmodels/1"
@@ -499,13 +499,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kvpress", action="store_true", help=about)
     about = "measure loss and tasks only at this context length; repeatable"
     parser.add_argument("--context", type=int, choices=CONTEXTS, action="append", help=about)
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files, 2 GB [%(default)s]"
-    )
+    common_options(parser, "the spill files, 2 GB", "one model, short contexts")
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="threads of torch and of each kernel [%(default)s]"
     )
-    parser.add_argument("--quick", action="store_true", help="one model, short contexts; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[dict[str, Any]]:

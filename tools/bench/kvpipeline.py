@@ -24,14 +24,11 @@ from llmcache.kv.tiers.config import PING_PONG_STEPS
 from llmcache.kv.workload import StreamSpec
 from llmcache.papers.csd import CsdProfile
 
-from .harness import workplace
-from .results import Document, Target, figure, targets_table
+from .harness import common_options, workplace
+from .results import Document, Target, figure, part_targets, targets_table
 
 SCHEMA = "llmcache-bench-kvpipeline/2"
-IDLE_TARGET = 0.10  # share of the time of decode steps in which the accelerator waits
-PING_PONG_TARGET = 0.01  # share of the fetched pages
-LINK_TARGET = 1 / 50  # share of the bytes that scoring on the host moves
-BETA_TARGET = 1  # steps of the sweep between its minimum and the rule's beta
+IDLE_TARGET = 0.10
 SLACK = 2.0  # computing time relative to the time that it has to hide
 WARM_UP = 4
 FACTORS = (1 / 4, 1 / 2, 1, 2, 4, 8)
@@ -138,16 +135,13 @@ def relative_times(steps: Sequence[Sequence[int]]) -> list[float]:
 
 
 PARTS = {"idle": idle, "ping_pong": ping_pong, "link": link, "beta": beta}
-LIMITS = {"idle": IDLE_TARGET, "ping_pong": PING_PONG_TARGET, "link": LINK_TARGET, "beta": BETA_TARGET}
-
-
-def targets(document: Document) -> list[Target]:
-    """Return the targets; `idle` has no value if the work cannot be hidden according to the model."""
-    found = []
-    for name, one in document["parts"].items():
-        value = one["figure"] if one.get("applies", True) else math.nan
-        found.append(Target(name, one["what"], value, "<=", LIMITS[name], "emulated"))
-    return found
+TARGETS = {
+    "idle": ("<=", IDLE_TARGET, "emulated"), "ping_pong": ("<=", 0.01, "emulated"), "link": ("<=", 1 / 50, "emulated"),
+    "beta": ("<=", 1, "emulated"),
+}  # fmt: skip
+"""Shares: of the decode time in which the accelerator waits (no value if the model predicts that the work cannot be hidden),
+of the fetched pages, of the bytes that scoring on the host moves. `beta`: steps of the sweep from its minimum to the rule's.
+"""
 
 
 def _seen(row: Row) -> Any:
@@ -164,11 +158,8 @@ def _without_timelines(bench: Bench) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files, 3 GB [%(default)s]"
-    )
+    common_options(parser, "the spill files, 3 GB", "short contexts")
     parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic stream [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="short contexts; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -187,6 +178,5 @@ def table(document: Document) -> str:
     def without(target: Target) -> str:
         return figure(parts[target.name]["without"]) if "without" in parts[target.name] else ""
 
-    return targets_table(
-        targets(document), "measured; stream synthetic, accelerator and computational SSD emulated", without
-    )
+    what = "measured; stream synthetic, accelerator and computational SSD emulated"
+    return targets_table(part_targets(document, TARGETS), what, without)

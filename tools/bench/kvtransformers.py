@@ -19,7 +19,7 @@ from llmcache.kv.bench.results import STOCK, KvMemory, Speed
 from llmcache.kv.bench.synthetic import Progress, per_step
 from llmcache.kv.bench.task import Candidate, in_turns
 
-from .harness import workplace
+from .harness import common_options, workplace
 from .results import Document
 
 if TYPE_CHECKING:
@@ -162,11 +162,8 @@ def against_stock(rows: list[LengthRow]) -> dict[str, dict[str, Any]]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the spill files, 3 GB [%(default)s]"
-    )
+    common_options(parser, "the spill files, 3 GB", "small model, short contexts")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of each kernel [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="small model, short contexts; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, _console: Console) -> Iterator[Document]:

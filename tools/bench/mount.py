@@ -32,7 +32,7 @@ from .clients.server_tokens import SITE
 from .experiment import Command, Experiment, Rig, Routed
 from .harness import workplace
 from .patterns import Reader, Stage, routed_passes
-from .results import Document, Target, markdown, worst
+from .results import Document, Target, about_machine, markdown, worst
 from .runner import MIB, client, crc_file, loop_bytes, loop_file, run_client
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, kernels
 
@@ -547,14 +547,14 @@ def targets(document: Document) -> list[Target]:
     found = [Target("problems", what, wrong, "<=", 0, command="tools/bench mount --model MODEL")]
     for name, modes, cases, applies, key, sense, limit, words in TARGETS:
         judged = (
-            Target(name, f"{result['name']}, {side}", values[key], sense, limit)
+            (f"{result['name']}, {side}", values[key])
             for result in results
             if result["case"] in cases and applies(result)
             for side in mounts(result)
             if not modes or (mode_of(result, side) == "inplace") == (modes == IN_PLACE)
             if key in (values := figures_of(result, side))
         )
-        found += worst(judged, name, words)
+        found += worst(name, words, judged, sense, limit)
     return found
 
 
@@ -570,12 +570,6 @@ LABELS = {
 
 
 def table(document: Document) -> str:
-    machine = document["machine"]
-    versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
-    about = (
-        f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
-        f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}.\n\n"
-    )
     results = [result for result in document["results"] if result["case"] not in "gi"]
     sides = list(dict.fromkeys(side for result in results for side in mounts(result)))
     named = ["page cache", *("llmcachefs" if side == "mount" else side for side in sides)]
@@ -583,6 +577,7 @@ def table(document: Document) -> str:
     head = ["case", "loop / cache MB", *columns, "bound s", "speedup"]
     rows = [_row(result, sides) for result in results]
     mixed = [result for result in document["results"] if result["case"] in "gi"]
+    about = f"{about_machine(document['machine'])}\n\n"
     return about + (markdown(head, rows) if rows else "") + (f"\n{_moe_table(mixed)}" if mixed else "")
 
 

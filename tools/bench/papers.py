@@ -14,10 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from llmcache.cache.policies import policy_class
 from llmcache.errors import LlmcacheError, MissingRequirement
@@ -36,7 +38,7 @@ from llmcache.papers.traces import SHAPES
 from llmcache.trace.record import BlockSpace, Trace
 
 from . import machine
-from .harness import ROOT
+from .harness import ROOT, in_turns, timed
 from .kvtransformers import SMALL, by_length, stock_at
 
 Progress = Callable[[str], None]
@@ -210,15 +212,14 @@ def overhead(trace: Trace, name: str) -> dict[str, Any]:
     """
     space = BlockSpace.of([trace])
     first, count = space.place(trace), trace.count.astype(np.int64)
-    taken: dict[str, list[float]] = {policy: [] for policy in ("lru", "lecar", "algorithm1", "llmcache")}
-    for turn in range(REPEATS + 1):
-        for policy, times in taken.items():
-            cache = policy_class(policy)(max(1, space.footprint // 2), space.blocks)
-            begin = time.perf_counter_ns()
-            cache.replay(first, count)
-            if turn > 0:
-                times.append((time.perf_counter_ns() - begin) / trace.accesses)
-    medians = {policy: statistics.median(times) for policy, times in taken.items()}
+
+    def replay_s(policy: str) -> float:
+        cache = policy_class(policy)(max(1, space.footprint // 2), space.blocks)
+        return timed(lambda: cache.replay(first, count))()
+
+    policies = ("lru", "lecar", "algorithm1", "llmcache")
+    taken = in_turns({policy: partial(replay_s, policy) for policy in policies}, REPEATS, Console(stderr=True))
+    medians = {policy: 1e9 * statistics.median(times) / trace.accesses for policy, times in taken.items()}
     return {"repeats": REPEATS, "trace": name, "ns_per_block": medians}
 
 

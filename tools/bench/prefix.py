@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 from rich.console import Console
 
 from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
-from llmcache.kv.prefix.store import BlockStore
 from llmcache.units import parse_rate
 
-from .harness import MODELS, workplace
+from .harness import MODELS, common_options, turns, workplace
 from .results import Document
 from .runner import client, forget
 from .sides import environment
@@ -122,19 +120,15 @@ def conversations(ask: PromptClient, shared: int, count: int) -> dict[str, Any]:
 
 
 def generating(ask: PromptClient, tokens: int, length: int, repeat: int) -> dict[str, Any]:
-    """Return the share of tokens per second that is lost while prompt and answer are stored in the background.
-
-    The sides alternate in going first, because the speed of a shared machine drifts by more than the cost of storing.
-    """
+    """Return the share of tokens per second that is lost while prompt and answer are stored in the background."""
     runs: dict[str, list[float]] = {"plain": [], "stored": []}
-    for turn in range(repeat):
-        kept = ask.scratch / f"generating-{turn}"
-        sides: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("stored", {"cache": kept})]
-        for name, options in sides[:: -1 if turn % 2 else 1]:
-            # The blocks of the first answer are written while the second is generated.
-            outcome = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
-            runs[name].append(sum(one["whole_s"] - one["first_s"] for one in outcome["answers"]))
-        shutil.rmtree(kept)
+    kept = ask.scratch / "generating"
+    for turn, name in turns(("plain", "stored"), repeat):
+        # The blocks of the first answer are written while the second is generated.
+        options = {"cache": kept} if name == "stored" else {}
+        outcome = ask(own=tokens, tokens=length, count=2, turn=turn, **options)
+        runs[name].append(sum(one["whole_s"] - one["first_s"] for one in outcome["answers"]))
+        shutil.rmtree(kept, ignore_errors=True)
     lost = 1 - statistics.median(runs["plain"]) / statistics.median(runs["stored"])
     what = f"share of tokens per second lost while prompts of {tokens:,} tokens are stored in the background"
     return {"generating": {"what": what, "figure": lost, "runs": runs}}
@@ -163,36 +157,13 @@ def shared(ask: PromptClient, tokens: int, repeat: int) -> dict[str, Any]:
     return {"shared": {"what": what, "figure": statistics.median(runs) / evaluated, "runs": outcome}}
 
 
-def compression(directory: Path) -> list[dict[str, Any]]:
-    """Return speed and ratio of codecs on the blocks below `directory`. A codec has to be faster than the storage that it
-    saves.
-    """
-    store, rows = BlockStore(directory, None), []
-    read = (store.read(entry.key) for entry in store.entries()[:4])
-    data = b"".join(block.payload.tobytes() for block in read if block)
-    for name, level in (("zstd", 1), ("lz4", None)):
-        codec = pyarrow.Codec(name, compression_level=level)
-        begin = time.perf_counter()
-        packed = codec.compress(data)
-        between = time.perf_counter()
-        codec.decompress(packed, len(data))
-        took = {"packing": between - begin, "unpacking": time.perf_counter() - between}
-        speeds = {f"{what}_bytes_per_s": len(data) / seconds for what, seconds in took.items()}
-        rows.append({"codec": name, "level": level, "ratio": len(data) / len(packed), **speeds})
-    return rows
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     smollm2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
     parser.add_argument("--model", type=Path, default=smollm2, help="GGUF file [SmolLM2, which tools/test downloads]")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the long prompt [%(default)s]")
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory on a real disk where prompts are stored [%(default)s]"
-    )
+    common_options(parser, "stored prompts, on a real disk", "shorter prompts, fewer runs", repeat=3)
     parser.add_argument("--rate", default="500M", help="storage limit in bytes per second; 0: none [%(default)s]")
     parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp [%(default)s]")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each case [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="shorter prompts, fewer runs; not comparable with the targets")
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
@@ -212,6 +183,5 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
             begin = time.monotonic()
             parts |= part()
             console.print(f"{name}: {time.monotonic() - begin:.0f} s", soft_wrap=True)
-        parts["compression"] = {"rows": compression(scratch / "ours")}
     about = {"quick": args.quick, "model": args.model.name, "tokens": tokens, "threads": args.threads}
     yield {**about, "rate_bps": args.rate, "repeat": repeat, "parts": parts}

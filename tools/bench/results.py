@@ -73,10 +73,14 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
-def part_targets(document: Document, limits: Mapping[str, tuple[str, float]]) -> list[Target]:
-    """Return a target for each of the "parts" of a document that has a sense and a limit in `limits`."""
-    parts = document["parts"]
-    return [Target(name, parts[name]["what"], parts[name]["figure"], *limits[name]) for name in limits if name in parts]
+def part_targets(document: Document, limits: Mapping[str, tuple[Any, ...]]) -> list[Target]:
+    """Return a target for each of the "parts" of a document that has an entry in `limits`: sense, limit, and perhaps kind.
+
+    A part to which its target does not apply ("applies" is false) has no value.
+    """
+    parts = {name: document["parts"][name] for name in limits if name in document["parts"]}
+    values = {name: one["figure"] if one.get("applies", True) else math.nan for name, one in parts.items()}
+    return [Target(name, one["what"], values[name], *limits[name]) for name, one in parts.items()]
 
 
 def exit_code(targets: Iterable[Target]) -> int:
@@ -116,25 +120,37 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence
     return "\n".join(lines) + "\n"
 
 
+def about_machine(machine: Document) -> str:
+    """Return a line about the machine and the package versions of a result."""
+    versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if name != "llmcache-toolkit")
+    return (
+        f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
+        f"Linux {machine['kernel']}, disk {machine['device']['name']}; {versions}."
+    )
+
+
 def wanted(target: Target) -> str:
     """Return the limit of a target, marked if it is missed."""
     return target.wanted if target.passed else f"{target.wanted}: **missed**"
 
 
-def worst(targets: Iterable[Target], name: str, what: str) -> Iterator[Target]:
-    """Yield the target that is furthest from its limit, as the target `name` of them all; nothing if there are none.
+def worst(
+    name: str, what: str, cases: Iterable[tuple[str, float]], sense: str, limit: float, **about: Any
+) -> Iterator[Target]:
+    """Yield the target `name` with the figure of the case that is furthest from the limit; nothing if there are no cases.
 
-    All have the same sense and limit. A value that is not finite is the worst. `what` is followed by the worst case, the
-    number of cases, and the number of those that miss the target.
+    `cases`: (words, figure). A figure that is not finite is the worst. `what` is followed by the worst case, the number of
+    cases, and the number of those that miss the target. `about`: further fields of the target.
     """
-    found = list(targets)
+    found = [Target(name, words, value, sense, limit, **about) for words, value in cases]
     if not found:
         return
-    sign = 1 if found[0].sense in ("<", "<=") else -1
+    sign = 1 if sense in ("<", "<=") else -1
     one = max(found, key=lambda target: (not math.isfinite(target.value), sign * target.value))
     missed = sum(not target.passed for target in found)
-    others = f"worst of {len(found)}" + (f", {missed} missed" if missed else "")
-    yield replace(one, name=name, what=f"{what} ({one.what}; {others})" if len(found) > 1 else f"{what} ({one.what})")
+    others = f"; worst of {len(found)}" if len(found) > 1 else ""
+    others += f", {missed} missed" if missed and others else ""
+    yield replace(one, what=f"{what} ({one.what}{others})")
 
 
 def targets_table(targets: Iterable[Target], what: str = "figure", without: Callable[[Target], str] | None = None) -> str:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from llmcache.errors import MissingRequirement
 from llmcache.model.modelfile import model_bytes
 
 from .clients.loop_reader import crcs
-from .sides import environment
+from .sides import Mounted, OpenedSide, Plain, environment
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 MIB = 1 << 20
@@ -113,6 +114,23 @@ def problems_of(clients: Sequence[ClientRun], oom_kills: int) -> list[str]:
 
 def client(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(CLIENTS / f"{name}.py"), *(str(a) for a in arguments)]
+
+
+@contextmanager
+def ready(
+    side: Plain | Mounted, file: Path, scratch: Path, cache_bytes: int | None, memory_bytes: int | None = None,
+    read_bps: int | None = None,
+) -> Iterator[tuple[Cgroup, OpenedSide]]:  # fmt: skip
+    """Yield a cgroup with these limits and a side opened in it, with nothing of `file` (or a directory) cached."""
+    source = file if file.is_dir() else file.parent
+    with (
+        Cgroup(side.name, directory=file, memory_bytes=memory_bytes, read_bps=read_bps) as group,
+        side.open(group, source, cache_bytes, scratch) as opened,
+    ):
+        # Drop the file only now. The host of a virtual machine reclaims free memory within seconds, and a client that
+        # fills it again waits for the host. A side that is mounted first would pay for that second.
+        forget(file)
+        yield group, opened
 
 
 def run_clients(

@@ -22,7 +22,7 @@ from llmcache.cache.simulate import parts_of, simulate_all
 from llmcache.trace.record import BlockSpace, Provenance, TraceFile, TraceReader, TraceWriter
 from llmcache.units import BLOCK_BYTES
 
-from .harness import in_turns, measured_apart, workplace
+from .harness import common_options, in_turns, measured_apart, workplace
 from .machine import peak_bytes
 from .results import Document, Target, markdown
 
@@ -148,11 +148,7 @@ def speeds() -> list[Throughput]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the traces, up to 1 GB [%(default)s]"
-    )
-    parser.add_argument("--quick", action="store_true", help="short traces; not comparable with the targets")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each case, interleaved [%(default)s]")
+    common_options(parser, "the traces, up to 1 GB", "short traces", repeat=5)
 
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:

@@ -29,9 +29,9 @@ from llmcache.cgroup import Cgroup
 from llmcache.errors import MissingRequirement
 from llmcache.mount.client.advice import mount_cache_bytes
 
-from .harness import workplace
+from .harness import common_options, workplace
 from .results import Document, Target, markdown, worst
-from .runner import MIB, client, forget, loop_file, run_client
+from .runner import MIB, client, loop_file, ready, run_client
 from .sides import Mounted, environment
 
 SCHEMA = "llmcache-bench-size/3"
@@ -43,12 +43,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for loop files and mount points [%(default)s]"
-    )
+    common_options(parser, "loop files and mount points", "a smaller loop, fewer passes", repeat=2)
     parser.add_argument("--modes", default="steer,arena", help="comma-separated modes of the mount [%(default)s]")
-    parser.add_argument("--quick", action="store_true", help="a smaller loop, fewer passes; not comparable with the targets")
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each budget, interleaved [%(default)s]")
 
 
 def sweeps_of(args: argparse.Namespace) -> Iterator[Sweep]:
@@ -75,12 +71,9 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[Document]:
 
 def targets(document: Document) -> list[Target]:
     """Return the target: the largest deviation of the mount from formula (1), as a share of its S."""
-    what = "deviation from formula (1) of the cache size at which stalls begin"
-    mounted = (
-        Target("", f"{one['sweep']['mode']}, {one['sweep']['name']}", abs(one["difference"]), "<=", AGREE)
-        for one in document["mount"]
-    )
-    return list(worst(mounted, "mount", f"mount: {what}"))
+    cases = ((f"{one['sweep']['mode']}, {one['sweep']['name']}", abs(one["difference"])) for one in document["mount"])
+    what = "mount: deviation from formula (1) of the cache size at which stalls begin"
+    return list(worst("mount", what, cases, "<=", AGREE))
 
 
 def figures(document: Document) -> dict[str, str]:
@@ -215,12 +208,8 @@ class Sweeper:
         return int(json.loads(result.stdout)["bandwidth_bytes_per_s"])
 
     def _measure(self, sweep: Sweep, file: Path, point: Point, read_bps: int | None) -> None:
-        forget(file)
-        mounted = Mounted(options=("--mode", sweep.mode))
-        with (
-            Cgroup("size", directory=self.source, read_bps=read_bps) as group,
-            mounted.open(group, self.source, point.cache_bytes, self.scratch) as opened,
-        ):
+        side = Mounted(options=("--mode", sweep.mode))
+        with ready(side, file, self.scratch, point.cache_bytes, read_bps=read_bps) as (group, opened):
             path = opened.root / file.name
             command = client("loop_reader", path, "--compute", sweep.compute_s, "--passes", sweep.steps)
             done = run_client(group, command, timeout_s=120 + 8 * sweep.steps * sweep.loop_bytes / sweep.read_bps)

@@ -27,7 +27,7 @@ from llmcache.errors import MissingRequirement
 from llmcache.procfs import status_of
 from llmcache.trace.record import Trace
 
-from .harness import workplace
+from .harness import common_options, turns, workplace
 from .results import Document, Target, markdown
 from .runner import CLIENTS
 from .sides import environment
@@ -157,10 +157,9 @@ def paired(client: Path, scratch: Path, size: int, pairs: int) -> dict[str, Any]
     """Return short runs with and without the recorder in alternating order, for differences smaller than the noise."""
     without, recorded = Tracer("none"), llmcache("llmcache")
     found: dict[str, list[float]] = {"none": [], "llmcache": []}
-    for number in range(pairs):
-        for tracer in (without, recorded) if number % 2 else (recorded, without):
-            found[tracer.name].append(run_client(client, scratch / "data", PAIR_S, size, tracer, scratch / "out"))
-            _clear(scratch)
+    for _, tracer in turns((recorded, without), pairs):
+        found[tracer.name].append(run_client(client, scratch / "data", PAIR_S, size, tracer, scratch / "out"))
+        _clear(scratch)
     return {"read_bytes": size, **found, "ratio": ratio(found["llmcache"], found["none"])}
 
 
@@ -230,16 +229,10 @@ def _clear(scratch: Path) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", type=Path, default=Path("/var/tmp"), help="directory for the file and the traces [%(default)s]"
-    )
+    common_options(parser, "the file and the traces")
     parser.add_argument("--rounds", type=int, default=7, help="runs of each tracer, interleaved [%(default)s]")
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=21,
-        help="pairs of short runs without and with llmcache trace, for the targets [%(default)s]",
-    )
+    pairs = "pairs of short runs without and with llmcache trace, for the targets [%(default)s]"
+    parser.add_argument("--pairs", type=int, default=21, help=pairs)
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each run [%(default)s]")
 
 

@@ -33,11 +33,11 @@ from llmcache.errors import MissingRequirement, UsageError
 from tools.make_model import BYTES_PER_VALUE, MoeShape, choose_shape, make_model
 
 from . import patterns
-from .harness import MODELS, workplace
+from .harness import MODELS, turns, workplace
 from .patterns import MB, PAGE, WARMUP, Pattern, Space
 from .results import Document, Target, markdown, worst
 from .routing import layout_of
-from .runner import MIB, ROOM_BYTES, ClientRun, client, forget, loop_file, problems_of, run_clients
+from .runner import MIB, ROOM_BYTES, ClientRun, client, loop_file, problems_of, ready, run_clients
 from .sides import MOUNT_OVERHEAD_BYTES, Mounted, Plain, read_ahead
 
 SCHEMA = "llmcache-bench-zoo/1"
@@ -208,10 +208,9 @@ class Zoo:
         cap = -(-(self.anon_bytes + ROOM_BYTES + int(share * pattern.used_bytes)) // MIB) * MIB
         cache = cap - self.anon_bytes - MOUNT_OVERHEAD_BYTES if budget == "given" else None
         runs = []
-        for number in range(repeat):
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                runs.append(self._run(side, number, cap, cache))
-                self.say(_progress(runs[-1]))
+        for number, side in turns(sides, repeat):
+            runs.append(self._run(side, number, cap, cache))
+            self.say(_progress(runs[-1]))
         return {
             "share": share,
             "files": pattern.files,
@@ -226,12 +225,7 @@ class Zoo:
         }
 
     def _run(self, side: Plain | Mounted, number: int, cap: int, cache: int | None) -> Document:
-        with (
-            read_ahead(self.source, READ_AHEAD_KB),
-            Cgroup(side.name, directory=self.source, memory_bytes=cap) as group,
-            side.open(group, self.source, cache, self.scratch) as opened,
-        ):
-            forget(self.source)
+        with read_ahead(self.source, READ_AHEAD_KB), ready(side, self.source, self.scratch, cache, cap) as (group, opened):
             clients = self._clients(group, opened.root)
             stats, usage = opened.stats(), group.usage()
         steps = [step for one in clients for step in one.steps]
@@ -296,24 +290,21 @@ def targets(document: Document) -> list[Target]:
     for mode in dict.fromkeys(mode for result in results for mode in modes_of(result)):
         command = f"tools/bench zoo --mode {mode}"
         cases = [(f"{one['name']}, {one['share']:.0%}", one) for one in results if mode in modes_of(one)]
-        read = (
-            Target("", name, per_pass(one, mode, "storage_bytes") / allowed_bytes(one), "<=", 1, command=command)
-            for name, one in cases
-        )
-        found += worst(read, f"bytes.{mode}", f"{mode}: bytes read / (1.05 x page cache's bytes + 1 % of the loop)")
+        read = ((name, per_pass(one, mode, "storage_bytes") / allowed_bytes(one)) for name, one in cases)
+        what = f"{mode}: bytes read / (1.05 x page cache's bytes + 1 % of the loop)"
+        found += worst(f"bytes.{mode}", what, read, "<=", 1, command=command)
         rows = (
-            Target("", name, pages_per_row(one, mode), "<=", PAGES_PER_ROW, command=command)
+            (name, pages_per_row(one, mode))
             for name, one in cases
             if one["rows"] is not None and one["share"] > 1  # elsewhere, the reads of the loop vary by more
         )
-        found += worst(rows, f"rows.{mode}", f"{mode}: pages read per row of one page")
+        found += worst(f"rows.{mode}", f"{mode}: pages read per row of one page", rows, "<=", PAGES_PER_ROW, command=command)
         repeats = [len({run["repeat"] for run in one["runs"]}) for _, one in cases]
         if mode == "inplace" and min(repeats) >= TIMED_REPEATS:
             ratios = (
-                Target("", name, per_pass(one, mode, "seconds") / per_pass(one, PAGE_CACHE.name, "seconds"), "<=", 1.05)
-                for name, one in cases
+                (name, per_pass(one, mode, "seconds") / per_pass(one, PAGE_CACHE.name, "seconds")) for name, one in cases
             )
-            found += worst(ratios, "time.inplace", "inplace: time / page cache's time")
+            found += worst("time.inplace", "inplace: time / page cache's time", ratios, "<=", 1.05)
     return found
 
 

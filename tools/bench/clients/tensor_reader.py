@@ -1,82 +1,75 @@
-"""Client: reads a safetensors file as the safetensors library does for transformers.
+"""Client: makes passes over a model (GGUF or safetensors), as a decoder does for each token, without computing.
 
-The header is read with read(). Then the file is mapped and every tensor is a slice of the mapping, used in place. Loading
-touches every tensor once in the order of the header. A pass (one token) touches the tensors in the order in which a decoder
-computes, but only one row of the embedding.
+A pass touches the tensors in the order in which a decoder computes, but only one row of the embedding. The file is mapped
+and used in place, as llama.cpp and the safetensors library do. `--load` first touches every tensor once in the order of the
+file. `--skip TEXT` skips tensors with TEXT in their name, like an engine that has copied them. `--read` reads the file into
+private memory and makes the passes there. `--cold` drops the file from the page cache before each pass, and `--random`
+disables readahead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
-import struct
+import os
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 # Python searches the directory of a script for modules, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from llmcache.model.tensors import compute_key, is_embedding
+from llmcache.model import read_layout
+from llmcache.model.tensors import is_embedding
 from tools.bench.clients import StepFields, steps
 
 PAGE = 4096
-ROW_BYTES = 4096
+PIECE = 64 << 10
 
 
-class Tensors:
-    """The tensors of one mapped file, by name."""
-
-    def __init__(self, path: str) -> None:
-        with open(path, "rb", buffering=0) as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-            self._map = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        header.pop("__metadata__", None)
-        self.places: dict[str, tuple[int, int]] = {
-            name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
-            for name, entry in header.items()
-        }
-
-    def __getitem__(self, name: str) -> memoryview:
-        begin, end = self.places[name]
-        return self._map[begin:end]
-
-
-def touch(data: memoryview) -> int:
-    return zlib.crc32(bytes(data[::PAGE]) + bytes(data[-1:]))
-
-
-def token(tensors: Tensors, order: list[str], index: int) -> int:
-    """Read the data that one token needs; return a checksum."""
-    crc = 0
-    for name in order:
-        data = tensors[name]
-        if is_embedding(name):
-            row = ROW_BYTES * (index * 7919 % max(1, len(data) // ROW_BYTES))
-            data = data[row : row + ROW_BYTES]
-        crc ^= touch(data)
-    return crc
+def touch(data: memoryview) -> None:
+    """Read every byte, because `llmcache tokens` sets breakpoints on single addresses."""
+    for first in range(0, len(data), PIECE):
+        bytes(data[first : first + PIECE])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file")
     parser.add_argument("passes", type=int)
+    parser.add_argument("--load", action="store_true", help="touch every tensor once before the first pass")
+    parser.add_argument("--skip", default="?", metavar="TEXT", help="skip tensors with TEXT in their name")
+    parser.add_argument("--read", action="store_true", help="make the passes over a private copy of the file")
+    parser.add_argument("--cold", action="store_true", help="drop the file from the page cache before each pass")
+    parser.add_argument("--random", action="store_true", help="disable readahead")
+    parser.add_argument("--settle", type=float, default=0.0, help="seconds between loading and the first pass")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between passes")
     args = parser.parse_args()
     begin = time.perf_counter()
-    tensors = Tensors(args.file)
-    for name in tensors.places:
-        touch(tensors[name])
-    order = sorted(tensors.places, key=compute_key)
+    fd = os.open(args.file, os.O_RDONLY)
+    layout = read_layout(lambda offset, count: os.pread(fd, count, offset), os.fstat(fd).st_size, args.file)
+    assert layout is not None
+    shared = mmap.mmap(-1, PAGE) if args.read else mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    if args.random:
+        shared.madvise(mmap.MADV_RANDOM)
+    data = memoryview(Path(args.file).read_bytes() if args.read else shared)
+    regions = [one for one in layout.regions()[1:] if args.skip not in one.name]
+    if args.load:
+        for tensor in layout.tensors:
+            touch(data[tensor.offset : tensor.end])
+    time.sleep(args.settle)
 
     def one_pass(index: int) -> Callable[[], StepFields]:
-        crc = token(tensors, order, index)
-        return lambda: {"crc": crc}
+        if args.cold:
+            shared.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for region in regions:
+            first, size = region.first_byte, region.size_bytes
+            if is_embedding(region.name):
+                first, size = first + PAGE * (index * 7919 % max(1, size // PAGE)), min(PAGE, size)
+            touch(data[first : first + size])
+        return dict
 
     steps(begin, args.passes, one_pass, pause=args.pause)
 
