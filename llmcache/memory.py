@@ -5,6 +5,7 @@ All functions read /proc and /sys at call time. Tests set `root` to a recorded t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
@@ -21,6 +22,7 @@ GROUP_MARGIN_SHARE = 1 / 64
 MACHINE_RESERVE_BYTES, GROUP_RESERVE_BYTES = 192 << 20, 96 << 20
 CAP_IPC_LOCK = 14
 UNLIMITED = 1 << 60
+OOM_FIRST, OOM_NEVER = 1000, -1000
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,15 @@ def _groups(lines: bytes, root: Path) -> tuple[tuple[str, ...], ...]:
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the OOM killer has ended since boot, including kills in cgroups."""
     return _number(read(root / "proc/vmstat"), "oom_kill")
+
+
+def set_oom_score(score: int, pid: int | str = "self") -> None:
+    """Set when the OOM killer chooses a process: OOM_FIRST, or OOM_NEVER, which needs root. Children inherit it.
+
+    Without permission, nothing changes.
+    """
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
 
 
 def cgroup_version(root: Path = Path("/")) -> int | None:

@@ -12,7 +12,8 @@ Each of RULES runs on a sample of the keys, and the one with clearly the fewest 
 as good as LRU. Source: set dueling (Qureshi et al., ISCA 2007), with a sample of keys instead of sets.
 
 When a token misses many more keys than usual, past uses lose most of their value. Without this, the first tokens after a
-change of topic miss up to 30 % more than with LRU.
+change of topic miss up to 30 % more than with LRU. A key that has not been used for several times its usual interval counts
+as used once, for example an expert that the engine has moved to a GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ _USUAL_TOKENS = 16  # over which the usual number is averaged
 _TOPIC_TOKENS = 4  # at least, from one change of topic to the next
 _AGED = 5.0  # half-lives by which past uses age at a change of topic
 _ROUND = 8  # uses per sampled key in the cache; earlier rounds count half as much each
+_UNUSED = 6.0  # a key is retired after this multiple of its mean interval; by chance, one interval in exp(6) is as long
 
 
 class Lrfu:
     """A set of cached keys, ranked by popularity and recency of all uses, also of keys that are not cached.
 
-    Values are logarithms relative to the clock, so that two unused keys keep their order. They only grow.
+    Values are logarithms relative to the clock, so that two unused keys keep their order.
     """
 
     def __init__(self, half_lives: float, window: int = 0) -> None:
@@ -48,7 +50,7 @@ class Lrfu:
         self._clock = 0.0  # in half-lives
         self._value: dict[int, float] = {}
         self._kept: set[int] = set()
-        self._queue: list[tuple[float, int]] = []  # a heap of values, current or outdated (smaller)
+        self._queue: list[tuple[float, int]] = []  # a heap of values; each key has one that is not above the current value
         self._queued: set[int] = set()  # all cached keys, and some evicted ones
         self._window = window
         self._recent: deque[int] = deque()  # the last uses, as many as the window has
@@ -132,7 +134,7 @@ class Lrfu:
                 self._queued.discard(key)
             elif value < self.value(key):
                 self._push(key)
-            else:
+            elif value == self.value(key):
                 yield key
 
     def forget(self, keys: range) -> None:
@@ -163,6 +165,9 @@ class HotSet(Lrfu):
         self._seen, self._missed = 0.0, 0  # uses and misses of the current token
         self._usual: float | None = None  # mean miss ratio of the last tokens
         self._topic_tokens = 0  # since the last change of topic
+        self._aged = 0.0  # what changes of topic have added to the clock
+        # Of each key: the clock at its last use without `_aged`, and the decayed number of its earlier uses at that time.
+        self._last: dict[int, tuple[float, float]] = {}
 
     @property
     def token_uses(self) -> int:
@@ -184,6 +189,7 @@ class HotSet(Lrfu):
     def use(self, key: int) -> None:
         self._watch(1, key not in self)
         super().use(key)
+        self._last[key] = self._clock - self._aged, 2 ** (self.value(key) - self._clock) - 1
         if key * 0x9E3779B1 % 2**32 // 2**16 % _SAMPLE:
             return
         room = max(1, len(self._kept) // _SAMPLE)
@@ -220,10 +226,28 @@ class HotSet(Lrfu):
         if self._topic_tokens > _TOPIC_TOKENS and ratio > _RISE * usual + 3 * math.sqrt(max(usual, 0.02) / self._token_uses):
             for each in (self, *self._rivals):
                 each.age(_AGED)
+            self._aged += _AGED
             self._topic_tokens, usual = 0, ratio
         self._usual = usual + (ratio - usual) / _USUAL_TOKENS
 
+    def retire(self, keys: range) -> None:
+        """Retire the cached ones of `keys` that are no longer used. Their uses must have been observed."""
+        now = self._clock - self._aged
+        for key in self._kept.intersection(keys):
+            last, earlier = self._last.get(key, (now, 0.0))
+            # A key that is used n times per half-life has a decayed number of uses of n / ln 2.
+            if earlier * math.log(2) * (now - last) > _UNUSED:
+                self._value[key] -= math.log2(1 + earlier)
+                self._last[key] = last, 0.0
+                self._push(key)
+
+    def unobserved(self, keys: range) -> None:
+        """Do not retire `keys` before their next uses, because uses since their last ones were not observed."""
+        for key in keys:
+            self._last.pop(key, None)
+
     def forget(self, keys: range) -> None:
         super().forget(keys)
+        self.unobserved(keys)
         for rival in self._rivals:
             rival.forget(keys)

@@ -153,11 +153,16 @@ class PressureGauge:
     def reset(self, budget_bytes: int) -> None:
         self.budget_bytes = self._limit = self._logged_bytes = budget_bytes
 
-    def limit(self, held_bytes: int) -> int:
-        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory."""
+    def limit(self, held_bytes: int, window_bytes: int = 0) -> int:
+        """Return the bytes that may be used now. `held_bytes`: locked or in the daemon's memory.
+
+        `window_bytes` of a cgroup's page cache are streamed through. The kernel could reclaim them, but reclaims what was
+        fetched ahead before what was read, and then all of it is read twice. The machine's margin is large enough.
+        """
         now = time.monotonic()
         memories = places(self._root)
         missing = -min(memory.spare_bytes for memory in memories)
+        short = max([missing, *(window_bytes - group.spare_bytes for group in memories[1:])])
         self.free_bytes = min(memory.free_bytes for memory in memories)
         self.slack_bytes = min(memory.slack_bytes for memory in memories)
         self.pause_s = min(PAUSE_S, max(PAUSE_NEAR_S, PAUSE_S * -missing / NEAR_BYTES))
@@ -168,6 +173,9 @@ class PressureGauge:
         elif held_bytes - missing + AHEAD_BYTES < self._limit:
             # A space left to the kernel has no pins; with a higher limit, they could return before pressure shows.
             self._lower(held_bytes - missing - AHEAD_BYTES, now, f"only {format_size(-missing)} more can be spared")
+        elif short > 0:
+            # Without AHEAD_BYTES: no program takes more.
+            self._lower(held_bytes - short, now, f"free memory is {format_size(short)} below the margin")
         elif stalls > PSI_SOME_LIMIT and self._scarce():
             self._lower(
                 self._limit - int(STEP_SHARE * self.budget_bytes),
@@ -175,7 +183,7 @@ class PressureGauge:
                 f"tasks wait for memory {format_percent(stalls, 0)} of the time",
             )
         elif self._limit < self.budget_bytes and now - self._calm_since > self._calm_s:
-            self._raise(-missing)
+            self._raise(held_bytes, -short)
         elif now - self._calm_since > 2 * LONGEST_CALM_S:
             self._calm_s = CALM_S
         if now - self._logged_s >= LOG_S:
@@ -193,9 +201,10 @@ class PressureGauge:
             return
         self._logged_bytes, self._logged_s, self._reductions = self._limit, now, 0
 
-    def lost(self, pinned_bytes: int) -> None:
-        """Restart with half of a killed helper's bytes."""
+    def lost(self, pinned_bytes: int) -> int:
+        """Restart with half of a killed helper's bytes; return the limit."""
         self._lower(pinned_bytes // 2, time.monotonic(), "the pin helper was killed")
+        return self._limit
 
     def _lower(self, limit: int, now: float, why: str) -> None:
         limit = max(LEAST_LIMIT_BYTES, limit)
@@ -206,8 +215,10 @@ class PressureGauge:
             if self._grown:
                 self._calm_s, self._grown = min(2 * self._calm_s, LONGEST_CALM_S), False
 
-    def _raise(self, spare_bytes: int) -> None:
-        step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, self.budget_bytes - self._limit)
+    def _raise(self, held_bytes: int, spare_bytes: int) -> None:
+        # Not beyond what can be spared: pins may follow the limit late, and a limit far beyond it is lowered far below it.
+        most = min(self.budget_bytes, held_bytes + spare_bytes)
+        step = min(int(STEP_SHARE * self.budget_bytes), spare_bytes // 2, most - self._limit)
         self._limit += max(0, step)
         self._grown = True
 

@@ -7,8 +7,6 @@ import inspect
 import itertools
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ import pytest
 from llmcache.kv.prefix.state import StateLayout, Uncut
 from llmcache.kv.prefix.store import Block, BlockStore
 from tests.conftest import GEMMA
+from tests.e2e.test_proxy import free_port
 from tools.make_model import main as generate
 
 if TYPE_CHECKING:
@@ -36,12 +35,6 @@ CONTEXT = 1024
 pytestmark = pytest.mark.llama
 
 Open = Callable[..., Any]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def make_model(path: Path, *more: str) -> Path:
@@ -196,16 +189,6 @@ def test_prompts_share_their_blocks(tiny: Path, open_model: Open, cache: PrefixC
     assert sorted(entry.key.kind for entry in cache.store.entries()) == ["kv"] * 6 + ["part"] * 4
 
 
-def test_the_beginning_of_a_prompt_larger_than_the_limit_is_restored(tiny: Path, open_model: Open, tmp_path: Path) -> None:
-    with stored(tmp_path / "all") as whole:
-        answer(open_model(tiny, whole), prompt(900))
-        sizes = {entry.key.index: entry.size_bytes for entry in whole.store.entries()}
-    with stored(tmp_path / "few", limit=int(2.5 * sizes[0])) as few:
-        answer(open_model(tiny, few), prompt(900))
-        answer(open_model(tiny, few), prompt(900))
-        assert few.counters.restored_tokens >= 256
-
-
 def test_other_models_and_other_settings_have_other_blocks(
     tiny: Path, tmp_path: Path, open_model: Open, cache: PrefixCache
 ) -> None:
@@ -335,28 +318,22 @@ def test_states_that_cannot_be_cut_are_stored_whole(
     )
 
 
-def make_recurrent(path: Path) -> Path:
-    """Write the smallest Mamba model that llama.cpp loads, with random weights."""
+def write_model(path: Path, kind: str, metadata: dict[str, Any], layer: dict[str, tuple[int, ...]]) -> Path:
+    """Write a GGUF file with random weights; `layer` has the shapes of the weights of each layer by name."""
     import gguf
 
-    width, inner, state, rank, vocabulary = 64, 128, 16, 4, 1024
-    writer, drawn = gguf.GGUFWriter(path, "mamba"), np.random.default_rng(0)
-    metadata = {
-        "context_length": 4096, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
-        "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
-        "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
+    writer, drawn = gguf.GGUFWriter(path, kind), np.random.default_rng(0)
+    vocabulary, width = metadata.pop("vocabulary"), metadata["embedding_length"]
+    metadata |= {
+        "context_length": 4096, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "llama",
         "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
         "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
     }  # fmt: skip
     for name, value in metadata.items():
         getattr(writer, f"add_{name}")(value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
-    mamba = {"in.weight": (2 * inner, width), "conv1d.weight": (inner, 4), "conv1d.bias": (inner,), "dt.bias": (inner,)}
-    mamba |= {"x.weight": (rank + 2 * state, inner), "dt.weight": (inner, rank), "a": (inner, state), "d": (inner,)}
-    mamba |= {"out.weight": (width, inner)}
-    for layer in range(2):
-        shapes |= {f"blk.{layer}.ssm_{name}": shape for name, shape in mamba.items()}
-        shapes[f"blk.{layer}.attn_norm.weight"] = (width,)
+    for number in range(metadata["block_count"]):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
     for name, shape in shapes.items():
         values = np.ones(shape) if "norm" in name else drawn.standard_normal(shape) / 4
         writer.add_tensor(name, (-abs(values) if name.endswith("ssm_a") else values).astype(np.float32))
@@ -365,6 +342,21 @@ def make_recurrent(path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def make_recurrent(path: Path) -> Path:
+    """Write the smallest Mamba model that llama.cpp loads."""
+    width, inner, state, rank = 64, 128, 16, 4
+    metadata = {
+        "vocabulary": 1024, "embedding_length": width, "block_count": 2, "feed_forward_length": 0, "head_count": 0,
+        "ssm_conv_kernel": 4, "ssm_inner_size": inner, "ssm_state_size": state, "ssm_time_step_rank": rank,
+    }  # fmt: skip
+    layer = {
+        "attn_norm.weight": (width,), "ssm_in.weight": (2 * inner, width), "ssm_conv1d.weight": (inner, 4),
+        "ssm_conv1d.bias": (inner,), "ssm_dt.bias": (inner,), "ssm_x.weight": (rank + 2 * state, inner),
+        "ssm_dt.weight": (inner, rank), "ssm_a": (inner, state), "ssm_d": (inner,), "ssm_out.weight": (width, inner),
+    }  # fmt: skip
+    return write_model(path, "mamba", metadata, layer)
 
 
 def test_recurrent_states_are_stored_whole(
@@ -472,29 +464,6 @@ while True:
     model.create_completion(prompt(512) + prompt(256, seed=seed), max_tokens=4, temperature=0)
     seed += 1
 """
-
-
-def test_restored_prompts_are_right_after_a_kill(
-    tiny: Path, open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = open_model(tiny)
-    with stored(tmp_path / "kv") as cache:
-        for turn in range(2):
-            command = [sys.executable, "-c", CHILD, str(tiny), str(tmp_path / "kv"), str(turn * 100)]
-            pair = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-            for process in pair:
-                assert process.stdout and process.stdout.readline() == "ready\n"
-            deadline = time.monotonic() + 120
-            while len(cache.store.entries()) < 4 * (turn + 1) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            for process in pair:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            tokens = prompt(512) + prompt(256, seed=turn * 100)
-            assert answer(open_model(tiny, cache), tokens) == reused(plain, tokens, tokens, len(tokens))
-        assert cache.counters.hits == 2 and not caplog.messages
-    BlockStore(tmp_path / "kv", 10**9)
-    assert not list((tmp_path / "kv").rglob("new-*"))
 
 
 def test_the_queue_is_written_when_a_process_ends(tiny: Path, tmp_path: Path) -> None:

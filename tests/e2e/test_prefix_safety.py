@@ -21,7 +21,7 @@ import pytest
 from llmcache.cgroup import Cgroup
 from llmcache.kv.prefix.store import Block, BlockKey, BlockStore
 from llmcache.units import parse_size
-from tests.e2e.test_prefix import ROOT, Open, answer, make_model, prompt, reused, stored
+from tests.e2e.test_prefix import ROOT, Open, answer, make_model, prompt, reused, stored, write_model
 from tests.e2e.test_prefix import cache as cache
 from tests.e2e.test_prefix import identities as identities
 from tests.e2e.test_prefix import open_model as open_model
@@ -176,28 +176,6 @@ def test_prompts_wait_in_memory_only_while_there_is_enough(
         assert cache.counters.hits == 0
 
 
-def test_prompts_that_wait_are_dropped_for_the_scores_of_the_next_one(
-    tiny: Path, open_model: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needed: list[int] = []
-
-    def make_room(writer: object, size_bytes: int) -> bool:
-        needed.append(size_bytes)
-        return True
-
-    monkeypatch.setattr("llmcache.kv.llama.writer.Writer.make_room", make_room)
-    with stored(tmp_path / "kv") as cache:
-        model = open_model(tiny, cache, logits_all=True)
-        row = model.scores.shape[1] * 4
-        answer(model, prompt(300), 100)
-        assert needed[0] == (364 + 128) * row, "64 more, and a batch in llama.cpp"
-        assert needed[1:] == [64 * row] * 2, "while the answer is generated"
-        needed.clear()
-        answer(model, prompt(300), 10)
-        answer(model, prompt(400), 10)
-        assert needed == [100 * row], "the rest has memory since the prompt before"
-
-
 def test_the_newest_queued_prompts_are_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt that is being written stays; the memory of the others is freed."""
     from llmcache.kv.llama import model, writer
@@ -237,32 +215,16 @@ def test_the_newest_queued_prompts_are_dropped_first(tmp_path: Path, monkeypatch
 
 def make_wide(path: Path) -> Path:
     """A model whose keys and values are large, and its weights small: 8 KB a token with F32, and 32 KB of scores."""
-    import gguf
-
-    width, heads, size, vocabulary = 64, 8, 128, 8192
-    writer, drawn = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
-    told = {
-        "context_length": 4096, "embedding_length": width, "block_count": 1, "feed_forward_length": width,
+    width, heads, size = 64, 8, 128
+    metadata = {
+        "vocabulary": 8192, "vocab_size": 8192, "embedding_length": width, "block_count": 1, "feed_forward_length": width,
         "head_count": heads, "head_count_kv": heads, "key_length": size, "value_length": size, "rope_dimension_count": size,
-        "layer_norm_rms_eps": 1e-5, "vocab_size": vocabulary, "tokenizer_model": "llama",
-        "token_list": ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, vocabulary))],
-        "token_scores": [0.0] * vocabulary, "token_types": [2, 3, 3, *[1] * (vocabulary - 3)],
     }  # fmt: skip
-    for name, value in told.items():
-        getattr(writer, f"add_{name}")(value)
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, width), "output_norm.weight": (width,)}
     inner = heads * size
     layer = {"attn_norm": (width,), "attn_q": (inner, width), "attn_k": (inner, width), "attn_v": (inner, width)}
     layer |= {"attn_output": (width, inner), "ffn_norm": (width,), "ffn_gate": (width, width), "ffn_up": (width, width)}
-    shapes |= {f"blk.0.{name}.weight": shape for name, shape in {**layer, "ffn_down": (width, width)}.items()}
-    for name, shape in shapes.items():
-        values = np.ones(shape) if "norm" in name else drawn.standard_normal(shape) / 8
-        writer.add_tensor(name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    layer |= {"ffn_down": (width, width)}
+    return write_model(path, "llama", metadata, {f"{name}.weight": shape for name, shape in layer.items()})
 
 
 CROWDED = f"""

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import redis_server
-from tests.e2e.test_prefix import ROOT, Open, answer, free_port, prompt, reused, stored
+from tests.e2e.test_prefix import ROOT, Open, answer, prompt, reused, stored
 from tests.e2e.test_prefix import identities as identities
 from tests.e2e.test_prefix import open_model as open_model
 from tests.e2e.test_prefix import tiny as tiny
+from tests.e2e.test_proxy import free_port
 
 pytestmark = [pytest.mark.llama, pytest.mark.redis]
 

@@ -54,12 +54,6 @@ def test_a_batch_with_padding(family: str, kind: str) -> None:
     check_same(*both(tiny(family), caches, lambda model, cache: generate(model, cache, prompt())))
 
 
-def test_from_an_emulated_device(tmp_path: Path) -> None:
-    caches = spilled("hillinfer", "csd", tmp_path)
-    check_same(*both(tiny("gemma3"), caches, lambda model, cache: generate(model, cache, prompt())))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float16"), ("gemma2", "bfloat16")])
 def test_half_precision(family: str, dtype: str, tmp_path: Path) -> None:
     for caches in (spilled("full", "file", tmp_path), handed_over(tmp_path)):

@@ -9,7 +9,7 @@ import torch
 
 from llmcache.errors import UsageError
 from llmcache.kv.transformers import SpillCache
-from llmcache.kv.transformers.tensors import TorchFastTier, as_array, as_tensor, dtype_name
+from llmcache.kv.transformers.tensors import TorchFastTier, as_array, dtype_name
 from tests.hf.tiny_models import check_same, generate, prompt
 from tests.unit.store_parts import HostFastTier
 
@@ -68,17 +68,3 @@ def test_a_cache_with_pages_on_the_device(llama: Any, tmp_path: Path) -> None:
     layers, sequences, steps, token_bytes = 3, 2, 11, 2 * 2 * 16 * 4
     attended = layers * sequences * steps * 96 * token_bytes
     assert 0 < sent < attended
-
-
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_conversions_share_memory(name: str) -> None:
-    dtype = getattr(torch, name)
-    tensor = torch.randn(2, 3, 5).to(dtype)
-    assert dtype_name(dtype) == name
-    array = as_array(tensor)
-    assert array.dtype == (np.uint16 if name == "bfloat16" else np.dtype(name))
-    back = as_tensor(array, dtype, CPU)
-    assert torch.equal(back, tensor)
-    array[0, 0, 0] = 0
-    assert tensor[0, 0, 0] == 0
-    assert back[0, 0, 0] == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import types
 from pathlib import Path
 from typing import Any
@@ -161,13 +160,3 @@ def test_a_saved_and_restored_context_is_within_the_memory(
         cache.save()
     with SpillCache.restore(model, tmp_path / "a.kv", **options) as cache:
         assert max(fill(model, cache, (2600, 4000))) <= limit
-
-
-def test_repr_and_log_name_the_limits(llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with SpillCache(llama, token_budget=64, path=tmp_path / "a.kv", memory="2M") as cache, caplog.at_level(logging.INFO):
-        assert repr(cache) == "SpillCache(mass, empty)"
-        llama(**single(800), **cache_argument(cache))
-        shown = repr(cache)
-    for part in ("mass", "800 tokens", "of 2.00 MB in memory", "pages of 16 tokens per layer", f"SSD file {tmp_path}/a.kv"):
-        assert part in shown
-    assert [record.getMessage() for record in caplog.records if "pages of 16 tokens" in record.getMessage()]

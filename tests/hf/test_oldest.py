@@ -24,7 +24,7 @@ def test_the_oldest_transformers_passes() -> None:
     # Run one family without sliding layers and one with them; the others differ only where the cache is not involved.
     # Skip tests that do not depend on transformers: policies, trees, the device, disks, settings, and handed-over
     # contexts.
-    others = "qwen2 or qwen3 or mistral or gemma- or gemma2 or mha or short or mass or h2o or icecache or csd or emulated"
+    others = "qwen2 or qwen3 or mistral or gemma- or gemma2 or mha or short or mass or h2o or icecache or csd"
     independent = "disk or trees or handed or half_precision or break_even or padding_never or disturb or padded_one"
     unaffected = "settings or interrupted_save or killed or unreferenced or two_caches or spill_file or layers_without"
     expression = f"not ({others} or {independent} or {unaffected})"

@@ -184,19 +184,6 @@ def test_sequences_of_a_batch_do_not_disturb_each_other(llama: Any, policy: str,
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_selected_sequences_equal_sequences_that_were_read(llama: Any, policy: str, tmp_path: Path) -> None:
-    inputs, index, results = prompt(150, 0)["input_ids"], torch.tensor([1, 1, 0]), []
-    with torch.no_grad():
-        for select_later in (True, False):
-            with small(policy, tmp_path)(llama) as cache:
-                llama(input_ids=inputs if select_later else inputs[index], **cache_argument(cache))
-                if select_later:
-                    cache.batch_select_indices(index)
-                results.append(steps(llama, cache, 20))
-    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_another_prompt_after_a_padded_one(llama: Any, policy: str) -> None:
     """The positions of the first prompt's padding now have tokens, which can be selected like others."""
     results = []

@@ -8,12 +8,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmcache.mount import syscalls
 from llmcache.mount.client import control, mountpoint
-from tests.mount.live import llmcache
+from tests.mount.live import llmcache, run_json
 
 PATIENCE_S = 60.0
 USUAL = {"--mode": "steer", "--cache": "32Mi"}
@@ -35,6 +36,14 @@ class Mounted:
     @property
     def pid(self) -> int:
         return int(self.files.describe()["pid"])
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters that `llmcache stats --json` prints."""
+        return run_json("stats", self.point)
+
+    def know(self) -> None:
+        """Return once the mount has found every file: it does not count earlier reads, whose pages stay cached."""
+        control.request(str(self.point), {"op": "warmup", "check": True})
 
     def log(self) -> str:
         """Return the daemon's log since the test started."""
@@ -105,6 +114,13 @@ def mounting(directory: Path) -> Iterator[Mounter]:
 def mount(tmp_path: Path) -> Iterator[Mounter]:
     with mounting(tmp_path) as mounter:
         yield mounter
+
+
+@pytest.fixture
+def places(mount: Mounter) -> tuple[Path, Path]:
+    """Valid (SOURCE, MOUNT), for a test that mounts by itself."""
+    own = mount.place()
+    return own.source, own.point
 
 
 @pytest.fixture(scope="module", params=["steer", "arena"])

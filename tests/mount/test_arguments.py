@@ -18,13 +18,6 @@ from tests.unit.kv_parts import small_disk as small_tmpfs
 from tools.bench.sides import environment
 
 
-@pytest.fixture
-def places(mount: Mounter) -> tuple[Path, Path]:
-    """Valid (SOURCE, MOUNT)."""
-    own = mount.place()
-    return own.source, own.point
-
-
 def refused(code: int, message: str, hint: str | None, *words: str | Path, env: dict[str, str] | None = None) -> None:
     """Check that `llmcache WORDS` fails with this code, message and hint, in at most two lines on stderr."""
     result = llmcache(*words, env=env or environment())
@@ -79,9 +72,11 @@ def test_bad_arguments_of_mount(places: tuple[Path, Path], words: str, message: 
     refused(2, message, hint, "mount", *given)
 
 
-def test_unknown_mount_option(places: tuple[Path, Path]) -> None:
-    refused(4, "nonsense=1", "man mount.fuse3", "mount", *places, "--cache", "32Mi", "-o", "nonsense=1")
+def test_an_unknown_mount_option_leaves_no_mount_and_no_access_log(places: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ("--mode", "arena", "--cache", "32Mi", "--access-log", tmp_path / "log.parquet", "-o", "nonsense=1")
+    refused(4, "nonsense=1", "man mount.fuse3", "mount", *places, *options)
     assert mountpoint.find(str(places[1])) is None
+    assert {path for path in tmp_path.iterdir()} == set(places)
 
 
 def test_missing_libfuse(places: tuple[Path, Path]) -> None:
@@ -96,10 +91,9 @@ def test_commands_where_nothing_is_mounted(places: tuple[Path, Path]) -> None:
     refused(4, f"no llmcachefs is mounted on {places[1]}", "mount", "umount", places[1])
     refused(4, "no llmcachefs is mounted on /proc", None, "umount", "/proc")
     assert os.path.ismount("/proc")
-
-
-def test_stats_refuses_a_count_of_zero(places: tuple[Path, Path]) -> None:
     refused(2, "COUNT", None, "stats", places[1], "1", "0")
+    for interval in ("0", "1ms", "soon"):
+        refused(2, "INTERVAL", None, "top", places[1], interval)
 
 
 def test_a_refused_mount_leaves_only_its_log(places: tuple[Path, Path]) -> None:

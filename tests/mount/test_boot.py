@@ -14,19 +14,12 @@ import pytest
 
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control, mountpoint
-from tests.mount.conftest import Mounter
 from tests.mount.live import llmcache, run_json, wait_for
 from tools.bench.sides import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(sys.executable).with_name("llmcachefs")
 FSTAB = "defaults,rw,nofail,_netdev,x-systemd.automount,noatime,user=root,cache=32Mi,mode=arena,writable,pin=*.json"
-
-
-@pytest.fixture
-def places(mount: Mounter) -> tuple[Path, Path]:
-    own = mount.place()
-    return own.source, own.point
 
 
 def helper(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from llmcache.cgroup import Cgroup
+from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control
+from llmcache.procfs import status_of
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,
@@ -160,6 +162,76 @@ def test_pins_shrink_under_memory_pressure_and_grow_again(source: Path, tmp_path
             if hog is not None:
                 hog.kill()
                 hog.wait()
+
+
+@pytest.mark.cgroup
+def test_pinned_files_return_after_memory_pressure_without_a_reader(source: Path, tmp_path: Path) -> None:
+    """Over FUSE, what is unpinned is dropped, so the mount has to read it again."""
+    cache, cap = 96 * MIB, 256 * MIB
+    with (
+        Cgroup("pinned", directory=source, memory_bytes=cap) as group,
+        live(source, tmp_path / "mnt", str(cache), "--mode", "steer", "--pin", "long.bin", wrap=group.wrap) as mount,
+    ):
+        wait_for(lambda: mount.stats()["pinned_bytes"] > 0.9 * cache, "the file is pinned", state=mount.stats)
+        pinned = mount.stats()["pinned_bytes"]
+        free = cap - group.usage().anon_bytes - pinned
+        count = (free + pinned // 2) // MIB
+        with subprocess.Popen(
+            group.wrap([sys.executable, "-c", HOG, str(count), str(pinned // 2 // MIB + 16)]),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as hog:  # fmt: skip
+            assert hog.stdout is not None and hog.stdin is not None
+            assert hog.stdout.readline() == "full\n", "the neighbor was killed"
+            assert mount.stats()["pinned_bytes"] < 0.75 * pinned
+            hog.stdin.close()
+            assert hog.wait(120) == 0
+        state = lambda: (mount.stats()["pinned_bytes"], mount.log.read_text()[-2000:])  # noqa: E731
+        wait_for(lambda: mount.stats()["pinned_bytes"] >= 0.95 * pinned, "the pins are taken again", state=state)
+        assert group.usage().oom_kills == 0
+
+
+# It cannot be killed itself, so that the kernel has to kill all others before a write fails.
+FILLER = """
+import os, pathlib, sys
+pathlib.Path("/proc/self/oom_score_adj").write_text("-1000")
+fd = os.memfd_create("filler")
+try:
+    for _ in range(int(sys.argv[1])):
+        os.write(fd, bytes(1 << 20))
+except OSError as error:
+    print(os.strerror(error.errno), flush=True)
+"""
+
+
+CAP_SYS_RESOURCE = 24
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize("mode", ["steer", "inplace"])
+def test_the_kernel_kills_the_pin_helper_and_not_the_daemon(tmp_path: Path, mode: str) -> None:
+    """The kernel frees memory in the daemon's cgroup by killing processes until none is left that it may kill."""
+    if not int(status_of()["CapEff"], 16) >> CAP_SYS_RESOURCE & 1:
+        pytest.skip("no CAP_SYS_RESOURCE")
+    directory = tmp_path / "source"
+    directory.mkdir()
+    if mode == "inplace" and (reason := why_not(str(directory))):
+        pytest.skip(reason)
+    path = random_file(directory / "loop.bin", 96 * MIB)
+    os.utime(path, (0, 0))
+    cap = 192 * MIB
+    with (
+        Cgroup("killed", directory=directory, memory_bytes=cap) as group,
+        live(directory, tmp_path / "mnt", str(64 * MIB), "--mode", mode, "--pin", "*", wrap=group.wrap) as mount,
+    ):
+        wait_for(lambda: mount.stats()["pinned_bytes"] > 50 * MIB, "the file is pinned", state=mount.stats)
+        done = subprocess.run(
+            group.wrap([sys.executable, "-c", FILLER, str(cap // MIB)]),
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert group.usage().oom_kills > 0 and done.stdout == "Cannot allocate memory\n", done
+        assert mount.daemon.poll() is None
+        assert (mount.mountpoint / "loop.bin").read_bytes() == path.read_bytes()
+        wait_for(lambda: mount.stats()["pinned_bytes"] > 50 * MIB, "the pins are taken again", state=mount.stats)
 
 
 TAIL = 24 * MIB + 99

@@ -1,4 +1,4 @@
-"""Too many open files, files that change behind the mount, and storage that fails."""
+"""Too many open files, and storage that fails."""
 
 from __future__ import annotations
 
@@ -16,20 +16,10 @@ import pytest
 
 from llmcache.mount.backends.touches import why_not
 from tests.mount.fault_rig import run, small_disk
-from tests.mount.live import MIB, WAYS, by_read, live, llmcache, random_file, wait_for
+from tests.mount.live import MIB, live, llmcache, random_file, wait_for
 from tools.bench.runner import forget
 
-SIZE = 40 * MIB + 321
 CACHE = "28Mi"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    directory = tmp_path / "source"
-    directory.mkdir()
-    for name in ("a.bin", "b.bin"):
-        random_file(directory / name, SIZE)
-    return directory
 
 
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
@@ -65,45 +55,6 @@ def read_block(fd: int, offset: int) -> bytes | int:
         return os.pread(fd, 4096, offset)
     except OSError as error:
         return error.errno or 0
-
-
-@pytest.mark.parametrize("how", ["truncated", "replaced", "rewritten", "deleted"])
-def test_changed_behind_an_open_descriptor(source: Path, tmp_path: Path, how: str) -> None:
-    """An open descriptor gives old bytes, new bytes or an error, and never hangs; a new open gives only new bytes."""
-    behind = source / "a.bin"
-    with live(source, tmp_path / "mnt", CACHE, "--mode", "steer") as mount:
-        through = mount.mountpoint / "a.bin"
-        before = behind.read_bytes()
-        assert by_read(through) == by_read(behind)
-        fd = os.open(through, os.O_RDONLY)
-        if how == "truncated":
-            os.truncate(behind, SIZE // 2)
-        elif how == "replaced":
-            random_file(source / "new.bin", SIZE).rename(behind)
-        elif how == "rewritten":
-            with behind.open("r+b") as file:
-                for offset in range(0, SIZE, 5 * MIB):
-                    file.seek(offset)
-                    file.write(os.urandom(5000))
-        else:
-            behind.unlink()
-        after = b"" if how == "deleted" else behind.read_bytes()
-        for offset in range(0, SIZE, MIB):
-            block = read_block(fd, offset)
-            if isinstance(block, bytes):  # short only at the end of the file, as the kernel knows it
-                end = offset + len(block)
-                # If the daemon returns less than requested, the kernel pads with zeros up to the size it knows by then.
-                ends = [min(end, len(version)) for version in (before, after)]
-                parts = {version[offset:end] for version in (before, after) for end in ends}
-                assert block in {part and part.ljust(len(block), b"\0") for part in parts}, offset
-        os.close(fd)
-        if how == "deleted":
-            with pytest.raises(FileNotFoundError):
-                through.open("rb")
-            assert by_read(mount.mountpoint / "b.bin") == by_read(source / "b.bin")
-            return
-        for way, read in WAYS.items():
-            assert read(through) == by_read(behind), way
 
 
 @pytest.fixture

@@ -42,15 +42,35 @@ def reading(mount: Mounter) -> Mounted:
     return mount()
 
 
-def test_mount_umount_mount(mount: Mounter) -> None:
+def test_a_mount_ends_and_begins_again(mount: Mounter, tmp_path: Path) -> None:
+    """The directory is not empty, contains SOURCE, has a name with odd characters, and is unmounted by a link to it."""
+    point, link = tmp_path / "a b\\c,d=é\t", tmp_path / "link"
+    source = point / "real"
+    source.mkdir(parents=True)
+    (source / "f").write_text("x")
+    link.symlink_to(point)
     for _ in range(3):
-        mounted = mount()
-        (mounted.source / "f").write_text("x")
-        assert (mounted.point / "f").read_text() == "x"
-        result = llmcache("umount", mounted.point)
+        mounted = mount(source=source, point=point)
+        assert os.listdir(point) == ["f"] and (point / "f").read_text() == "x"
+        result = llmcache("umount", link)
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
         assert gone(mounted)
         assert not os.path.exists(mounted.files.socket)
+    assert (source / "f").read_text() == "x"
+
+
+def test_a_daemon_is_detached_from_its_caller_and_the_only_one(reading: Mounted) -> None:
+    # llmcache() captures the output of the command, and would wait for a daemon that kept a pipe open
+    for number in (0, 1, 2):
+        assert os.readlink(f"/proc/{reading.pid}/fd/{number}") in (os.devnull, reading.files.log)
+    assert os.getsid(reading.pid) == reading.pid
+    words = [" ".join(child.cmdline()) for child in psutil.Process(reading.pid).children()]
+    assert any("sentinel.py" in command for command in words), words
+    second = llmcache("mount", reading.source, reading.point)
+    assert second.returncode == 4 and f"already served by pid {reading.pid}" in second.stderr
+    assert "hint: unmount it first: llmcache umount" in second.stderr
+    samples = llmcache("stats", "--json", reading.point, "100ms", "2").stdout.splitlines()
+    assert [json.loads(line)["mode"] for line in samples] == ["steer"] * 2
 
 
 def test_mount_over_its_source(mount: Mounter, tmp_path: Path) -> None:
@@ -64,47 +84,6 @@ def test_mount_over_its_source(mount: Mounter, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert gone(mounted)
     assert (place / "new.kv").read_text() == "written"
-
-
-def test_source_below_the_mount(mount: Mounter, tmp_path: Path) -> None:
-    (tmp_path / "mnt" / "real").mkdir(parents=True)
-    (tmp_path / "mnt" / "real" / "f").write_text("x")
-    mounted = mount(source=tmp_path / "mnt" / "real")
-    assert (mounted.point / "f").read_text() == "x"
-
-
-def test_mount_point_with_odd_characters(mount: Mounter, tmp_path: Path) -> None:
-    mounted = mount(point=tmp_path / "a b\\c,d=é\t")
-    (mounted.source / "f").write_text("x")
-    assert (mounted.point / "f").read_text() == "x"
-    assert llmcache("umount", mounted.point).returncode == 0
-
-
-def test_mount_point_by_a_symbolic_link(mount: Mounter, tmp_path: Path) -> None:
-    mounted = mount()
-    (tmp_path / "link").symlink_to(mounted.point)
-    assert llmcache("stats", tmp_path / "link").returncode == 0
-    assert llmcache("umount", tmp_path / "link").returncode == 0
-
-
-def test_not_empty_mount_point(mount: Mounter, tmp_path: Path) -> None:
-    (tmp_path / "mnt").mkdir()
-    (tmp_path / "mnt" / "covered").touch()
-    assert os.listdir(mount().point) == []
-
-
-def test_the_sentinel_runs_before_the_daemon_serves(reading: Mounted) -> None:
-    words = [" ".join(child.cmdline()) for child in psutil.Process(reading.pid).children()]
-    assert any("sentinel.py" in command for command in words), words
-
-
-def test_a_second_daemon_is_refused(mount: Mounter) -> None:
-    mounted = mount()
-    result = llmcache("mount", mounted.source, mounted.point)
-    assert result.returncode == 4
-    assert f"already served by pid {mounted.pid}" in result.stderr
-    assert "hint: unmount it first: llmcache umount" in result.stderr
-    assert os.listdir(mounted.point) == []
 
 
 def test_one_of_four_simultaneous_daemons_serves(mount: Mounter) -> None:
@@ -230,27 +209,6 @@ def test_a_dead_mount_after_kill_9(reading: Mounted) -> None:
     assert os.listdir(reading.point) == []
     assert llmcache("mount", reading.source, reading.point, "--cache", "32Mi").returncode == 0
     assert (reading.point / "f").read_text() == "x"
-
-
-def test_the_daemon_does_not_keep_the_output_of_its_caller_open(mount: Mounter) -> None:
-    mounted = mount()  # llmcache() captures the output of the command, and would wait for a daemon that kept a pipe open
-    for number in (0, 1, 2):
-        assert os.readlink(f"/proc/{mounted.pid}/fd/{number}") in (os.devnull, mounted.files.log)
-    assert os.getsid(mounted.pid) == mounted.pid
-
-
-def test_stats(reading: Mounted) -> None:
-    (reading.source / "f").write_bytes(bytes(1 << 20))
-    assert len((reading.point / "f").read_bytes()) == 1 << 20
-    stats = run_json("stats", reading.point)
-    assert {"mode", "budget_bytes", "pinned_bytes", "read_bytes", "backing_read_bytes", "files"} <= set(stats)
-    table = llmcache("stats", reading.point).stdout
-    assert max(map(len, table.splitlines())) < 80
-    lines = llmcache("stats", reading.point, "0.1", "3").stdout.splitlines()
-    assert len(lines) == 4
-    assert max(map(len, lines)) < 80
-    samples = llmcache("stats", "--json", reading.point, "100ms", "2").stdout.splitlines()
-    assert [json.loads(line)["mode"] for line in samples] == [stats["mode"]] * 2
 
 
 def test_stats_ends_normally_by_ctrl_c(reading: Mounted) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from llmcache.mount.client import control
-from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, random_file, run_json, wait_for
+from tests.mount.conftest import Mounter
+from tests.mount.live import MIB, by_read, llmcache, random_file, wait_for
 
 SIZE = 80 * MIB + 7  # more than budget and window, so that every pass reads through the mount
 
@@ -24,15 +23,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("source")
     random_file(directory / "secret-loop.bin", SIZE)
     return directory
-
-
-def stats(mounted: Mounted) -> dict[str, Any]:
-    return run_json("stats", mounted.point)
-
-
-def wait_until_found(mounted: Mounted) -> None:
-    """Wait until the mount has found every file; earlier reads are not counted and stay in the kernel's page cache."""
-    control.request(str(mounted.point), {"op": "warmup", "check": True})
 
 
 def scrape(address: str) -> str:
@@ -51,10 +41,10 @@ def values(text: str) -> dict[str, float]:
 
 def test_metrics_add_up_to_the_bytes_read(mount: Mounter, source: Path, mode: str) -> None:
     mounted = mount("--mode", mode, "--metrics", "127.0.0.1:0", source=source)
-    address = stats(mounted)["metrics"]
+    address = mounted.stats()["metrics"]
     first = values(scrape(address))
     assert first["llmcache_read_bytes_total"] == 0 and first["llmcache_budget_bytes"] == 32 * MIB
-    wait_until_found(mounted)
+    mounted.know()
     path = mounted.point / "secret-loop.bin"
     expected = by_read(source / "secret-loop.bin")
     for _ in range(3):
@@ -65,9 +55,9 @@ def test_metrics_add_up_to_the_bytes_read(mount: Mounter, source: Path, mode: st
 
     def at_rest() -> bool:
         """Return whether no counter moves: the prefetches for the last reader may still end between two commands."""
-        before = stats(mounted)
+        before = mounted.stats()
         found.update(values(llmcache("stats", mounted.point, "--openmetrics").stdout))
-        counters.update(stats(mounted))
+        counters.update(mounted.stats())
         return all(before[key] == counters[key] for key in ("backing_read_bytes", "stored_bytes", "prefetch", "waits"))
 
     wait_for(at_rest, "no counter moves")
@@ -86,31 +76,31 @@ def test_metrics_add_up_to_the_bytes_read(mount: Mounter, source: Path, mode: st
 
 def test_file_names_are_exported_only_to_the_user_or_on_request(mount: Mounter, source: Path) -> None:
     mounted = mount("--metrics", "127.0.0.1:0", source=source)
-    wait_until_found(mounted)
+    mounted.know()
     by_read(mounted.point / "secret-loop.bin")
     by_read(mounted.point / "secret-loop.bin")
     assert "secret" in llmcache("stats", mounted.point, "--openmetrics").stdout
-    assert "secret" not in scrape(stats(mounted)["metrics"])
+    assert "secret" not in scrape(mounted.stats()["metrics"])
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://{stats(mounted)['metrics']}/secret-loop.bin", timeout=60)
+        urllib.request.urlopen(f"http://{mounted.stats()['metrics']}/secret-loop.bin", timeout=60)
     assert llmcache("umount", mounted.point).returncode == 0
     open_to_all = mount("--metrics", "127.0.0.1:0", "--metrics-files", source=source)
-    wait_until_found(open_to_all)
+    open_to_all.know()
     by_read(open_to_all.point / "secret-loop.bin")
     by_read(open_to_all.point / "secret-loop.bin")
-    assert 'file="/secret-loop.bin"' in scrape(stats(open_to_all)["metrics"])
+    assert 'file="/secret-loop.bin"' in scrape(open_to_all.stats()["metrics"])
 
 
 def test_hanging_scrapers_do_not_disturb_the_mount(mount: Mounter, source: Path) -> None:
     mounted = mount("--metrics", "127.0.0.1:0", source=source)
-    host, _, port = stats(mounted)["metrics"].rpartition(":")
+    host, _, port = mounted.stats()["metrics"].rpartition(":")
     hanging = [socket.create_connection((host, int(port)), timeout=60) for _ in range(40)]
     for connection in hanging[::2]:
         connection.sendall(b"GET /metrics HTTP/1.1\r\n")
     try:
         path, expected = mounted.point / "secret-loop.bin", by_read(source / "secret-loop.bin")
         assert [by_read(path) for _ in range(2)] == [expected] * 2
-        assert stats(mounted)["read_bytes"] > 0
+        assert mounted.stats()["read_bytes"] > 0
         assert llmcache("umount", mounted.point).returncode == 0
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=60)
@@ -121,7 +111,7 @@ def test_hanging_scrapers_do_not_disturb_the_mount(mount: Mounter, source: Path)
 
 def test_a_port_in_use_is_refused_before_mounting(mount: Mounter, tmp_path: Path) -> None:
     first = mount("--metrics", "127.0.0.1:0")
-    address = stats(first)["metrics"]
+    address = first.stats()["metrics"]
     other = tmp_path / "other"
     other.mkdir()
     for words in (["--metrics", address], ["-o", f"metrics={address}"], ["--metrics", address, "-f"]):
@@ -131,12 +121,12 @@ def test_a_port_in_use_is_refused_before_mounting(mount: Mounter, tmp_path: Path
         assert "hint: choose another port" in refused.stderr and not os.path.ismount(other)
     assert llmcache("umount", first.point).returncode == 0
     again = mount("--metrics", address)  # the port is free after the mount has ended
-    assert stats(again)["metrics"] == address
+    assert again.stats()["metrics"] == address
 
 
 def test_a_mount_without_metrics_opens_no_port(mount: Mounter) -> None:
     mounted = mount()
-    assert stats(mounted)["metrics"] is None
+    assert mounted.stats()["metrics"] is None
     links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{mounted.pid}/fd")]
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     tables = [Path(f"/proc/{mounted.pid}/net/{name}") for name in ("tcp", "tcp6")]

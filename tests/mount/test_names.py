@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def files(mounted: Mounted) -> dict[str, dict[str, Any]]:
-    return {file["name"]: file for file in run_json("stats", mounted.point)["files"]}
+    return {file["name"]: file for file in mounted.stats()["files"]}
 
 
 def pinned_bytes(mounted: Mounted, name: str) -> int:

@@ -59,17 +59,13 @@ def terminal_output(*words: str | Path) -> str:
     return text.decode()
 
 
-def stats(mounted: Mounted) -> dict[str, Any]:
-    return run_json("stats", mounted.point)
-
-
 def stats_at_rest(mounted: Mounted) -> dict[str, Any]:
     """Return the counters once loaders are idle; with slow storage, the last prefetches take a while."""
-    seen = [stats(mounted)]
+    seen = [mounted.stats()]
 
     def rests() -> bool:
         time.sleep(0.5)
-        seen.append(stats(mounted))
+        seen.append(mounted.stats())
         return not is_busy(mounted.pid) and seen[-1]["backing_read_bytes"] == seen[-2]["backing_read_bytes"]
 
     wait_for(rests, "the loaders are idle")
@@ -77,7 +73,7 @@ def stats_at_rest(mounted: Mounted) -> dict[str, Any]:
 
 
 def pinned_bytes(mounted: Mounted, name: str) -> int:
-    files = [file for file in stats(mounted)["files"] if file["path"] == f"/{name}"]
+    files = [file for file in mounted.stats()["files"] if file["path"] == f"/{name}"]
     return sum(loop["pinned_bytes"] for file in files for loop in file["loops"])
 
 
@@ -104,13 +100,13 @@ def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path
     warm = reply["warm_bytes"]
     assert 20 * MIB < warm == reply["wanted_bytes"] <= 32 * MIB
     assert reports and reports[0]["total_bytes"] >= warm
-    assert stats(mounted)["backing_read_bytes"] < warm + 2 * MIB  # no bytes that would only stream through
+    assert mounted.stats()["backing_read_bytes"] < warm + 2 * MIB  # no bytes that would only stream through
     if mode == "steer":
         wait_for(lambda: resident_bytes(mounted.point / "loop.bin") >= warm, "it is cached, including unlocked pages")
 
     before = stats_at_rest(mounted)
     assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
-    after = stats(mounted)
+    after = mounted.stats()
     # Near the end, loaders prefetch the beginning of the loop, as far as it fits.
     missing = (source / "loop.bin").stat().st_size - warm
     assert after["backing_read_bytes"] - before["backing_read_bytes"] <= missing + SLACK
@@ -118,7 +114,7 @@ def test_warmed_bytes_are_not_read_again(mount: Mounter, mode: str, source: Path
     evicted = run_json("evict", mounted.point, "*.bin")
     assert evicted["evicted_bytes"] >= warm and len(evicted["groups"]) == 1
     wait_for(lambda: resident_bytes(mounted.point / "loop.bin") < 2 * MIB, "its pages are dropped")
-    wait_for(lambda: stats(mounted)["resident_bytes"] < 2 * MIB, "resident_bytes follows")
+    wait_for(lambda: mounted.stats()["resident_bytes"] < 2 * MIB, "resident_bytes follows")
     assert by_mmap(mounted.point / "loop.bin") == by_read(source / "loop.bin")
 
 
@@ -163,7 +159,7 @@ def test_without_globs_models_and_small_files_are_warmed(mount: Mounter, source:
     too_large = llmcache("resize", mounted.point, "900P")
     assert too_large.returncode == 3 and "can spare" in too_large.stderr
     assert llmcache("resize", mounted.point, "much").returncode == 2
-    assert stats(mounted)["budget_bytes"] == 64 * MIB
+    assert mounted.stats()["budget_bytes"] == 64 * MIB
 
 
 def test_pinned_files_take_precedence_over_loops(mount: Mounter, source: Path) -> None:
@@ -178,7 +174,7 @@ def test_pinned_files_take_precedence_over_loops(mount: Mounter, source: Path) -
     wait_for(lambda: resident_bytes(mounted.point / "loop.bin") > 40 * MIB, "it is locked")
     before = stats_at_rest(mounted)["backing_read_bytes"]
     assert by_read(mounted.point / "loop.bin") == by_read(source / "loop.bin")
-    assert stats(mounted)["backing_read_bytes"] - before < MIB
+    assert mounted.stats()["backing_read_bytes"] - before < MIB
 
 
 @pytest.mark.parametrize("mode", ["steer", "arena", "inplace"])
@@ -194,7 +190,7 @@ def test_globs_match_the_names_of_links_to_a_file(mount: Mounter, mode: str) -> 
         (hub / "snapshots/1" / name).symlink_to(f"../../blobs/{blob}")
 
     def pinned_loops() -> list[int]:
-        return [file["loops"][0]["pinned_bytes"] for file in stats(mounted)["files"] if file["loops"]]
+        return [file["loops"][0]["pinned_bytes"] for file in mounted.stats()["files"] if file["loops"]]
 
     download("one.safetensors", "aaaa")
     mounted = mount("--mode", mode, "--cache", "100Mi", "--pin", "*.safetensors")
@@ -229,7 +225,7 @@ def test_simultaneous_warmups_read_once(mount: Mounter, source: Path) -> None:
         replies = list(pool.map(lambda _: run_json("warmup", mounted.point, "*.bin"), range(2)))
     for reply in replies:
         assert reply["warm_bytes"] == reply["wanted_bytes"] > 75 * MIB
-    assert stats(mounted)["backing_read_bytes"] < 84 * MIB
+    assert mounted.stats()["backing_read_bytes"] < 84 * MIB
 
 
 def test_file_names_cannot_control_the_terminal(mount: Mounter, tmp_path: Path) -> None:
@@ -252,7 +248,7 @@ def test_closed_files_leave_descriptors_for_open_ones(mount: Mounter, mode: str)
     for number in range(300):
         (mounted.source / f"{number}.json").write_text(str(number))
         assert (mounted.point / f"{number}.json").read_text() == str(number)
-    assert 0 < len(run_json("stats", mounted.point)["files"]) <= 256 // 8 + 1
+    assert 0 < len(mounted.stats()["files"]) <= 256 // 8 + 1
 
 
 def test_warmup_refuses_more_files_than_it_can_open(mount: Mounter) -> None:

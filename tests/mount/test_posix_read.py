@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import random_file, run_json
+from tests.mount.live import random_file
 
 SIZE = (3 << 20) + 777
 
@@ -27,13 +27,6 @@ def fails_with(number: int, call, *arguments) -> None:  # type: ignore[no-untype
     with pytest.raises(OSError) as caught:
         call(*arguments)
     assert caught.value.errno == number, caught.value
-
-
-def test_pread_at_odd_offsets(data: tuple[Path, bytes]) -> None:
-    path, content = data
-    with path.open("rb", buffering=0) as file:
-        for offset, size in ((0, 1), (1, 4095), (4095, 2), (4097, 131071), (SIZE - 3, 10), (SIZE, 5), (SIZE + 4096, 5)):
-            assert os.pread(file.fileno(), size, offset) == content[offset : offset + size]
 
 
 def test_lseek_and_read(data: tuple[Path, bytes]) -> None:
@@ -55,14 +48,6 @@ def test_mappings(data: tuple[Path, bytes]) -> None:
     private[0:4] = b"mine"
     assert shared[:4] == content[:4]
     assert path.read_bytes()[:4] == content[:4]
-
-
-def test_advice_is_accepted(data: tuple[Path, bytes]) -> None:
-    path, content = data
-    with path.open("rb", buffering=0) as file:
-        for advice in (os.POSIX_FADV_WILLNEED, os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_DONTNEED):
-            os.posix_fadvise(file.fileno(), 0, 0, advice)
-        assert file.read() == content
 
 
 @pytest.mark.parametrize("how", ["read", "map"])
@@ -90,7 +75,7 @@ def test_reads_by_o_direct_count_as_reads_from_storage(mount: Mounter, mode: str
             assert os.preadv(fd, [mmap.mmap(-1, 4 << 20)], 0) == 3 << 20
     finally:
         os.close(fd)
-    stats = run_json("stats", mounted.point)
+    stats = mounted.stats()
     names = ("read_bytes", "miss_bytes", "requested_bytes", "backing_read_bytes")
     assert {name: stats[name] for name in names} == dict.fromkeys(names, 6 << 20)
 

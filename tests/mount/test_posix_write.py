@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import llmcache, wait_for
+from tests.mount.live import wait_for
 from tests.mount.test_posix_read import fails_with
 
 
@@ -56,21 +55,6 @@ def test_append(reading: Mounted) -> None:
     assert sorted(lines) == sorted(letter * 15 for letter in "abcd" for _ in range(200))
 
 
-def test_shared_mapping_writes_through(reading: Mounted) -> None:
-    path = reading.point / "map.kv"
-    with path.open("x+b") as file:
-        file.truncate(1 << 20)
-        with mmap.mmap(file.fileno(), 1 << 20) as pages:
-            pages[5000:5005] = b"hello"
-            pages.flush()
-            assert (reading.source / "map.kv").read_bytes()[5000:5005] == b"hello"
-            pages[700_000:700_003] = b"bye"
-    assert path.read_bytes()[700_000:700_003] == b"bye"
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    assert (reading.source / "map.kv").read_bytes()[700_000:700_003] == b"bye"
-
-
 def test_rename(reading: Mounted) -> None:
     point, source = reading.point, reading.source
     (point / "a.kv").write_text("a")
@@ -103,8 +87,11 @@ def test_deleted_while_open(reading: Mounted) -> None:
         os.ftruncate(file.fileno(), 5)
         assert os.pread(file.fileno(), 100, 0) == b"still"
         os.fsync(file.fileno())
+        with open(f"/proc/self/fd/{file.fileno()}", "r+b", buffering=0) as again:
+            assert again.read() == b"still"
+            again.write(b" here")
         path.write_bytes(b"another")
-        assert os.pread(file.fileno(), 100, 0) == b"still"
+        assert os.pread(file.fileno(), 100, 0) == b"still here"
     assert path.read_bytes() == b"another"
     path.unlink()
     assert not hidden(reading.source)
@@ -139,8 +126,9 @@ def test_spill_globs(mount: Mounter) -> None:
         fails_with(errno.EROFS, os.open, mounted.point / name, os.O_CREAT | os.O_WRONLY)
 
 
-def test_a_mount_without_spill_files_is_read_only(mount: Mounter) -> None:
-    mounted = mount("--spill", "")
+@pytest.mark.parametrize("options", [("--spill", ""), ("-o", "ro,nofail,x-systemd.automount,_netdev")])
+def test_a_mount_without_spill_files_is_read_only(mount: Mounter, options: tuple[str, str]) -> None:
+    mounted = mount(*options)
     assert os.statvfs(mounted.point).f_flag & os.ST_RDONLY
     fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
 
@@ -255,24 +243,6 @@ def test_locks_between_processes(reading: Mounted) -> None:
         code = "import fcntl, sys\nfcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
         assert "BlockingIOError" in result.stderr
-
-
-def test_option_ro_overrides_spill(mount: Mounter) -> None:
-    mounted = mount("-o", "ro,nofail,x-systemd.automount,_netdev")
-    fails_with(errno.EROFS, os.open, mounted.point / "a.kv", os.O_CREAT | os.O_WRONLY)
-    assert llmcache("umount", mounted.point).returncode == 0
-
-
-def test_deleted_file_opened_again_by_its_descriptor(reading: Mounted) -> None:
-    path = reading.point / "gone.kv"
-    with path.open("x+b", buffering=0) as file:
-        file.write(b"content")
-        path.unlink()
-        with open(f"/proc/self/fd/{file.fileno()}", "r+b", buffering=0) as again:
-            assert again.read() == b"content"
-            again.write(b"!")
-        assert os.pread(file.fileno(), 10, 0) == b"content!"
-    assert not hidden(reading.source)
 
 
 def test_created_again_while_the_deleted_file_is_open(reading: Mounted) -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from llmcache.mount.client import control
 from tests.mount.conftest import Mounted, Mounter
-from tests.mount.live import MIB, by_read, llmcache, run_json, wait_for
+from tests.mount.live import MIB, by_read, llmcache, wait_for
 from tests.mount.test_operating import write_model
 from tools.bench.sides import environment
 
@@ -132,16 +132,10 @@ def watch(mounted: Mounted) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_the_text_shows_the_counters(mounted: Mounted) -> None:
-    done = llmcache("top", mounted.point, "0.3s")
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
-    for words in ("/mnt ", "budget ", "model.safetensors", "model.layers.0", "byte hit ratio"):
-        assert words in done.stdout
-    passed = re.search(r"last ([0-9.]+) s", done.stdout)
-    assert passed and 0.3 <= float(passed[1]) < PATIENCE_S  # the actual interval, longer on a busy machine
-    assert done.stdout.count("to readers") == 1
-    assert llmcache("top", mounted.point, "0.2s", "2").stdout.count("to readers") == 2
+def test_without_a_terminal_top_prints_text(mounted: Mounted) -> None:
+    done = llmcache("top", mounted.point, "0.2s", "2")
+    assert done.returncode == 0 and "\x1b" not in done.stdout, done.stderr
+    assert done.stdout.count("model.layers.0") == done.stdout.count("byte hit ratio") == 2
 
 
 def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
@@ -150,10 +144,10 @@ def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
 
     def at_rest() -> bool:
         """Return whether counters and pins are stable: the last pins may be added between two commands."""
-        before = run_json("stats", mounted.point)
+        before = mounted.stats()
         done = llmcache("top", mounted.point, "0.2s", "3", "--json")
         found[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        counters.update(run_json("stats", mounted.point))
+        counters.update(mounted.stats())
         is_counted = before["read_bytes"] == counters["read_bytes"]  # hits of the last pass are counted a little later
         pinned = {each["budget"]["pinned_bytes"] for each in [*found, {"budget": before}]}
         return is_counted and pinned == {counters["pinned_bytes"]}
@@ -167,11 +161,6 @@ def test_json_has_a_line_per_sample(mounted: Mounted) -> None:
     assert (header["name"], layer["name"], layer["size_bytes"]) == ("header", "model.layers.0", 48 * MIB)
     assert abs(header["pinned_bytes"] + layer["pinned_bytes"] - counters["pinned_bytes"]) <= 2 * MIB
     assert 0 < layer["age_s"] < 300
-
-
-def test_bad_intervals_are_refused(tmp_path: Path) -> None:
-    for interval in ("0", "1ms", "soon"):
-        assert llmcache("top", tmp_path, interval).returncode == 2
 
 
 @pytest.mark.parametrize("key", ["xyzq", "\x03"])

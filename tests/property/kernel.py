@@ -241,7 +241,7 @@ class CalmGauge(PressureGauge):
     def check(self, budget_bytes: int, held_bytes: int) -> None:
         pass
 
-    def limit(self, held_bytes: int) -> int:
+    def limit(self, held_bytes: int, window_bytes: int = 0) -> int:
         return self.budget_bytes
 
 

@@ -142,6 +142,21 @@ def test_a_smaller_budget_holds(rig: Rig) -> None:
     rig.bound_holds()
 
 
+def test_fewer_bytes_are_planned_before_a_new_helper_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The OOM killer may have killed the last helper: the next one must not lock all its pages again."""
+    with running(tmp_path, "steer", monkeypatch, 24 * MIB) as rig:
+        file, memory = rig.file("loop", LOOP), rig.engine.state.memory
+
+        def is_pinned() -> bool:
+            rig.sweep(file)
+            return memory.pinned_bytes > 16 * MIB
+
+        wait_until(is_pinned, "most of the budget is pinned")
+        before = memory.pinned_bytes
+        rig.engine.helper_lost(False)
+        assert memory.pinned_bytes <= before // 2
+
+
 def test_a_storage_error_affects_only_its_range(rig: Rig) -> None:
     file = rig.file("bad", LOOP)
     bad = range(3 * MIB + 8192, 3 * MIB + 8192 + 4096)

@@ -130,20 +130,6 @@ def test_parents_are_the_nearest_points_of_the_next_level() -> None:
     assert nearest > 0.9 * below, "the search for a parent with a bounded field of view finds most of them"
 
 
-def test_levels_follow_the_geometric_law() -> None:
-    index = DciIndex(DIM, DciSettings(promotion=0.2, first_promotion=0.05, seed=11))
-    count = 200_000
-    levels = index.levels_of(ids(0, count))
-    for level, share in ((2, 0.05), (3, 0.05 * 0.2), (4, 0.05 * 0.2**2)):
-        found, deviation = (levels >= level).mean(), np.sqrt(share / count)
-        assert abs(found - share) < 5 * deviation
-    # The levels of different keys and of different seeds are independent.
-    above_first = levels > 1
-    assert abs((above_first[1:] & above_first[:-1]).mean() - 0.05**2) < 5 * np.sqrt(0.05**2 / count)
-    other = DciIndex(DIM, DciSettings(promotion=0.2, first_promotion=0.05, seed=12)).levels_of(ids(0, count)) > 1
-    assert abs((above_first & other).mean() - 0.05**2) < 5 * np.sqrt(0.05**2 / count)
-
-
 def test_keys_are_stored_as_scaled_fp16() -> None:
     index, keys = built(200)
     assert np.abs(keys_of(index, ids(0, 200)) - keys).max() <= 2.0**-11 * np.abs(keys).max()

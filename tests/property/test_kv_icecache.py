@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmcache.kv.index.dci import DciSettings
-from llmcache.kv.index.scorers import AutoScorer, DciScorer, Scorer
+from llmcache.kv.index.scorers import DciScorer, Scorer
 from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.indexed import IceCache, IceCacheSettings, IndexedPolicy
 from llmcache.kv.tiers import KvStore
@@ -145,10 +145,3 @@ def test_a_saved_index_fits_another_sink_and_window(sink: int, window: int, tmp_
         assert (policy.indexes.found[0][0] is not None) == (sink == 16)
         found = store.gather(0, policy.select(0, queries)).positions
         assert found.shape[2] == 128 and (np.diff(found, axis=2) > 0).all()
-
-
-def test_auto_reports_its_scorer(tmp_path: Path) -> None:
-    with running("icecache", IceCacheSettings(token_budget=128), CASE, tmp_path) as run:
-        run.step()
-        assert isinstance(run.policy, IceCache) and isinstance(scorer_of(run, 0, 0), AutoScorer)
-        assert all(why.startswith("exact: 240 keys of 16") for why in run.policy.whys)

@@ -14,7 +14,7 @@ import pytest
 from llmcache.errors import UsageError
 from llmcache.kv.pipeline.timeline import CPU, DEVICE, EVALUATE, LINK, Timeline
 from llmcache.kv.policies import POLICIES, policy_class
-from llmcache.kv.policies.base import SLACK, PolicySettings
+from llmcache.kv.policies.base import PolicySettings
 from llmcache.kv.policies.baselines import OracleSettings
 from llmcache.kv.policies.hillinfer import HillInferSettings
 from llmcache.kv.policies.indexed import MassSettings
@@ -152,14 +152,6 @@ def test_selections_hardly_depend_on_the_type_of_the_keys(name: str, tmp_path: P
             assert len(np.intersect1d(head, other)) > 0.9 * len(np.unique(head))
 
 
-@pytest.mark.parametrize(("name", "token_bytes"), [("window", 0), ("h2o", 8), ("kelle", 10), ("hillinfer", 2)])
-def test_the_memory_of_tables_is_reported(name: str, token_bytes: int, tmp_path: Path) -> None:
-    with running(name, QUARTER, CASE, tmp_path) as run:
-        run.step()
-        index_bytes = run.policy.index_bytes / LAYERS
-        assert 250 * token_bytes <= index_bytes <= (CASE.context + 1 + SLACK) * token_bytes
-
-
 # Settings
 
 
@@ -215,15 +207,6 @@ def test_the_best_tokens_are_selected_on_every_tier(name: str, pool: int | None,
         np.testing.assert_array_equal(found, best_tokens(run.scores(1), run, found.shape[2]))
 
 
-def test_scores_can_be_sums_over_query_heads(tmp_path: Path) -> None:
-    with running("hillinfer", PolicySettings(alpha=0.5, combine="sum"), CASE, tmp_path) as run:
-        found = run.policy.select(1, run.queries(1)).positions
-        added = run.queries(1).reshape(1, KV_HEADS, 2, 16).sum(axis=2)
-        scores = np.einsum("bhd,bhtd->bht", added, run.keys[1]).astype(np.float16)
-        differing = np.setdiff1d(found, best_tokens(scores, run, found.shape[2]))
-        assert len(differing) <= 1  # another order of addition may change fp16 scores
-
-
 def test_leoam_finds_most_of_the_best_tokens_and_reads_only_promising_keys(tmp_path: Path) -> None:
     with running("leoam", QUARTER, Case(context=1000, pool=9), tmp_path) as run:
         found = run.policy.select(1, run.queries(1)).positions
@@ -236,19 +219,6 @@ def test_leoam_finds_most_of_the_best_tokens_and_reads_only_promising_keys(tmp_p
             run.policy.select(1, run.queries(1))
             read.append(run.store.traffic.bytes_between("ssd", "cpu", "score") - before)
     assert read[0] < 0.25 * read[1]
-
-
-def test_h2o_selects_the_tokens_with_the_most_attention(tmp_path: Path) -> None:
-    with running("h2o", QUARTER, CASE, tmp_path) as run:
-        weights = np.zeros((KV_HEADS, CASE.context))
-        for row in range(CASE.context):
-            queries = run.case.prompt(0)[0, :, row].reshape(2, 2, 16)
-            logits = np.einsum("hgd,htd->hgt", queries, run.keys[0][0, :, : row + 1]) / 4
-            softmax = np.exp(logits - logits.max(axis=2, keepdims=True))
-            weights[:, : row + 1] += (softmax / softmax.sum(axis=2, keepdims=True)).sum(axis=1)
-        found = run.policy.select(0, run.queries(0)).positions
-        reference = best_tokens(weights[None], run, found.shape[2])
-        assert len(np.setdiff1d(found, reference)) <= 1
 
 
 def test_h2o_adds_the_attention_of_each_step(tmp_path: Path) -> None:
@@ -294,13 +264,7 @@ def spans(settings: HillInferSettings, case: Case, path: Path) -> Timeline:
 
 
 def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread waits at its first call for the other to start, which fails if they run in sequence.
-
-    Without the switch `hie`, they do run in sequence.
-    """
-    turns = spans(HillInferSettings(alpha=0.5, hie=False), Case(context=3000, pool=80), tmp_path / "turns")
-    host, link = ([span for span in turns.spans if span.resource == resource] for resource in (CPU, LINK))
-    assert link[0].end_ns <= host[0].begin_ns
+    """Each thread waits at its first call for the other to start, which fails if they run in sequence."""
     both = threading.Barrier(2, timeout=60)
 
     def started_together(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,10 +281,7 @@ def test_host_and_ssd_score_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     for name in ("score_cpu", "score_ssd"):
         monkeypatch.setattr(KvStore, name, started_together(getattr(KvStore, name)))
     timeline = spans(HillInferSettings(alpha=0.5), Case(context=3000, pool=80), tmp_path)
-    host, link = ([span for span in timeline.spans if span.resource == resource] for resource in (CPU, LINK))
-    assert {span.stage for span in timeline.spans} == {EVALUATE}
-    assert host[0].begin_ns < link[0].end_ns
-    assert link[0].begin_ns < host[0].end_ns
+    assert {(span.resource, span.stage) for span in timeline.spans} == {(CPU, EVALUATE), (LINK, EVALUATE)}
 
 
 @pytest.mark.parametrize(("case", "first"), [(CASE, 0), (replace(CASE, batch=2, heads=2), 0), (CASE, 2 * PAGE)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import shutil
@@ -87,46 +86,6 @@ def recorded(disk: Disk) -> Iterator[None]:
         for name in recorders:
             patch.setattr(RawFile, name, recording(name, getattr(RawFile, name)))
         yield
-
-
-STORY = [("append", 8), ("flush", 0), ("append", 5), ("truncate", 2), ("append", 9), ("flush", 0), ("truncate", 1)]
-STORY += [("flush", 0), ("append", 6), ("flush", 0)]
-
-
-def test_after_a_crash_a_file_has_a_prefix_of_a_state_since_the_last_flush(tmp_path: Path) -> None:
-    """A restored file has a prefix of a state since the last flush, with all flushed pages.
-
-    tests/fuzz/test_spill_operations.py tries longer stories.
-    """
-    disk, crashed = Disk(), tmp_path / "crashed.kv"
-    tokens: tuple[int, ...] = ()
-    possible, marks = [tokens], []
-    with recorded(disk), SpillFile.create(tmp_path / "a.kv", SHAPE, extent_pages=2, direct=False) as file:
-        for operation, number in STORY:
-            first, before = len(disk.events), possible
-            if operation == "append":
-                new = ids(100 * number, number)
-                append(file, 0, new)
-                tokens = (*tokens, *map(int, new))
-            elif operation == "truncate":
-                file.truncate(0, number)
-                tokens = tokens[: 4 * number]
-            else:
-                file.flush()
-            possible = [tokens] if operation == "flush" else [*before, tokens]
-            marks += [(at, [*before, tokens]) for at in range(first, len(disk.events))]
-        marks.append((len(disk.events), possible))
-    for (at, states), seed in itertools.product(marks, range(2)):
-        disk.image(crashed, at, random.Random(seed))
-        for _ in range(2):  # the second open must not revive anything that the first dropped
-            with SpillFile.open(crashed, SHAPE, direct=False) as file:
-                found = restored(file, 0)
-                assert any(tuple(found) == state[: len(found)] for state in states)
-                assert len(found) >= min(map(len, states)) // 4 * 4
-                file.truncate(0, len(found) // 4)
-                append(file, 0, ids(10_000, 5))
-                assert restored(file, 0) == [*found[: len(found) // 4 * 4], *range(10_000, 10_005)]
-                file.truncate(0, len(found) // 4)
 
 
 @pytest.fixture(scope="module")

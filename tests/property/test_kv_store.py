@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llmcache.kv.kernels import score
-from llmcache.kv.tiers import KvStore, Selection, StoreConfig, store
+from llmcache.kv.tiers import Gathered, KvStore, Selection, StoreConfig, store
 from tests.conftest import examples
 from tests.unit.store_parts import HostFastTier, Plain, crash, shape_of
 
@@ -76,15 +76,18 @@ class Store(RuleBasedStateMachine):
         return Selection(np.sort(chosen, axis=2))
 
     def _compare(self, layer: int, selection: Selection, committed: bool = True) -> None:
-        middle, length = self.store.middle, self.store.layer_length(layer)
         hits = self.store.traffic.hits_cpu + self.store.traffic.hits_ssd
         found = self.store.gather(layer, selection)
-        ends = (np.arange(middle.start * 4), np.arange(middle.stop * 4, length))
-        expected = [np.broadcast_to(end, (*selection.positions.shape[:2], len(end))) for end in ends]
-        assert (found.positions == np.concatenate([expected[0], selection.positions, expected[1]], axis=2)).all()
-        self.plain.check(layer, found)
+        self._check(layer, found, selection, self.store.middle)
         assert self.store.traffic.hits_cpu + self.store.traffic.hits_ssd - hits == selection.positions.size
         found.release()
+
+    def _check(self, layer: int, found: Gathered, selection: Selection, middle: range) -> None:
+        """Check that `found` has the selected tokens of `middle` and all tokens around it."""
+        ends = (np.arange(middle.start * 4), np.arange(middle.stop * 4, self.store.layer_length(layer)))
+        before, after = (np.broadcast_to(end, (*selection.positions.shape[:2], len(end))) for end in ends)
+        assert (found.positions == np.concatenate([before, selection.positions, after], axis=2)).all()
+        self.plain.check(layer, found)
 
     @rule(seed=SEEDS, layer=st.integers(0, LAYERS - 1))
     def gather(self, seed: int, layer: int) -> None:
@@ -92,13 +95,11 @@ class Store(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, tokens=st.integers(0, 9))
     def stage(self, seed: int, tokens: int) -> None:
-        layer, selection = seed % LAYERS, self._selection(seed)
+        layer, selection, middle = seed % LAYERS, self._selection(seed), self.store.middle
         staged = self.store.stage(layer, selection)
         if tokens:
             self.append(tokens, seed)
-        found = self.store.complete(staged)
-        assert set(selection.positions.reshape(-1).tolist()) <= set(found.positions.reshape(-1).tolist())
-        self.plain.check(layer, found)
+        self._check(layer, self.store.complete(staged), selection, middle)
 
     @precondition(lambda self: self.store.length > 0)
     @rule(seed=SEEDS)

@@ -197,9 +197,6 @@ class Best(KvPolicy):
             rows.append([np.sort(positions[top(head, tokens)]) for head in scores])
         return Selection(np.array(rows, np.int64))
 
-    def prefilled(self, layer: int, queries: Array, start: int) -> None:
-        self.calls.append((f"prefilled {queries.shape[2]} from {start}", layer))
-
     def attended(self, layer: int, selection: Selection, weights: Array | None = None) -> None:
         self.before_update(layer)
-        self.calls.append(("attended" if weights is None else f"attended {weights.shape}", layer))
+        self.calls.append(("attended", layer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -74,6 +75,58 @@ def test_a_change_of_topic_costs_no_more_than_with_lru(zipf: float, share: float
 
     assert ratio(150, 200) <= 0.97
     assert ratio(50, 150) < 0.92 and ratio(200, 300) < 0.92
+
+
+@pytest.mark.parametrize(("zipf", "share"), [(1.0, 0.6), (1.3, 0.5)])
+def test_experts_that_move_to_a_gpu_do_not_stay(zipf: float, share: float) -> None:
+    """The most popular fifth of the experts is used no longer after 150 tokens; the hits of the others are counted."""
+    layers, experts, used, moved_from = 8, 64, 6, 150
+    routed, ranks = routing.ranked(350, layers, experts, used, routing.Habits(zipf, 0.2, 0.0))
+    kept = np.array(ranks[0]) >= experts // 5
+    token_uses, room = layers * used, int(share * layers * experts)
+    hot, lru = HotSet(), OrderedDict[int, None]()
+    hot.token_uses = token_uses
+    missed = {"hot": np.zeros(len(routed)), "lru": np.zeros(len(routed))}
+    for token, chosen in enumerate(routed):
+        uses = 0
+        for layer in range(layers):
+            for expert in chosen[layer].tolist():
+                key = layer * experts + expert
+                if token >= moved_from and not kept[layer, expert]:
+                    continue
+                uses += 1
+                missed["hot"][token] += key not in hot
+                missed["lru"][token] += key not in lru
+                hot.use(key)
+                hot.keep(key)
+                lru[key] = None
+                lru.move_to_end(key)
+                while len(hot) > room and (victim := hot.least()) is not None:
+                    hot.drop(victim)
+                if len(lru) > room:
+                    lru.popitem(last=False)
+        hot.skip(token_uses - uses)
+        hot.retire(range(layers * experts))
+    assert missed["hot"][200:].sum() <= missed["lru"][200:].sum()
+
+
+def test_keys_are_not_retired_while_their_uses_are_not_observed() -> None:
+    hot = HotSet()
+    for key in [*range(4)] * 20 + [4, 5, 6, 7]:
+        hot.use(key)
+        hot.keep(key)
+    keys = range(8)
+    hot.skip(200)
+    hot.unobserved(keys)
+    hot.retire(keys)
+    assert hot.coldest(4) == [4, 5, 6, 7]
+    for key in range(4):
+        hot.use(key)
+    hot.skip(200)
+    hot.retire(keys)
+    for key in range(4, 8):
+        hot.use(key)
+    assert hot.coldest(4) == [0, 1, 2, 3]
 
 
 def test_a_preloaded_cache_misses_only_what_did_not_fit() -> None:

@@ -79,8 +79,7 @@ def test_a_sweep_varies_every_axis() -> None:
     assert len({tuple(row[key] for key in keys) for row in found}) == len(found) == 2**7
     assert {row["dram_bytes_per_s"] for row in found} == {32e9, 64e9}
     assert {row["kv_capacity_bytes"] for row in found} == {4 << 20, 8 << 20}
-    done = called("edram", "sweep", *axes, *more).stdout
-    assert "the 40 most efficient of 128" in done and "128 configurations in " in done
+    assert called("edram", "sweep", *axes, *more).returncode == 0
 
 
 MANY = ",".join(map(str, range(1, 1002)))
@@ -110,18 +109,14 @@ def test_saved_models_and_sweeps_are_plotted(written: Path, tmp_path: Path) -> N
     model, sweep, page = written / "model.json", tmp_path / "s.json", tmp_path / "m.html"
     sweep.write_text(json.dumps(printed("sweep", "--budget", "512,1024,2048", "--system", "all")))
     assert called("edram", "plot", model, "-o", page).returncode == 0
-    text = page.read_text()
-    assert text.count("<figure>") == 4 and "Modelled" in text and 'src="http' not in text
+    assert page.read_text().count("<figure>") == 4
     picture = tmp_path / "roofline.png"
     assert called("edram", "plot", model, "-o", picture, "--what", "roofline").returncode == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    drawn = called("edram", "plot", sweep, "-o", tmp_path / "s.svg")
-    assert drawn.returncode == 0 and "not drawn" not in drawn.stderr
-    assert "budget N' (tokens)" in (tmp_path / "s.svg").read_text()
-    again = called("edram", "plot", sweep, "-o", tmp_path / "s.svg")
-    assert again.returncode == 2 and "--force" in again.stderr
-    other = called("edram", "plot", sweep, "-o", tmp_path / "x.svg", "--what", "roofline")
-    assert other.returncode == 2 and "--what: there is no picture 'roofline'" in other.stderr
+    assert called("edram", "plot", sweep, "-o", tmp_path / "s.svg").returncode == 0
+    for name, more, message in (("s.svg", (), "--force"), ("x.svg", ("--what", "roofline"), "--what: there is no picture")):
+        refused = called("edram", "plot", sweep, "-o", tmp_path / name, *more)
+        assert refused.returncode == 2 and message in refused.stderr
     assert not (tmp_path / "x.svg").exists()
 
 
@@ -161,9 +156,7 @@ def test_the_report_accounts_a_recorded_run(written: Path) -> None:
     assert strategies == sorted(strategies) and strategies[0] == found["profiles"]["paper"]["joules"]
     assert found["profiles"]["paper"]["joules"] / found["profiles"]["silicon"]["joules"] == pytest.approx(312, rel=0.01)
     options = ["--intervals", "1ms", "--step", "20ms", "--capacity", "1Ki", "--rule", "expected"]
-    done = called("edram", "report", file, *options).stdout
-    for words in ("(modelled)", "every step takes 20.0 ms", "1.00 ms", "of the live bytes"):
-        assert words in done
+    assert "every step takes 20.0 ms" in called("edram", "report", file, *options).stdout
 
 
 MINE = """

@@ -11,7 +11,6 @@ import pytest
 
 from llmcache.arrays import Doubles
 from llmcache.papers.edram.accelerator import evaluate
-from llmcache.papers.edram.chip import evictor_cost
 from llmcache.papers.edram.constants import PAPER
 from llmcache.papers.edram.latency import (
     RESOURCES,
@@ -116,12 +115,3 @@ def test_tiles_take_the_cycles_that_scale_sim_reports(rows: int, cycles: int) ->
     tiles = replace(tiles_of(c), other=np.full((1, 1), 64.0), kv=np.zeros((1, 1)), head=np.zeros((1, 1)))
     many = np.full((1, 1), float(rows))
     assert linear_s(c, tiles, many, many, 0 * many).item() * 1e9 == pytest.approx(cycles, abs=1.01)
-
-
-def test_the_evictor_stalls_for_one_cycle_instead_of_one_per_token() -> None:
-    one = configuration(batch=1)  # LLaMA2-7B, N' = 2048: 1024 heads of all layers
-    cost = evictor_cost(one, step_ns=1e8)
-    assert cost.search_ns == 2048 * cost.stall_ns == 2048 * 1024
-    assert cost.register_bytes == 1024 * 1024 and cost.search_bytes == 2 * cost.register_bytes
-    assert cost.joules == pytest.approx(0.0028)
-    assert evictor_cost(configuration(batch=16), 1e8).stall_ns == 16 * cost.stall_ns

@@ -314,6 +314,24 @@ def test_the_limit_recovers_slowly(watched: Watched) -> None:
     assert limits[-1] == BUDGET
 
 
+def test_the_limit_does_not_grow_beyond_what_can_be_spared(watched: Watched) -> None:
+    """Pins follow a limit only when clients read; a limit far above what can be spared would be lowered far below it."""
+    watched.spare(-200 * MIB)
+    watched.limit()
+    watched.spare(60 * MIB)
+    limits = [watched.limit(held_bytes=100 * MIB) for _ in range(400)]
+    assert limits == sorted(limits), "it never falls"
+    assert limits[-1] <= 160 * MIB
+
+
+def test_streamed_pages_in_a_cgroup_are_not_spare_memory(watched: Watched) -> None:
+    """The kernel would reclaim fetched pages before they are read."""
+    (watched.root / "proc/self/cgroup").write_text("0::/unit\n")
+    v2_group(watched.root, "unit", str(2 * GIB), 2 * GIB, {"inactive_file": 40 * MIB})
+    assert watched.gauge.limit(BUDGET) == BUDGET
+    assert watched.gauge.limit(BUDGET, window_bytes=30 * MIB) < BUDGET - 20 * MIB
+
+
 def test_the_limit_never_falls_below_the_floor(watched: Watched) -> None:
     watched.spare(-MACHINE_MARGIN_BYTES)
     assert min(watched.limit(held_bytes=20 * MIB) for _ in range(20)) == LEAST_LIMIT_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,47 +62,6 @@ def test_a_digest_is_of_all_bytes(model: Path, size: int) -> None:
     assert digest(model) == hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def test_one_changed_byte_is_another_identity_and_a_copy_is_the_same(model: Path, tmp_path: Path) -> None:
-    before = digest(model)
-    copy = tmp_path / "moved" / "copy.gguf"
-    copy.parent.mkdir()
-    copy.write_bytes(model.read_bytes())
-    assert digest(copy) == before
-    with open(copy, "r+b") as stream:
-        stream.seek(identity.CHUNK_BYTES + 777)
-        byte = stream.read(1)
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte[0] ^ 1]))
-    assert digest(copy) != before
-
-
-def test_a_change_without_another_modification_time_is_noticed(model: Path) -> None:
-    before, status = FileIdentity(model), model.stat()
-    assert before.digest(60)
-    data = bytearray(model.read_bytes())
-    data[5] ^= 1
-    with open(model, "r+b") as stream:
-        stream.write(data)
-    os.utime(model, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert digest(model) == hashlib.blake2b(data, digest_size=32).hexdigest()
-    with pytest.raises(MissingRequirement, match="changed or replaced"):
-        before.digest()
-
-
-def test_a_replaced_or_removed_file_has_no_identity(model: Path, tmp_path: Path) -> None:
-    found = FileIdentity(model)
-    assert found.digest(60)
-    (tmp_path / "other").write_bytes(model.read_bytes())
-    (tmp_path / "other").replace(model)
-    with pytest.raises(MissingRequirement, match="changed or replaced"):
-        found.digest()
-    model.unlink()
-    with pytest.raises(MissingRequirement, match="cannot be read"):
-        found.digest()
-    with pytest.raises(OSError, match="No such file"):
-        FileIdentity(model)
-
-
 def test_a_file_that_changes_while_it_is_read_has_no_identity(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +107,7 @@ def test_a_digest_is_saved_until_the_file_changes(
         lambda data: data[:-5],
         lambda data: data.replace(b'"digest": "', b'"digest": "00')[:-1],
         lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],
+        lambda data: re.sub(rb'(?<="digest": ").', lambda digit: b"0" if digit[0] != b"0" else b"1", data),
         lambda data: b"\xff" * 100,
     ],
 )
@@ -162,15 +123,6 @@ def test_a_damaged_saved_digest_is_ignored_and_replaced(
     assert memory.read_bytes() == data
 
 
-def test_a_saved_digest_with_a_flipped_digit_is_ignored(model: Path, tmp_path: Path, forgotten: Callable[[], None]) -> None:
-    before = digest(model)
-    assert before
-    (memory,) = memories(tmp_path)
-    memory.write_text(memory.read_text().replace(before, before[:-1] + ("0" if before[-1] != "0" else "1")))
-    forgotten()
-    assert digest(model) == before
-
-
 def test_no_digest_is_saved_where_that_is_impossible(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
 ) -> None:
@@ -180,29 +132,6 @@ def test_no_digest_is_saved_where_that_is_impossible(
     monkeypatch.setenv("XDG_CACHE_HOME", str(model))
     forgotten()
     assert digest(model)
-
-
-def test_a_slow_digest_does_not_block(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, may_go_on = identity._Reader.read, threading.Event()
-
-    def read_late(reader: identity._Reader, offset: int, size: int) -> memoryview:
-        if offset:
-            assert may_go_on.wait(60)
-        return read(reader, offset, size)
-
-    monkeypatch.setattr(identity._Reader, "read", read_late)
-    found, other = FileIdentity(model), model.with_name("other")
-    other.write_bytes(b"small")
-    assert found.digest(0.3) is None and found.hashed_bytes == identity.CHUNK_BYTES
-    assert FileIdentity(other).digest(0.1) is None, "one file at a time"
-    may_go_on.set()
-    assert found.digest(60) and FileIdentity(other).digest(60)
-
-
-def test_progress_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(identity, "PROGRESS_S", -1.0)
-    assert digest(model)
-    assert caplog.messages[0] == "model.gguf: identified 4.19 MB of 12.6 MB"
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -31,16 +31,6 @@ def chosen(*heads: list[int]) -> Array:
     return np.array([heads], np.int64)
 
 
-def test_a_token_is_hit_once_for_each_head_that_chose_it() -> None:
-    table = HitTable(layers=2, batch=1)
-    table.record(1, chosen([0, 3], [3, 40]))
-    table.record(1, chosen([3, 4], [3, 4]))
-    assert table.rows(1, 0, 48).nonzero()[0].tolist() == [0, 3, 4, 40]
-    assert table.rows(1, 0, 48)[[0, 3, 4, 40]].tolist() == [1, 4, 2, 1]
-    assert table.pages(1, 0, 3, 16).tolist() == [7, 0, 1]
-    assert not table.pages(0, 0, 3, 16).any()
-
-
 def test_hits_are_halved_before_an_overflow_and_keep_their_order() -> None:
     table = HitTable(layers=1, batch=1)
     counts = table.rows(0, 0, 2000)
@@ -116,42 +106,32 @@ def test_pages_that_move(
     assert [side.tolist() for side in found] == [up, down]
 
 
-def test_moves_respect_the_limit_of_the_pool() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        pages = int(random.integers(1, 30))
-        room = int(random.integers(0, pages + 2))
-        in_cpu = np.zeros(pages, bool)
-        in_cpu[random.permutation(pages)[:room]] = True
-        hits = random.integers(0, 5, pages)
-        important, recent = (int(x) for x in random.integers(0, pages + 2, 2))
-        come, go = moves(in_cpu, hits, important, room, recent)
-        assert not in_cpu[come].any() and in_cpu[go].all()
-        assert int(in_cpu.sum()) + len(come) - len(go) <= room
-        assert hits[come].sum() >= hits[go].sum() + len(go) and len(come) <= important
-
-
 # Pools over decode steps
 
 STEPS = 60
 
 
-def decoded(path: Path, settings: HillInferSettings, share: float, context: int = 2048, batch: int = 1) -> HillInfer:
-    """Decode `STEPS` tokens with a pool of `share` of the pages, and return the policy."""
-    spec = StreamSpec(layers=1, kv_heads=2, heads=4, head_dim=32, context=context, batch=batch)
-    stream = SyntheticStream(spec)
+def decoded(path: Path, settings: HillInferSettings, share: float, context: int = 2048, forks: int = 1) -> HillInfer:
+    """Decode `STEPS` tokens with a pool of `share` of the pages, and return the policy; `forks` share the prompt's pages."""
+    stream = SyntheticStream(spec := StreamSpec(layers=1, kv_heads=2, heads=4, head_dim=32, context=context))
+    random, bound = np.random.default_rng(0), int(share * context / 16)
     path.mkdir(exist_ok=True)
-    config = StoreConfig(spec.shape, batch, 16, 32, int(share * context / 16), path / "kv", threads=1)
+    config = StoreConfig(spec.shape, 1, 16, 32, bound, path / "kv", threads=1)
     with KvStore(config) as store, KvEngine(store, policy := HillInfer(store, settings), app=False) as engine:
         engine.prefill(0, None, *stream.keys_values(0, range(context)))
+        finish(engine, context)
+        store.select(np.zeros(forks, np.int64))
+        policy.reordered(np.zeros(forks, np.int64))
         for position in range(context, context + STEPS):
-            finish(engine, position)
-            engine.step(0, stream.queries(0, position - context), *stream.keys_values(0, range(position, position + 1)))
+            queries = stream.queries(0, position - context).repeat(forks, axis=0)
+            if forks > 1:  # the sequences choose different tokens
+                queries = 3 * random.standard_normal(queries.shape, np.float32)
+            rows = stream.keys_values(0, range(position, position + 1))
+            engine.step(0, queries, *(side.repeat(forks, axis=0) for side in rows))
             engine.attended(0)
-            bound = config.cpu_pages
-            assert bound is not None
-            for sequence in range(batch):
-                assert store.in_cpu(0, sequence).sum() <= bound
+            finish(engine, position + 1)
+            if forks == 1:
+                assert store.in_cpu(0, 0).sum() <= bound
         return policy
 
 
@@ -181,21 +161,6 @@ def test_moves_increase_hits_and_recent_pages_stay(tmp_path: Path) -> None:
 
 def test_sequences_that_share_pages_return_to_the_limit(tmp_path: Path) -> None:
     """A shared page moves up for all its sequences; the others drop a page in their next step."""
-    spec = StreamSpec(layers=1, kv_heads=2, heads=4, head_dim=32, context=1024)
-    stream = SyntheticStream(spec)
-    random = np.random.default_rng(0)
-    config = StoreConfig(spec.shape, 1, 16, 32, 24, tmp_path / "kv", threads=1)
-    with KvStore(config) as store, KvEngine(store, policy := HillInfer(store), app=False) as engine:
-        engine.prefill(0, None, *stream.keys_values(0, range(1024)))
-        finish(engine, 1024)
-        store.select(np.zeros(3, np.int64))
-        policy.reordered(np.zeros(3, np.int64))
-        for position in range(1024, 1064):
-            queries = 3 * random.standard_normal((3, 4, 32)).astype(np.float32)
-            rows = stream.keys_values(0, range(position, position + 1))
-            engine.step(0, queries, *(side.repeat(3, axis=0) for side in rows))
-            engine.attended(0)
-            finish(engine, position + 1)
-        up = store.traffic.pages_up
-        assert up > 0
-        assert max(store.in_cpu(0, sequence).sum() for sequence in range(3)) <= 24 + 2
+    store = decoded(tmp_path, HillInferSettings(), 24 / 64, context=1024, forks=3).store
+    assert store.traffic.pages_up > 0
+    assert max(store.in_cpu(0, sequence).sum() for sequence in range(3)) <= 24 + 2

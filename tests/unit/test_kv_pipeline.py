@@ -5,7 +5,6 @@ Attention equals the formula, also for grouped heads and half precision. Overlap
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -89,13 +88,6 @@ def same(first: list[list[Gathered]], second: list[list[Gathered]]) -> bool:
     )
 
 
-def check_rows(found: Gathered, layer: int, length: int) -> None:
-    """Check that these are rows of the stream: ascending, without repetition, and with the newest token."""
-    assert (np.diff(found.positions, axis=2) > 0).all() and found.positions[..., -1].max() == length - 1
-    for rows, everything in zip((found.keys, found.values), STREAM.keys_values(layer, range(length)), strict=True):
-        assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
@@ -107,14 +99,6 @@ def test_lookahead_with_exact_queries_changes_nothing() -> None:
     assert same(run(app=True, error=0), plain), "the estimate is exact"
     assert same(run(app=True, exact=True), plain), "the estimate is inexact, but corrected"
     assert not same(run(app=True), plain), "the estimate is inexact"
-
-
-def test_a_budget_of_the_whole_context_equals_full_attention() -> None:
-    for step, layers in enumerate(run(alpha=1.0)):
-        for layer, found in enumerate(layers):
-            queries = STREAM.queries(layer, step)
-            full = attention(queries, *STREAM.keys_values(layer, range(SPEC.context + step + 1)))
-            assert all(np.array_equal(a, b) for a, b in zip(attention(queries, found.keys, found.values), full, strict=True))
 
 
 def test_the_next_layer_is_evaluated_while_the_current_one_computes() -> None:
@@ -140,30 +124,16 @@ def test_the_next_layer_is_evaluated_while_the_current_one_computes() -> None:
     assert policy.calls == [("select", 0), ("select", 1), ("attended", 0)]
 
 
-def test_a_policy_receives_the_prefill_and_the_weights() -> None:
-    store, policy = opened(alpha=0.3)
-    keys, values = STREAM.keys_values(0, range(40))
-    with KvEngine(store, policy) as engine:
-        for layer in range(SPEC.layers):
-            engine.prefill(layer, np.zeros((2, 4, 8, 16), np.float32), keys, values)
-        engine.finish_step(ids(range(40)), ids(range(40)))
-        assert policy.calls == [("prefilled 8 from 32", layer) for layer in range(SPEC.layers)]
-        found = engine.step(0, STREAM.queries(0, 0), keys[:, :, :1], values[:, :, :1])
-        engine.attended(0, attention(STREAM.queries(0, 0), found.keys, found.values)[1])
-        engine.rest()
-    assert policy.calls[-1] == (f"attended (2, 4, {found.positions.shape[2]})", 0)
+def gone(layer: int) -> None:
+    if layer == 1:
+        raise MissingRequirement("the device is gone", "restart it")
 
 
 @pytest.mark.parametrize("app", [False, True])
 def test_an_evaluation_error_is_raised_at_its_layer_and_can_be_retried(app: bool) -> None:
     store, policy = opened(alpha=0.3)
     expected = run(steps=1, app=app)[0]
-
-    def fail(layer: int) -> None:
-        if layer == 1:
-            raise MissingRequirement("the device is gone", "restart it")
-
-    policy.before_select = fail
+    policy.before_select = gone
     with KvEngine(store, policy, app=app) as engine:
         fill(engine)
         found = [layer_step(engine, 0, 0, 0.2)]
@@ -178,15 +148,10 @@ def test_an_evaluation_error_is_raised_at_its_layer_and_can_be_retried(app: bool
 
 def test_an_update_error_is_raised_at_the_end_of_the_step() -> None:
     store, policy = opened(alpha=0.3)
-
-    def fail(layer: int) -> None:
-        if layer == 1:
-            raise MissingRequirement("the disk is full", "make room")
-
-    policy.before_update = fail
+    policy.before_update = gone
     with KvEngine(store, policy) as engine:
         fill(engine)
-        with pytest.raises(MissingRequirement, match="the disk is full"):
+        with pytest.raises(MissingRequirement, match="the device is gone"):
             decode(engine, 0)
         assert [layer for what, layer in policy.calls if what == "attended"] == [0, 2], (
             "the other updates were done, in order"
@@ -245,21 +210,6 @@ def test_rest_discards_lookahead_results() -> None:
     assert policy.calls == [("select", 0)] and found.positions.max() == 200
 
 
-def test_the_timeline_has_every_stage_of_every_layer() -> None:
-    store, policy = opened(alpha=0.3)
-    timeline = Timeline()
-    with KvEngine(store, policy, timeline=timeline) as engine:
-        fill(engine)
-        decode(engine, 0)
-        policy.before_select = lambda layer: timeline.add(Span("device", "evaluate", layer, 2, *2 * [timeline.now_ns()]))
-        decode(engine, 1)
-    recorded = [(span.stage, span.layer) for span in timeline.spans if span.step == 1]
-    assert sorted(recorded) == [(stage, layer) for stage in ("evaluate", "fetch", "update") for layer in range(3)]
-    assert [span.resource for span in timeline.spans if (span.step, span.stage) == (2, "evaluate")] == ["device"] * 3, "once"
-    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
-    assert again.to_json() == timeline.to_json() and again.spans[0].begin_ns == 0
-
-
 # With a spill file and an emulated device
 
 
@@ -269,19 +219,6 @@ def spilling(path: Path, ssd: str) -> tuple[KvStore, HillInfer]:
     config = StoreConfig(SPEC.shape, SPEC.batch, cpu_pages=10, path=path / "context.kv", ssd=ssd, threads=2)
     store = KvStore(config)
     return store, HillInfer(store, HillInferSettings(0.4, score_block_tokens=32))
-
-
-@FORKED
-@pytest.mark.parametrize("ssd", ["csd", "file"])
-def test_lookahead_with_an_ssd_changes_nothing(tmp_path: Path, ssd: str) -> None:
-    runs = []
-    for app in (False, True):
-        store, policy = spilling(tmp_path, ssd)
-        with store, KvEngine(store, policy, app=app) as engine:
-            fill(engine)
-            runs.append([decode(engine, step, 0) for step in range(STEPS)])
-            assert store.traffic.hits_cpu > 0 and store.traffic.hits_ssd > 0, "both tiers have chosen tokens"
-    assert same(*runs)
 
 
 @FORKED
@@ -306,6 +243,13 @@ def test_a_device_killed_during_lookahead_is_reported_and_restarted_without_loss
         engine.finish_step(ids(at(1)), ids(at(1)))
         found += [decode(engine, step, 0) for step in (2, 3)]
     assert same(found, expected)
+
+
+def check_rows(found: Gathered, layer: int, length: int) -> None:
+    """Check that these are rows of the stream: ascending, without repetition, and with the newest token."""
+    assert (np.diff(found.positions, axis=2) > 0).all() and found.positions[..., -1].max() == length - 1
+    for rows, everything in zip((found.keys, found.values), STREAM.keys_values(layer, range(length)), strict=True):
+        assert np.array_equal(rows, np.take_along_axis(everything, found.positions[..., None], axis=2))
 
 
 def test_a_temporarily_full_disk_causes_only_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

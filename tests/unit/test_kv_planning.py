@@ -56,19 +56,6 @@ def test_without_a_gpu_the_cpu_computes_at_the_speed_of_its_memory(machine: Any)
     assert full.token_ns / 1e9 > QWEN.weight_bytes / machine.host_bytes_per_s * 0.9
 
 
-def test_scattered_reads_cost_whole_blocks_and_requests() -> None:
-    slow = replace(PAPER_PC, ssd_bytes_per_s=1e9, ssd_requests_per_s=100_000)
-    assert slow.ssd_rate(1 << 20) == 1e9
-    assert slow.ssd_rate(512) == 512 * 100_000  # limited by the request rate, 8 times too low
-    assert replace(slow, ssd_requests_per_s=1e9).ssd_rate(512) == 1e9 / 8  # 1/8 of each block is used
-
-
-def test_a_device_scores_keys_in_its_memory_as_far_as_they_fit() -> None:
-    assert PAPER_PC.device_score_rate(1e9, cached=False) == pytest.approx(4e9)
-    assert PAPER_PC.device_score_rate(1e9, cached=True) == pytest.approx(19.2e9)
-    assert PAPER_PC.device_score_rate(8e9, cached=True) == pytest.approx(8e9 / (4e9 / 19.2e9 + 4e9 / 4e9))
-
-
 # Models and memory
 
 
@@ -241,14 +228,6 @@ def parts(policy: Any, workload: Workload = PLAIN) -> tuple[float, float, float]
 )
 def test_evaluation_and_fetch_of_each_system(policy: str, evaluate: float, fetch: float) -> None:
     assert parts(policy)[:2] == pytest.approx((evaluate, fetch))
-
-
-def test_only_lookahead_overlaps_with_computation() -> None:
-    evaluate, fetch, exposed = parts("h2o")
-    assert exposed == pytest.approx(evaluate + fetch)
-    evaluate, fetch, exposed = parts("prefetch")
-    compute_ns = latency("prefetch", FLAT, ONE, PLAIN, HALF).busy["compute"]
-    assert exposed == pytest.approx(evaluate + fetch - compute_ns / KV)
 
 
 def test_an_evaluation_with_values_fetches_no_values_again() -> None:

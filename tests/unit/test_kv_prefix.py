@@ -30,7 +30,7 @@ from llmcache.arrays import Bytes
 from llmcache.cli import app
 from llmcache.errors import LlmcacheError, MissingRequirement, UsageError
 from llmcache.kv.prefix.state import Joined, State, StateLayout, Uncut, read_state
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, BlockStore
+from llmcache.kv.prefix.store import CUT, PART, Block, BlockKey, BlockStore
 from llmcache.kv.spill.raw import RawFile
 from tests.fuzz.target import bounded
 
@@ -150,15 +150,10 @@ def numbers(store: BlockStore) -> set[int]:
     return {int(entry.key.name, 16) for entry in store.entries()}
 
 
-def test_written_blocks_are_read(store: BlockStore) -> None:
-    for number, kind in enumerate((CUT, PART, WHOLE)):
-        assert store.write(key(number, kind=kind), block(number)) == FILE_BYTES
-        assert key(number, kind=kind) in store
-        assert same(store.read(key(number, kind=kind)), block(number))
+def test_a_block_may_have_any_size(store: BlockStore) -> None:
     odd = Block(np.arange(13, dtype=np.uint8), (5,))
     store.write(key(9), odd)
     assert same(store.read(key(9)), odd)
-    assert key(1) not in store and store.read(key(1)) is None
 
 
 def test_other_users_have_no_access(store: BlockStore) -> None:
@@ -186,18 +181,13 @@ def test_a_damaged_block_is_removed_and_others_stay(at: int, bit: int, tmp_path_
     assert same(store.read(key(2)), block(2))
 
 
-def test_truncated_and_swapped_files_are_not_used(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_and_swapped_files_are_not_used(store: BlockStore) -> None:
     for number in range(3):
         store.write(key(number), block(number))
     (store.directory / key(0).file).write_bytes(b"")
     os.truncate(store.directory / key(1).file, 5000)
     os.replace(store.directory / key(2).file, store.directory / key(3).file)
     assert [store.read(key(number)) for number in range(4)] == [None] * 4
-    assert [record.message.rpartition(": ")[0].rpartition(": ")[2] for record in caplog.records] == [
-        "truncated",
-        "wrong size",
-        "not this block, but another one",
-    ]
     assert not store.entries()
 
 
@@ -565,10 +555,6 @@ def said(*words: object) -> Any:
     return json.loads(result.stdout)
 
 
-def shown(*words: object) -> str:
-    return CliRunner().invoke(app, ["kv", *map(str, words)], catch_exceptions=False).stdout
-
-
 def test_list_shows_every_model(directory: Path) -> None:
     document = said("list", directory)
     assert document["schema"] == "llmcache.kv-list/1"
@@ -577,15 +563,12 @@ def test_list_shows_every_model(directory: Path) -> None:
     assert (first["restores"], first["restored_tokens"], first["restored_bytes"]) == (1, 256, 8192)
     assert (second["blocks"], second["size_bytes"], second["longest_tokens"]) == ({"kv": 2, "part": 1}, 3 * FILE_BYTES, 512)
     assert second["used_ns_ago"] - first["used_ns_ago"] == pytest.approx(86400 * SECOND, rel=0.01)
-    text = shown("list", directory)
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ["model", "b.gguf", "a.gguf"]
-    assert "…" not in text, "nothing is cut off"
 
 
 def test_show_describes_a_fingerprint(directory: Path) -> None:
     document = said("show", directory, MODEL[:6])
     assert document["schema"] == "llmcache.kv-show/1" and document["described"]["context"] == {"type_k": 1}
-    assert 'context      {"type_k": 1}' in shown("show", directory, "a.gguf")
+    assert said("show", directory, "a.gguf")["described"] == document["described"]
     with pytest.raises(UsageError, match="no model"):
         said("show", directory, "c.gguf")
     with pytest.raises(UsageError, match="several"):

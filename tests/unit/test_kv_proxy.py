@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore
 from llmcache.kv.proxy import http, prompts, proxy
 from llmcache.kv.proxy.command import address_of
-from llmcache.kv.proxy.http import Address, Answer, BadRequest, Head
-from llmcache.kv.proxy.prompts import Found, Spool, StoredPrompts, tokens_of, uses_states
+from llmcache.kv.proxy.http import Address, Answer, BadRequest
+from llmcache.kv.proxy.prompts import Found, StoredPrompts, tokens_of, uses_states
 from llmcache.kv.proxy.server import Options
 from llmcache.kv.proxy.slots import Slot, SlotTable, Tokens, choose, common
 from llmcache.kv.spill.checksum import RunningChecksum, checksums
@@ -161,29 +160,6 @@ def test_the_tokens_of_a_slot_file(tmp_path: Path) -> None:
             tokens_of(path)
 
 
-def test_prompts_are_stored_whole_and_checked(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "kv", 10**8)
-    stored = StoredPrompts(store, FINGERPRINT, {"file": "x.gguf", "block_tokens": 1}, states_only=False)
-    payload = np.random.default_rng(0).bytes((9 << 20) + 5)  # more than a piece, and no multiple of 8
-    tokens = np.arange(20_000, dtype=np.int32)  # their header is longer than that of a block
-    file = slot_file(tmp_path / "slot", tokens, payload)
-    short = slot_file(tmp_path / "short", tokens[:300])
-    assert stored.keep(short, tokens[:300], 0.0) > 0
-    assert stored.keep(file, tokens, 0.0) > len(payload) and stored.keep(file, tokens, 0.0) == 0
-    assert len(store.entries()) == 1, "the longer one replaces the shorter"
-    again = StoredPrompts(BlockStore(tmp_path / "kv", 10**8), FINGERPRINT, {}, states_only=False)
-    found = again.longest(tokens[:500])
-    assert found is not None and (found.common, again.usable(found), len(found.tokens)) == (500, 500, 20_000)
-    assert again.export(found, tmp_path / "out") == file.stat().st_size
-    assert (tmp_path / "out").read_bytes() == file.read_bytes() and (tmp_path / "out").stat().st_mode & 0o777 == 0o600
-    path = store.directory / found.key.file
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert again.export(found, tmp_path / "out") == 0 and not path.exists()
-    assert again.longest(tokens) is None
-
-
 def test_states_are_used_to_their_end(tmp_path: Path) -> None:
     stored = StoredPrompts(BlockStore(tmp_path / "kv", 10**8), FINGERPRINT, {}, states_only=True)
     tokens = np.arange(1000, dtype=np.int32)
@@ -219,21 +195,6 @@ def test_a_checksum_of_pieces_is_that_of_the_whole(sizes: tuple[int, ...]) -> No
         at += size
     padded = np.concatenate([data, np.zeros(-len(data) % 8, np.uint8)])
     assert running.result() == int(checksums(padded[None])[0, 0])
-
-
-def test_the_spool_removes_files_of_ended_processes(tmp_path: Path) -> None:
-    (tmp_path / "llmcache-1.lock").touch()
-    for name in ("llmcache-1-1.slot", "llmcache-1-2.slot", "another.slot"):
-        (tmp_path / name).touch()
-    running = Spool(tmp_path)
-    with running.file() as path:
-        path.touch()
-        second = Spool(tmp_path)
-        assert path.exists(), "its process runs"
-        second.close()
-    assert not path.exists()
-    running.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["another.slot"]
 
 
 def feed(data: bytes) -> asyncio.StreamReader:
@@ -306,22 +267,10 @@ def test_the_end_of_an_answer_is_detected(headers: bytes, body: bytes, expected:
     assert (answer.has_end, answer.is_whole) == expected
 
 
-def test_headers_of_a_connection_are_not_forwarded() -> None:
-    head = Head.parse(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nA: b")
-    assert head.encode(Connection="close") == b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\nConnection: close\r\n\r\n"
-
-
 def test_id_slot_is_the_only_change_of_a_request() -> None:
     data = b' {"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
     assert proxy._with_slot(data, {}, 3) == b' {"id_slot":3,"prompt": [1], "temperature": 1.50, "a": "\\u00e9"}'
     assert proxy._with_slot(b'{"id_slot": -1}', {"id_slot": -1}, 3) == b'{"id_slot": 3}'
-
-
-def test_the_timings_at_the_end_of_an_answer() -> None:
-    timings = '"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5,"predicted_n":4}'
-    found = proxy._timings(f'data: {{"timings":{{"cache_n":0}}}}\n\ndata: {{"a":1,{timings}}}\n\ndata: [DONE]\n\n'.encode())
-    assert found is not None and (found["cache_n"], found["prompt_n"], found["predicted_n"]) == (1, 2, 4)
-    assert proxy._timings(b"") is None and proxy._timings(b'"timings":{"cache_n":"x"}') is None
 
 
 def test_free_space_is_checked_before_a_slot_is_saved(tmp_path: Path) -> None:
@@ -329,13 +278,3 @@ def test_free_space_is_checked_before_a_slot_is_saved(tmp_path: Path) -> None:
     assert prompts.room(store, 999) == "" and "limit" in prompts.room(store, 1001)
     unlimited = BlockStore(tmp_path / "kv", 1 << 62)
     assert "full" in prompts.room(unlimited, 1 << 61)
-
-
-def test_the_proxy_ends_while_a_file_is_being_identified(tmp_path: Path) -> None:
-    from llmcache.kv.proxy.server import file_digest
-
-    file, ended = tmp_path / "file", threading.Event()
-    file.write_bytes(b"x" * 100)
-    assert len(file_digest(str(file), ended)) == 64
-    with pytest.raises(MissingRequirement):
-        file_digest(str(tmp_path / "none"), ended)

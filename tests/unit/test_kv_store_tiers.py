@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from llmcache.errors import UsageError
-from llmcache.kv.spill import SpillReader
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.csd import CsdProfile
 from tests.unit.forked_device import FORKED
 from tests.unit.forked_device import forked as forked
 from tests.unit.kv_parts import counted_reads
-from tests.unit.store_parts import HostFastTier, Make, shape_of
+from tests.unit.store_parts import Make, shape_of
 from tests.unit.store_parts import make as make
 
 pytestmark = FORKED
@@ -44,34 +43,6 @@ def test_sink_window_and_the_latest_pages_stay_in_memory(make: Make) -> None:
         assert len(pages(store)) == 5
     assert store.memory_bytes == 2 * 7 * 4 * 2 * (8 + 8) * 2, "5 pages, the tail, and one that may be unwritten"
     plain.check_all(store)
-
-
-def test_without_an_ssd_everything_is_in_memory(make: Make) -> None:
-    store, plain = make(40, cpu_pages=None, path=None)
-    assert pages(store) == list(range(10))
-    assert not list(store.score_ssd(0, 0, np.ones((2, 8), np.float32)))
-    with pytest.raises(ValueError, match="no ssd tier"):
-        store.move_down(0, 0, np.array([3]))
-    with pytest.raises(UsageError, match="no spill file"):
-        store.save()
-    assert store.device_report is None and not store.traffic.moved_bytes
-    plain.check_all(store)
-
-
-def test_middle_pages_move_and_sink_and_window_are_pinned(make: Make) -> None:
-    store, _ = make(40)
-    with pytest.raises(ValueError, match="pages: 1 more do not fit: the pool has 5 of at most 5"):
-        store.move_up(0, 0, np.array([2]))
-    for pinned in (0, 8, 9):
-        with pytest.raises(ValueError, match="pages: must be from 1 to 7"):
-            store.move_down(0, 0, np.array([pinned]))
-    store.move_down(0, 0, np.array([6, 3]))
-    store.move_up(0, 0, np.array([2]))
-    assert pages(store) == [0, 2, 7, 8, 9] and pages(store, layer=1) == [0, 6, 7, 8, 9]
-    assert (store.traffic.pages_down, store.traffic.pages_up) == (1, 1), "page 3 was not in the pool"
-    assert store.traffic.bytes_between("ssd", "cpu", "move") == 2 * SLOT
-    store.move_up(0, 0, np.array([2]))
-    assert store.traffic.pages_up == 1
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(0, 1), (16, 1), (17, 0)])
@@ -164,55 +135,6 @@ def test_the_device_is_busy_while_it_scores(make: Make) -> None:
     plain.check(0, store.gather(0, chosen(store, 8)))
 
 
-def test_staged_rows_are_completed_with_the_current_window(make: Make) -> None:
-    store, plain = make(41)
-    staged = store.stage(1, chosen(store, 5, 20, 21))
-    for _ in range(5):
-        plain.step(store, 1)
-    before = store.traffic.bytes_between("ssd", "cpu")
-    found = store.complete(staged)
-    plain.check(1, found)
-    expected = [0, 1, 2, 3, 5, 20, 21, *range(32, 46)]
-    assert (found.positions == expected).all(), "tokens that have left the window in the meantime are included"
-    assert store.traffic.bytes_between("ssd", "cpu") == before
-
-
-def test_released_memory_is_reused(make: Make) -> None:
-    store, plain = make(41)
-    kept = store.gather(0, chosen(store, 5))
-    address = kept.keys.ctypes.data
-    other = store.gather(0, chosen(store, 6))
-    assert other.keys.ctypes.data != address
-    plain.check(0, kept)
-    kept.release()
-    kept.release()
-    assert store.gather(0, chosen(store, 7)).keys.ctypes.data == address
-    plain.check(0, other)
-
-
-def test_sequences_share_whole_pages(make: Make, tmp_path: Path) -> None:
-    store, plain = make(38)
-    used = store.pools[0].used
-    store.select(np.zeros(3, np.int64))
-    plain.choose(np.zeros(3, np.int64))
-    assert store.pools[0].used == used + 2, "two more sequences need only two new tails"
-    plain.step(store, 10, seed=1)
-    plain.check_all(store)
-    with SpillReader.open(tmp_path / "a.kv") as file:
-        assert file.pages_by_layer(0) == [12, 12, 12] and file.pages_by_layer(2) == [3, 3, 3]
-    store.select(np.array([1, 1]))
-    plain.choose(np.array([1, 1]))
-    with SpillReader.open(tmp_path / "a.kv") as file:
-        assert file.sequences == [0, 1] and file.pages_by_layer(0) == [9, 9, 9], "unused pages were removed"
-    plain.step(store, 10, seed=2)
-    plain.check_all(store)
-    store.crop(9)
-    plain.crop(9)
-    plain.check_all(store)
-    with SpillReader.open(tmp_path / "a.kv") as file:
-        assert file.sequences == [0] and file.pages_by_layer(0) == [2, 2, 2]
-
-
 def test_an_abandoned_step(make: Make) -> None:
     store, plain = make(38)
     rows = plain.rows(1, 30, 5)
@@ -226,18 +148,6 @@ def test_an_abandoned_step(make: Make) -> None:
     plain.check_all(store)
     plain.step(store, 11)
     plain.check_all(store)
-
-
-def test_the_fast_tier_receives_only_missing_pages(make: Make) -> None:
-    store, plain = make(41)
-    fast = HostFastTier(20)
-    page = 2 * 4 * 2 * 8 * 2
-    selection = chosen(store, 5, 20, 21)
-    plain.check(0, store.gather_fast(0, selection, fast))
-    assert store.traffic.bytes_between("cpu", "gpu", "attend") == 6 * page, "sink, 2 chosen, window, tail"
-    plain.check(0, store.gather_fast(0, selection, fast))
-    assert store.traffic.bytes_between("cpu", "gpu") == 7 * page, "the tail is sent each time"
-    assert store.traffic.hits_gpu == 6 and store.traffic.hits_ssd == 6
 
 
 @pytest.mark.parametrize("ssd", ["file", "csd"])
@@ -312,3 +222,23 @@ def test_invalid_arguments_are_refused(make: Make) -> None:
     with pytest.raises(UsageError, match="no device"):
         store.restart_device()
     plain.check_all(store)
+
+
+def test_pages_that_cannot_move_are_refused(make: Make, tmp_path: Path) -> None:
+    store, _ = make(40)
+    with pytest.raises(ValueError, match="pages: 1 more do not fit: the pool has 5 of at most 5"):
+        store.move_up(0, 0, np.array([2]))
+    for pinned in (0, 8, 9):
+        with pytest.raises(ValueError, match="pages: must be from 1 to 7"):
+            store.move_down(0, 0, np.array([pinned]))
+    store.move_down(0, 0, np.array([6, 3]))
+    for _ in range(2):
+        store.move_up(0, 0, np.array([2]))
+    assert pages(store) == [0, 2, 7, 8, 9] and pages(store, layer=1) == [0, 6, 7, 8, 9]
+    assert (store.traffic.pages_down, store.traffic.pages_up) == (1, 1), "only pages that were on the other side"
+    assert store.traffic.bytes_between("ssd", "cpu", "move") == 2 * SLOT
+    in_memory, _ = make(40, cpu_pages=None, path=None)
+    with pytest.raises(ValueError, match="no ssd tier"):
+        in_memory.move_down(0, 0, np.array([3]))
+    with pytest.raises(UsageError, match="no spill file"):
+        in_memory.save()

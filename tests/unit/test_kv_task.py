@@ -27,7 +27,6 @@ from llmcache.kv.tasks import RECALL_MODEL, Questions, chain, passkey, recall
 from llmcache.kv.tasks.english import ASSIGNED, RECALLED, documents, texts
 from llmcache.kv.tasks.recall import BEGINNING, FIRST_KEY, FIRST_NOISE, FIRST_VALUE, VOCABULARY, symbols
 from llmcache.report import kv_task
-from llmcache.report.theme import KV_LOOKS
 from tests.unit.report_parts import unlaid as unlaid
 from tests.unit.task_parts import answers, of_policies
 
@@ -250,23 +249,13 @@ def test_errors_name_the_damaged_field(path: list[Any], value: Any, field: str) 
         read_task(data, "run.json")
 
 
-def test_variants_of_a_policy_have_different_looks() -> None:
-    looks = kv_task.looks_of(["icecache", "icecache-reuse", "quest", "icecache-tree", "icecache"])
-    assert list(looks) == ["icecache", "icecache-reuse", "quest", "icecache-tree"]
-    assert looks["icecache"] == KV_LOOKS["icecache"] and looks["quest"] == KV_LOOKS["quest"]
-    assert len({(look.dash, look.marker) for look in looks.values()}) == 4
-
-
 def test_a_saved_task_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kv_task.show(of_policies(own=9), False)
-    output = capsys.readouterr().out
-    assert "measured on this machine" in output and "IceCache 64" in output and "90.0% ± 0.0%" in output
+    assert "90.0% ± 0.0%" in capsys.readouterr().out
     run = tmp_path / "run.json"
     run.write_text(json.dumps(of_policies().document()))
     invoke("plot", str(run), "-o", str(tmp_path / "run.html"))
-    page = (tmp_path / "run.html").read_text()
-    assert page.lower().startswith("<!doctype html>") and 'src="data:image/png' in page
-    assert "figure 6" in page and "figures 7b and 7c" in page and "Measured" in page
+    assert 'src="data:image/png' in (tmp_path / "run.html").read_text()
     run.write_text(json.dumps({"schema": "llmcache.kv-task/1"}))
     with pytest.raises(DataError, match="task: missing"):
         invoke("plot", str(run), "-o", str(tmp_path / "other.png"))

@@ -13,11 +13,11 @@ import pytest
 from llmcache.model.tensors import ModelLayout, Tensor
 from llmcache.tokens import Interval, Token, TokenWatch
 from llmcache.tokens import watch as watch_module
-from llmcache.tokens.causes import Attribution, short_layer
+from llmcache.tokens.causes import Attribution
 from llmcache.tokens.clock import Key, candidates
 from llmcache.tokens.passes import HIT, LOOK, Event, Kinds, Pass, Passes, Role, Where
 from llmcache.tokens.render import summary_lines
-from llmcache.tokens.summary import Totals, quantile
+from llmcache.tokens.summary import Totals
 from tests.mount.live import wait_for
 
 MS = 10**6
@@ -199,7 +199,7 @@ def made(compute_ms: int, rows: int = 1, is_first: bool = False, storage_ms: int
 
 @pytest.mark.parametrize(
     ("passes", "kinds"),
-    [
+    [  # p: a prompt, d: a token
         ([made(300, 37, True), made(10), made(10)], "pdd"),
         ([made(300, 512, True), made(300, 512), made(20, 7), made(10)], "pppd"),
         ([made(10, 1, True), made(10), made(50, 5, True), made(10)], "ddpd"),  # a short prompt
@@ -214,17 +214,9 @@ def test_prompts_are_distinguished_from_tokens_by_rows(passes: list[Pass], kinds
 
 
 def test_prompts_are_distinguished_by_compute_time_without_rows() -> None:
-    kinds_seen = Kinds()
-    passes = [
-        made(300, is_first=True),
-        made(10),
-        made(10),
-        made(12),
-        made(200, is_first=True),
-        made(11),
-        made(11, is_first=True),
-    ]
-    assert "".join(kinds_seen.kind_of(one, are_rows_tokens=False)[0] for one in passes) == "pdddpdd"
+    kinds_seen, times = Kinds(), [(300, True), (10, False), (12, False), (200, True), (11, False), (11, True)]
+    found = (kinds_seen.kind_of(made(ms, is_first=first), are_rows_tokens=False)[0] for ms, first in times)
+    assert "".join(found) == "pddpdd"
 
 
 def layout(layers: int = 3, experts: int = 0, names: str = "gguf") -> ModelLayout:
@@ -299,13 +291,6 @@ def test_waits_are_attributed_to_layers_and_experts() -> None:
     assert Attribution({FILE: layout()}).causes(waits, 100).experts_missed is None
 
 
-@pytest.mark.parametrize(
-    ("name", "short"), [("blk.31", "31"), ("model.layers.3", "3"), ("output.weight", "output"), ("header", "header")]
-)
-def test_layers_have_short_names(name: str, short: str) -> None:
-    assert short_layer(name) == short
-
-
 def token(number: int, storage_ms: int = 0, kind: str = "decode", rows: int | None = 1) -> Token:
     return Token(
         pid=1,
@@ -350,16 +335,6 @@ def test_a_prompt_with_unknown_rows_has_no_speed() -> None:
     totals.add(token(0, 0, "prefill", None))
     assert totals.summary().prefill_tokens_per_s is None
     assert "tokens/s" not in "\n".join(summary_lines(totals.summary()))
-
-
-def test_a_summary_without_tokens_gives_the_reason() -> None:
-    (line,) = summary_lines(Totals().summary(why_not="weights were copied"))
-    assert "no tokens were seen: weights were copied" in line
-
-
-@pytest.mark.parametrize(("values", "share", "expected"), [([], 0.99, 0), ([5], 0.99, 5), (list(range(1, 101)), 0.99, 99)])
-def test_quantiles_are_observed_values(values: list[int], share: float, expected: int) -> None:
-    assert quantile(values, share) == expected
 
 
 def test_without_root_counters_come_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,6 @@ def sample(*replies: dict[str, Any], warmth: dict[str, Any] = HEAT) -> Sample:
     return [watcher.sample() for _ in replies][-1]
 
 
-def text(of: Sample, rows: int | None = None) -> str:
-    return "".join(f"{line.plain.rstrip()}\n" for line in lines(of, 80, rows, ""))
-
-
 LAYERS = st.builds(
     lambda name, size, pinned, age, digits: as_layer(
         layer(name, size, min(size, pinned), age_s=age, cells=cells(digits, window=digits[::-1] * 16))
@@ -123,35 +119,6 @@ def test_folding_layers_keeps_all_bytes_and_the_order(layers: list[LayerHeat], r
     assert folded[0].name.startswith(layers[0].name) and folded[-1].name.endswith(layers[-1].name)
     for each in folded:
         assert all(len(digits) == 16 and set(digits) <= set("0123456789") for digits in each.cells.values())
-
-
-def loop_lines(*loops: dict[str, Any], rows: int | None = None) -> list[str]:
-    """Return the lines of the table of loops, without its header."""
-    shown = text(sample(stats(files=[file(f"/{number}", each) for number, each in enumerate(loops)])), rows=rows)
-    table = shown[shown.index("\nloop ") + 1 :].partition("\n\n")[0]
-    return table.splitlines()[1:]
-
-
-def test_a_loop_that_is_not_steered_whole_has_a_line_with_the_reason() -> None:
-    left = loop(left=True, unused_bytes=40 * MB, steered_pass_bytes=1200 * MB, lru_pass_bytes=300 * MB)
-    partly, old = loop(unused_bytes=40 * MB), loop()
-    for key in ("left", "unused_bytes", "steered_pass_bytes", "lru_pass_bytes"):
-        del old[key]
-    sentences = [line.strip() for line in loop_lines(left, partly, loop(), old, loop(left=True)) if line.startswith("  ")]
-    assert sentences == [
-        "left to the kernel: steering reads 1.20 GB a pass, the page cache 300 MB",
-        "40.0 MB not in use",
-        "left to the kernel",
-    ]
-
-
-def test_a_loop_and_its_reason_are_shown_together_or_not_at_all() -> None:
-    left = loop(left=True, steered_pass_bytes=2 * MB, lru_pass_bytes=MB)
-    for rows in range(20, 60):
-        lines = loop_lines(*[left] * 6, rows=rows)
-        whole = [line for line in lines if not line.startswith("and ")]
-        assert [line.startswith("  ") for line in whole] == [False, True] * (len(whole) // 2)
-        assert len(whole) == 12 or lines[-1] == f"and {6 - len(whole) // 2} more"
 
 
 def test_the_hit_ratio_is_unknown_if_hits_cannot_be_observed() -> None:

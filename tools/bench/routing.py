@@ -177,6 +177,8 @@ def _hot(uses: NDArray[np.int64], token_uses: int, room: int) -> NDArray[np.int6
     for place, key in enumerate(uses.tolist()):
         hits[place] = key in hot
         hot.use(key)
+        if place % token_uses == 0:
+            hot.retire(range(int(uses.max()) + 1))
         hot.keep(key)
         while len(hot) > room and (victim := hot.least()) is not None:
             hot.drop(victim)

@@ -478,14 +478,20 @@ def check_daemon_cgroup(facts: Facts) -> None:
 
 
 def limit_daemon(name: str) -> str:
-    """Set a memory limit of the unit to half of the pinned bytes more than the daemon itself needs, and remove it."""
+    """Set a memory limit of the unit to half of the pinned bytes more than the daemon itself needs, and remove it.
+
+    The file is pinned by the settings, so it has to be pinned again without a reader.
+    """
     pid = main_pid()
     group = group_of(pid)
     expect(until(lambda: pinned() > BUDGET // 2, 60), f"{name}: only {pinned()} bytes are pinned before the limit")
     before = pinned()
-    charged = counter(group / "memory.stat", "file")
+    stat = group / "memory.stat"
+    charged = counter(stat, "unevictable")
     expect(charged > before // 2, f"{name}: only {charged} of {before} pinned bytes are charged to the daemon's cgroup")
-    limit = int((group / "memory.current").read_text()) - before // 2
+    # The kernel can reclaim other pages: Linux 7.3 reads the extents between pinned ones as well.
+    reclaimable = counter(stat, "inactive_file") + counter(stat, "active_file")
+    limit = int((group / "memory.current").read_text()) - reclaimable - before // 2
     ok("systemctl", "set-property", "--runtime", UNIT, f"{name}={limit}")
     time.sleep(3)
     expect(main_pid() == pid, f"{name}: the daemon was killed, and not only its helper")
@@ -494,7 +500,6 @@ def limit_daemon(name: str) -> str:
     under = pinned()
     expect(main_pid() == pid, f"{name}: the daemon was killed, and not only its helper")
     ok("systemctl", "set-property", "--runtime", UNIT, f"{name}=infinity")
-    compare_bytes(MOUNT / MODEL, make_model(), passes=1)
     grown = until(lambda: pinned() > before * 3 // 4, 240)  # the budget returns slowly
     expect(grown, f"{name}: without the limit only {pinned()} of {before} bytes are pinned again")
     return f"{before / 1e6:.1f} MB pinned, {under / 1e6:.1f} MB under the limit, then {pinned() / 1e6:.1f} MB"

@@ -185,6 +185,7 @@ class Cut:
         self._reuse = Reuse(capacity, places.blocks)
         self._models: dict[int, _FileExperts] = {}
         self._hot = HotSet()
+        self._keys, self._uses = 0, 0  # number of all experts, and of their uses
         self._expert_blocks, self._expert_room = 0, capacity - 1
         self._evictions = 0  # of experts
         for file in files:
@@ -192,8 +193,8 @@ class Cut:
                 self._add(file, found[1], models.header(file))
 
     def _add(self, file: TraceFile, experts: Experts, header: ModelLayout | None) -> None:
-        first = sum(model.experts.count for model in self._models.values())
-        self._models[file.id] = _FileExperts(file.id, experts, first)
+        self._models[file.id] = _FileExperts(file.id, experts, self._keys)
+        self._keys += experts.count
         self._hot.token_uses += experts.token_uses
         regions = header.regions() if header is not None else ()
         dense = sum(region.end - region.first_byte for region in regions if region.role == "loop" and not region.sparse)
@@ -239,6 +240,9 @@ class Cut:
             key = model.first + expert
             use = model.uses[expert] = _Use(key in self._hot)
             self._hot.use(key)
+            self._uses += 1
+            if self._uses % max(1, self._hot.token_uses) == 0:
+                self._hot.retire(range(self._keys))
             if not use.hit:
                 self._hot.keep(key)
                 self._expert_blocks += model.blocks(expert)

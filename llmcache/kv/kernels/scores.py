@@ -99,12 +99,6 @@ def widened(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def widened_by_shifts(typing_context: Any, value: Any) -> Any:
-    """Return the fp16 number with the bits `value` as float32, on any CPU."""
-    return types.float32(value), lambda context, builder, signature, values: _half_by_shifts(builder, values[0])
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typing_context: Any, value: Any) -> Any:
     """Return the bits of a float32."""
     return types.uint32(value), lambda context, builder, signature, values: builder.bitcast(values[0], ir.IntType(32))

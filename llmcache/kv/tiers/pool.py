@@ -56,10 +56,6 @@ class Pool:
     def size_bytes(self) -> int:
         return sum(array.nbytes for array in self.sides)
 
-    @property
-    def used(self) -> int:
-        return self._slots - len(self._free)
-
     def extend_to(self, numbers: int) -> None:
         with self.lock:
             more = numbers - len(self.slot_of)

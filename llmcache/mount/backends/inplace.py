@@ -234,11 +234,14 @@ class InPlaceBackend:
             self._end(mapping, space.length_of(member, extent), max(read, 0))
         return read >= 0
 
-    def _fetch_expert(self, moe: MoeFile, expert: int) -> None:
+    def _fetch_expert(self, moe: MoeFile, expert: int, number: int) -> None:
+        """Load an expert; slice `number`, on which the client waits if it belongs to this expert, comes first."""
         file, read, done = self.files.of_node(moe.member.node), 0, False
+        start = moe.layout.starts[number]
+        ranges = sorted(moe.ranges(expert), key=lambda part: not part[0] <= start < part[0] + part[1])
         if file is not None:
             with contextlib.suppress(OSError), self.files.opened(file) as fd:
-                read = read_ahead(fd, moe.ranges(expert), self.files.window)
+                read = read_ahead(fd, ranges, self.files.window)
                 done = True
         with self.state.lock:
             self.state.counters.backing_read_bytes += read
@@ -369,7 +372,7 @@ class InPlaceBackend:
         for each in experts:
             self.state.references.slices(moe.space, moe.member, moe.ranges(each), touch.pid)
             moe.member.loads += 1
-            self.state.queue(functools.partial(self._fetch_expert, moe, each))
+            self.state.queue(functools.partial(self._fetch_expert, moe, each, number))
 
     def _lacks(self, moe: MoeFile, number: int) -> bool:
         """A miss alone may be of a page that is being read."""

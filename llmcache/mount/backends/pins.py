@@ -28,7 +28,7 @@ from typing import Any
 
 from llmcache.cache.space import LARGE_EXTENT
 from llmcache.cache.steering import HIT, KEPT, Steering
-from llmcache.memory import limits_apart
+from llmcache.memory import OOM_FIRST, limits_apart, set_oom_score
 from llmcache.mount.backends.pinhelper import BATCH_BYTES, Run, add_run, overlap, pieces, take_out
 from llmcache.mount.services import Services
 from llmcache.mount.source.tree import LinkTarget
@@ -70,8 +70,7 @@ class PinHelper:
         )
         self.pid = self._process.pid
         # The OOM killer's first choice: its death frees pinned memory, and clients only read from storage again.
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{self.pid}/oom_score_adj").write_text("1000")
+        set_oom_score(OOM_FIRST, self.pid)
 
     def call(self, operation: str, path: str, **more: int | str | list[int]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -84,6 +83,8 @@ class PinHelper:
                 raise HelperLost(self, "it ended")
             reply: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError):  # otherwise the request in its buffer fails once more, at some later time
+                self._process.stdin.close()
             raise HelperLost(self, str(error)) from error
         before = self.locked_bytes
         for path, *run in reply.pop("given", ()):

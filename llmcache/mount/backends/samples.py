@@ -149,16 +149,19 @@ class Samples:
                 used = self._accessed(file, moe, kept)
                 with self._state.lock:
                     self._state.expert_cache.catch_up(moe)
-                self._count(moe, used)
+                self._count(moe, used or [])
+                with self._state.lock:
+                    if moe.member.moe is moe:
+                        self._state.expert_cache.sampled(moe, used is not None)
         pause_s = max(SAMPLE_S, SAMPLE_REST * (time.thread_time() - began))
         return max(0.0, began_s + pause_s - time.monotonic())
 
-    def _accessed(self, file: File | RequestedFile, moe: MoeFile, experts: Sequence[int]) -> list[int]:
-        """Return none if several clients map the file: bits of such pages are not cleared."""
+    def _accessed(self, file: File | RequestedFile, moe: MoeFile, experts: Sequence[int]) -> list[int] | None:
+        """Return None unless one client maps the file: the kernel does not clear bits of pages that several ones map."""
         with self._files.lock:
             mappers = [program for program in file.readers if program.maps(*file.key)]
             if len(mappers) != 1:
-                return []
+                return None
             addresses = mappers[0].addresses_of(*file.key, list(map(moe.probes.__getitem__, experts)))
             accessed = self._accessed_pages(mappers[0].pid, addresses)
             mappers[0].cool(list(itertools.compress(addresses, accessed)))

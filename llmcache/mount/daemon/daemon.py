@@ -33,6 +33,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from llmcache.errors import EXIT_BUG, LlmcacheError, MountProblem, UsageError, say
+from llmcache.memory import OOM_NEVER, set_oom_score
 from llmcache.mount import syscalls
 from llmcache.mount.backends.fuse import FuseBackend, Reader
 from llmcache.mount.backends.inplace import InPlaceBackend
@@ -60,6 +61,7 @@ log = logging.getLogger("llmcache.daemon")
 THREADS = 64
 PRIORITY = -10
 START_S = 120.0  # the longest time until a new daemon serves
+PIN_REST_S = 1.0  # between loads of pinned files: the limit of pins grows in steps
 _LOG_BYTES = 1 << 20
 
 
@@ -140,6 +142,8 @@ class Daemon:
         # Events for the main thread: "init", "resume", "rotate", "stop", "over", and "signal", which lets a handler run.
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._started = threading.Event()
+        self._pin_due = threading.Event()
+        self._pinning = threading.Thread(target=self._load_pinned, name="pin-files", daemon=True)
         self._failure: BaseException | None = None
         self._stop_lock = threading.Lock()
         self._served = False
@@ -249,6 +253,10 @@ class Daemon:
             raise self._failure
 
     def _start(self) -> ControlServer | None:
+        if self._engine.mode != "arena":  # there, the pins are memory of this process
+            # When `memory.max` falls below the pins, the kernel kills processes until none is left: the death of the pin
+            # helper makes pages reclaimable, but that write to `memory.max` no longer reclaims.
+            set_oom_score(OOM_NEVER)
         try:
             self._engine.start(self._notifier, self._point)
             server = ControlServer(self._files, self._answer)
@@ -269,16 +277,26 @@ class Daemon:
             self._started.set()
 
     def _pin(self) -> None:
-        def warm() -> None:
+        """Load the files of --pin now, and what the mount had to unpin as soon as it may pin more again."""
+        self._pin_due.set()
+        if self._request.pinned and not self._pinning.is_alive():
+            self._engine.on_room = self._pin_due.set
+            self._pinning.start()
+
+    def _load_pinned(self) -> None:
+        before = None
+        while self._pin_due.wait():
+            self._pin_due.clear()
             try:
                 done = self._warmer.warm(list(self._request.pinned), lambda _progress: None)
             except LlmcacheError as error:  # no file matches yet, or the mount ends
                 log.warning("--pin: %s", "no file matches yet" if isinstance(error, UsageError) else error.message)
-                return
-            log.info("--pin: %d of %d bytes are cached", done["warm_bytes"], sum(row["size_bytes"] for row in done["files"]))
-
-        if self._request.pinned:
-            threading.Thread(target=warm, name="pin-files", daemon=True).start()
+                continue
+            if before is None or done["warm_bytes"] == done["wanted_bytes"] != before:
+                before = done["warm_bytes"]
+                size_bytes = sum(row["size_bytes"] for row in done["files"])
+                log.info("--pin: %d of %d bytes are cached", before, size_bytes)
+            time.sleep(PIN_REST_S)
 
     def _answer(self, request: dict[str, Any], on_progress: Tell) -> dict[str, Any]:
         if request.get("op") == "stop":

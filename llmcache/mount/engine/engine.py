@@ -67,6 +67,7 @@ class Engine:
         self.grouping = Grouping(state, tree, self.backend, self._dissolve, pinned)
         self.judge = Judge(state, self.backend, self.pin_store, self.replan)
         self.gauge = PressureGauge(state.memory.budget_bytes)
+        self.on_room: Callable[[], None] = lambda: None  # more may be pinned than before
         state.services.on_broken = self._broken
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -370,11 +371,16 @@ class Engine:
         return False
 
     def helper_lost(self, for_good: bool) -> None:
-        """Continue with a smaller budget, because the OOM killer may have killed a pin helper."""
-        self.gauge.lost(self.state.memory.pinned_bytes)
-        if for_good:
-            self.planner.pinnable_bytes = 0
-            self._plan_due = True
+        """Continue with a smaller budget, because the OOM killer may have killed a pin helper.
+
+        The plan changes here, before the next helper locks again what is still planned.
+        """
+        limit = self.gauge.lost(self.state.memory.pinned_bytes)
+        with self.state.lock:
+            if for_good:
+                self.planner.pinnable_bytes = 0
+            self.state.set_limit(limit)
+            self.planner.plan()
 
     def pass_ended(self, space: LoopSpace, done: Pass) -> None:
         if space.learn(done):
@@ -426,7 +432,7 @@ class Engine:
                 if not self.backend.guards(mountpoint):  # unmounted by a user: the helper's clone must not keep it alive
                     self.pins.stop()
                     return
-                limit = self.gauge.limit(self._held_bytes)
+                limit = self.gauge.limit(self._held_bytes, self.state.memory.needed_window_bytes)
             except OSError as error:  # no free descriptor until clients close some files
                 if not cannot_observe:
                     log.warning("cannot observe memory pressure for now: %s", error.strerror)
@@ -435,12 +441,16 @@ class Engine:
             cannot_observe = False
             now_ns = time.monotonic_ns()
             with self.state.lock:
+                pinnable = min(self.planner.pinnable_bytes, self.state.memory.pin_limit_bytes)
                 if limit != limit_before:
                     limit_before = limit
                     self.state.set_limit(limit)
                     self._plan_due = True
                     self.state.room.notify_all()
                 self._look(now_ns)
+                has_room = pinnable < min(self.planner.pinnable_bytes, self.state.memory.pin_limit_bytes)
+            if has_room:
+                self.on_room()
 
     def _look(self, now_ns: int) -> None:
         """The caller holds the engine's lock."""

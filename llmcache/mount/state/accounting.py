@@ -87,6 +87,11 @@ class Accounting:
     def window_bytes(self) -> int:
         return max(0, self.used_bytes - self.pinned_bytes)
 
+    @property
+    def needed_window_bytes(self) -> int:
+        """The part of the window's extents, at most the allowance, that are in use."""
+        return min(max(0, self.extents_bytes + self.pending_bytes - self.pinned_bytes), self.allowance_bytes)
+
     def set_limit(self, pin_limit_bytes: int, *, has_experts: bool) -> None:
         self.pin_limit_bytes = pin_limit_bytes
         self.limit_bytes = pin_limit_bytes + self.allowance_bytes + (self.experts_allowance_bytes if has_experts else 0)

@@ -34,6 +34,7 @@ class ExpertCache:
         self.memory, self.counters, self.shadow, self._on_files = memory, counters, shadow, on_files
         self.hot = HotSet()
         self.room_bytes = LEAST_ROOM_BYTES
+        self.loading_bytes = 0  # of experts being loaded; room is made for them meanwhile
         self.left = 0  # experts evicted for others
         self.moe_files: list[MoeFile] = []  # in order of their keys
         self._next = 0
@@ -57,6 +58,7 @@ class ExpertCache:
                 load.waiting.clear()
                 for fetch in load.loading:
                     fetch.stale = True
+            self.loading_bytes -= sum(moe.sizes[expert] for expert, state in enumerate(moe.states) if state == LOADING)
             node, kept = moe.member.node or 0, moe.kept
             self.memory.add_expert(-sum(map(moe.sizes.__getitem__, kept)))
             ranges += [self.memory.pend(node, *part, part[1]) for expert in kept for part in moe.ranges(expert)]
@@ -90,6 +92,9 @@ class ExpertCache:
             experts += itertools.islice(next_ones, AHEAD)
         for each in experts:
             moe.states[each] = LOADING
+            self.loading_bytes += moe.sizes[each]
+        if self.excess_bytes > 0:
+            self.memory.on_full()
         return experts
 
     def _shadow(self, moe: MoeFile, expert: int) -> None:
@@ -107,12 +112,22 @@ class ExpertCache:
             self.hot.skip(max(0, rounds * moe.layout.token_uses - moe.seen))
             moe.seen, moe.caught_up = 0, moe.rounds
 
+    def sampled(self, moe: MoeFile, is_observed: bool) -> None:
+        """Record the end of a sample of all resident experts; not `is_observed`: their uses could not be observed."""
+        keys = range(moe.first, moe.first + moe.layout.count)
+        if is_observed:
+            self.hot.retire(keys)
+        else:
+            self.hot.unobserved(keys)
+
     def lost(self, moe: MoeFile, expert: int) -> None:
         self._remove(moe, expert)
 
     def arrived(self, moe: MoeFile, expert: int, done: bool) -> None:
         if moe.member.moe is not moe:
             return
+        if moe.states[expert] == LOADING:
+            self.loading_bytes -= moe.sizes[expert]
         done = done and not moe.alone
         moe.states[expert] = TOUCHED if done else ABSENT
         if done:
@@ -134,8 +149,9 @@ class ExpertCache:
 
     @property
     def excess_bytes(self) -> int:
-        together = self.memory.used_bytes + HEADROOM_BYTES - self.memory.room_bytes
-        return min(together, self.memory.experts_bytes + HEADROOM_BYTES - max(self.room_bytes, LEAST_ROOM_BYTES))
+        wanted = self.loading_bytes + HEADROOM_BYTES
+        together = self.memory.used_bytes + wanted - self.memory.room_bytes
+        return min(together, self.memory.experts_bytes + wanted - max(self.room_bytes, LEAST_ROOM_BYTES))
 
     def faulted(self, moe: MoeFile, number: int, reach: int, now_ns: int) -> None:
         self._faults.append((now_ns, moe, number, reach))

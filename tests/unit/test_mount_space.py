@@ -167,14 +167,6 @@ def wanted(space: LoopSpace) -> set[int]:
     return {extent for extent in range(space.count) if space.wanted[extent]}
 
 
-def test_a_loop_that_fits_is_pinned_whole() -> None:
-    state = new_state(100 * MIB)
-    space = looping(state, "loop", 60, 10**9)
-    planned(state)
-    assert wanted(space) == set(range(60))
-    assert space.plan.window_bytes == 0
-
-
 def test_a_larger_loop_is_pinned_in_part_within_the_budget() -> None:
     state = new_state(128 * MIB)
     space = looping(state, "loop", 200, 10**9)

@@ -239,24 +239,17 @@ def test_exposures_without_findings_become_ever_rarer(clock: Clock) -> None:
     assert 3 <= len(mount.storage.exposures) <= 12
 
 
-def test_extents_that_are_used_in_small_part_are_read_page_by_page(clock: Clock) -> None:
-    """The used part is a norm between two tensors that the engine has copied."""
-    norm, end = 4 * MIB + 4096, 4 * MIB + 8192
+@pytest.mark.parametrize(("used_end", "loop_mib"), [(4 * MIB + 8192, 12), (5 * MIB, 13)], ids=["a norm", "whole"])
+def test_extents_that_are_used_in_small_part_are_read_page_by_page(clock: Clock, used_end: int, loop_mib: int) -> None:
+    """The used tensor begins in extent 4; the tensors around it were copied by the engine of the client."""
+    start = 4 * MIB + 4096 if loop_mib == 12 else 4 * MIB
     mount = Mount(clock, 8, 20)
-    mount.space.members[0].tensors.extend([0, norm, norm, end, end, 8 * MIB, 8 * MIB, 20 * MIB])
+    mount.space.members[0].tensors.extend([0, start, start, used_end, used_end, 8 * MIB, 8 * MIB, 20 * MIB])
     mount.read(range(20), 2)
     mount.read([4, *range(8, 20)], 12)
-    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.space.loop_bytes == 12 * MIB
-    assert mount.space.state(4) == SINGLE and 4 in mount.space.hot, "its pages are cached like those of headers"
-
-
-def test_extents_that_are_used_whole_stay_extents(clock: Clock) -> None:
-    mount = Mount(clock, 8, 20)
-    mount.space.members[0].tensors.extend([0, 4 * MIB, 4 * MIB, 5 * MIB, 5 * MIB, 8 * MIB, 8 * MIB, 20 * MIB])
-    mount.read(range(20), 2)
-    mount.read([4, *range(8, 20)], 12)
-    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.space.loop_bytes == 13 * MIB
-    assert mount.space.state(4) != SINGLE
+    assert mount.unused == {0, 1, 2, 3, 5, 6, 7} and mount.space.loop_bytes == loop_mib * MIB
+    in_pages = mount.space.state(4) == SINGLE and 4 in mount.space.hot
+    assert in_pages == (loop_mib == 12), "its pages are cached like those of headers"
 
 
 def test_an_extent_next_to_unused_ones_counts_in_part(clock: Clock) -> None:
@@ -300,6 +293,9 @@ def test_a_space_is_left_while_steering_reads_more_than_lru_and_steered_again_wh
 
 def test_a_space_for_which_steering_reads_less_is_never_left(clock: Clock) -> None:
     mount = Mount(clock, 24, 40)
+    mount.read(WHOLE, 3)
+    unknown = {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
+    assert judgement(mount.space) == unknown, "before the first comparison"
     for _ in range(100):
         mount.read(WHOLE)
         assert not mount.is_left()
@@ -408,31 +404,17 @@ def test_a_space_is_left_at_once_when_clients_begin_to_use_other_parts(clock: Cl
     assert mount.storage.drops == [(0, 20 * MIB)] * in_place, "the kernel would evict formerly pinned pages last"
 
 
-def test_a_few_extents_that_are_used_again_change_nothing(clock: Clock) -> None:
+@pytest.mark.parametrize("why", ["few extents", "free memory", "the client loads the file", "pinned by the user"])
+def test_reads_of_other_parts_that_do_not_move_the_working_set(clock: Clock, why: str) -> None:
     mount = moved(clock)
-    mount.read(range(40, 45))
-    assert not mount.is_left() and mount.pinned == set(range(20))
-
-
-def test_a_moving_working_set_with_free_memory_changes_nothing(clock: Clock) -> None:
-    mount = moved(clock)
-    mount.state.memory.limit_bytes = 100 * MIB
-    mount.read(range(40, 60))
+    if why == "free memory":
+        mount.state.memory.limit_bytes = 100 * MIB
+    elif why == "the client loads the file":
+        mount.space.opened_ns = clock.now_ns
+    elif why == "pinned by the user":
+        mount.space.user_pinned = True
+    mount.read({"few extents": range(40, 45), "the client loads the file": range(80)}.get(why, range(40, 60)))
     assert not mount.is_left() and mount.pinned >= set(range(20))
-
-
-def test_a_client_that_loads_the_file_has_not_moved(clock: Clock) -> None:
-    mount = moved(clock)
-    mount.space.opened_ns = clock.now_ns
-    mount.read(range(80))
-    assert not mount.is_left() and mount.pinned == set(range(20))
-
-
-def test_a_space_that_the_user_pinned_is_not_left_when_clients_move(clock: Clock) -> None:
-    mount = moved(clock)
-    mount.space.user_pinned = True
-    mount.read(range(40, 60))
-    assert not mount.is_left() and mount.pinned == set(range(20))
 
 
 def test_pins_that_several_exposures_have_shown_in_use_can_become_unused(clock: Clock) -> None:
@@ -467,12 +449,6 @@ def test_resident_extents_stay_in_use_when_a_space_is_steered_again(clock: Clock
         mount.read(WHOLE, more_mib=20)
     mount.read(WHOLE, 2)
     assert mount.unused == set()
-
-
-def test_bytes_per_pass_are_unknown_before_the_first_comparison(clock: Clock) -> None:
-    mount = Mount(clock, 24, 40)
-    mount.read(WHOLE, 3)
-    assert judgement(mount.space) == {"left": False, "steered_pass_bytes": None, "lru_pass_bytes": None}
 
 
 def test_clients_outside_the_pid_namespace_cannot_be_exposed() -> None:
