@@ -22,23 +22,16 @@ from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
 
-SEGMENT_TOKENS = 128
-"""Consecutive tokens on one topic."""
-DWELL_STEPS = 32
-"""Decode steps of a query from one topic to the next."""
-COMMON = 0.7
-"""Exponent of the frequency of topics by rank: some topics return often."""
-INFORMATIVE = 0.35
-"""Share of a segment's tokens that express its topic."""
-HEAVY = 0.005
-"""Share of the tokens that every query attends to, regardless of its topic."""
+SEGMENT_TOKENS = 128  # consecutive tokens on one topic
+DWELL_STEPS = 32  # decode steps of a query from one topic to the next
+COMMON = 0.7  # exponent of the frequency of topics by rank: some topics return often
+INFORMATIVE = 0.35  # share of a segment's tokens that express its topic
+HEAVY = 0.005  # share of the tokens that every query attends to, regardless of its topic
 TOPICS = 24
 TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
 """Contributions to the logit of a token: of its topic, of being a heavy hitter, and of being close."""
-QUERY_NOISE = 0.5
-"""Standard deviation of a query's noise; that of keys and values is 1."""
-MEMORY_STEPS = 8
-"""Steps over which the noise of queries changes."""
+QUERY_NOISE = 0.5  # standard deviation of a query's noise; that of keys and values is 1
+MEMORY_STEPS = 8  # steps over which the noise of queries changes
 
 # These separate the random numbers of each kind.
 _SEGMENT, _TOKEN, _STEP = 1, 2, 3

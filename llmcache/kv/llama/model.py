@@ -24,8 +24,7 @@ BLOCK_TOKENS = 256
 LINKED_TOKENS = (128, 64, 32, 16)
 """Numbers of first tokens by which links find a block; blocks and common beginnings below the least are not used."""
 LEAST_TOKENS = LINKED_TOKENS[-1]
-FORMAT = 2
-"""Version of fingerprints: increase it if their input or the layout of blocks changes."""
+FORMAT = 2  # version of fingerprints: increase it if their input or the layout of blocks changes
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
 _CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
 _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
@@ -35,9 +34,8 @@ _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
 class Model:
     """The model of a Llama, with its settings.
 
-    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the
-    previous block's name in the name of the first block; it is empty until the files are identified. `whole`: states
-    cannot be cut. `refused`: why nothing is restored or stored.
+    `description` is the input of the fingerprint `root`, in hexadecimal, which is empty until the files are identified and
+    takes the place of the first block's parent. `whole`: states cannot be cut. `refused`: why nothing is stored.
     """
 
     description: dict[str, Any]
@@ -69,10 +67,7 @@ class Model:
 
 
 def describe(llama: Llama) -> Model:
-    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError.
-
-    Files are identified by all of their bytes, so a copy on another machine has the same fingerprint.
-    """
+    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError."""
     paths = [*shard_names(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
     metadata, handle = llama.metadata, llama.model
     context = {name: getattr(llama.context_params, name) for name in _CONTEXT}

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 COMPUTE, CPU, DEVICE, LINK = RESOURCES = ("compute", "cpu", "device", "link")
 """The accelerator, the host's CPU, the computational SSD, and the path of KV data (link or disk)."""
 
-EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")
-"""The stages of a layer in a step."""
+EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")  # the stages of a layer in a step
 
 
 class Span(NamedTuple):

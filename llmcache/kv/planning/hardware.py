@@ -31,8 +31,7 @@ class Origin(NamedTuple):
         return f"{self.kind}: {self.text}"
 
 
-Sourced = tuple[float, str, str]
-"""A number, the kind of its origin (of ORIGINS), and its source."""
+Sourced = tuple[float, str, str]  # a number, the kind of its origin (of ORIGINS), and its source
 
 
 @dataclass(frozen=True)

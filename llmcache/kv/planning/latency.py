@@ -51,8 +51,7 @@ class System:
     keeps: bool = False
 
 
-DESIGNS = ("hie", "bkp", "app")
-"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
+DESIGNS = ("hie", "bkp", "app")  # designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3.
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from llmcache.kv.planning.hardware import RUNTIME_BYTES, Hardware
 from llmcache.model.shapes import ModelShape
 
 KEYS, KEYS_AND_VALUES = "keys", "keys and values"
-ACTIVATION_BYTES = 2
-"""Assumed: activations in half precision."""
-BUFFERED_LAYERS = 2
-"""Layers whose attended KV is on the GPU at a time: the one being computed and the one being fetched."""
+ACTIVATION_BYTES = 2  # assumed: activations in half precision
+BUFFERED_LAYERS = 2  # layers whose attended KV is on the GPU at a time: the one being computed and the one being fetched
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,8 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.csd.wire import MOST_TOKENS
 
-PAPER_ALPHA = 0.2
-"""hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""
-SLACK = 1024
-"""Minimum growth of a table in tokens, because growing copies it."""
+PAPER_ALPHA = 0.2  # hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"
+SLACK = 1024  # minimum growth of a table in tokens, because growing copies it
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -149,24 +147,18 @@ class KvPolicy(ABC):
     `whole_pages`, it chooses pages, all of whose tokens are attended to.
     """
 
-    name: ClassVar[str]
-    """Argument of `--policy`."""
-    title: ClassVar[str]
-    """Name in tables and plots."""
+    name: ClassVar[str]  # argument of `--policy`
+    title: ClassVar[str]  # name in tables and plots
     needs_weights: ClassVar[bool] = False
     """True if `attended` needs the attention weights, and `prefilled` the queries of a prompt."""
     ssd: ClassVar[str] = "file"
     """The ssd tier for which it is designed: "file", read by the host; or "csd", the *emulated* device."""
-    ahead: ClassVar[bool] = False
-    """True if it is designed for lookahead, one layer before the one that computes."""
+    ahead: ClassVar[bool] = False  # true if it is designed for lookahead, one layer before the one that computes
     interleaved: ClassVar[bool] = False
     """True if it never reads keys alone from a file, so that keys and values may be interleaved."""
-    whole_pages: ClassVar[bool] = False
-    """True if it chooses pages instead of tokens."""
-    sink_tokens: ClassVar[int] = 16
-    """Default number of first tokens that a cache always attends to."""
-    window_tokens: ClassVar[int] = 32
-    """Default number of last tokens that a cache always attends to."""
+    whole_pages: ClassVar[bool] = False  # true if it chooses pages instead of tokens
+    sink_tokens: ClassVar[int] = 16  # default number of first tokens that a cache always attends to
+    window_tokens: ClassVar[int] = 32  # default number of last tokens that a cache always attends to
     settings_class: ClassVar[type[PolicySettings]] = PolicySettings
 
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:

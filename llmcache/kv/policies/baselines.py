@@ -15,8 +15,7 @@ from llmcache.kv.policies.base import KvPolicy, PolicySettings, one_of
 from llmcache.kv.policies.hillinfer import HierarchicalEvaluation
 from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
-PROMISING = 2
-"""LeoAM: number of tokens to score exactly, as a multiple of those to choose."""
+PROMISING = 2  # LeoAM: number of tokens to score exactly, as a multiple of those to choose
 
 
 class Full(KvPolicy):

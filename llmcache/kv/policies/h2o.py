@@ -22,8 +22,7 @@ from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, TokenTable, one_of
 from llmcache.kv.tiers import Selection
 
-ROWS = 4
-"""Rows computed at a time, so that a key is loaded once for all of them."""
+ROWS = 4  # rows computed at a time, so that a key is loaded once for all of them
 _LOG2_E = np.float32(1.4426950408889634)
 # 2^x on [0, 1), fitted at Chebyshev nodes: relative error 1.7e-7.
 _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.69315135, 0.24016416, 0.05580045, 0.00901669, 0.00186718))

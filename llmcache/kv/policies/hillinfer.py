@@ -29,8 +29,7 @@ from llmcache.kv.tiers import Selection
 from llmcache.papers.csd.wire import decode, encode
 
 Candidates = Sequence[Int64s] | None
-HOST_TOKENS = 8192
-"""Tokens that the host scores between two merges; no link limits the size of these blocks."""
+HOST_TOKENS = 8192  # tokens that the host scores between two merges; no link limits the size of these blocks
 
 
 class HierarchicalEvaluation:
@@ -110,8 +109,7 @@ def _halves(scores: Floats) -> Floats:
     return decode(0, 0, pairs).scores
 
 
-MOST = np.iinfo(np.uint16).max
-"""Largest count of a token, in two bytes."""
+MOST = np.iinfo(np.uint16).max  # largest count of a token, in two bytes
 HALF_LIFE_STEPS = 16
 """Steps after which a hit counts half. Measured on synthetic streams with drifting topics: without decay, the pool keeps
 outdated pages (it has 3 to 9 percentage points fewer of the chosen tokens); with 8, more moves are in vain."""

@@ -36,11 +36,9 @@ from llmcache.units import BLOCK_BYTES, format_size
 
 log = logging.getLogger("llmcache.kv")
 
-FORMAT = 1
-"""Version of the saved digests."""
+FORMAT = 1  # version of the saved digests
 CHUNK_BYTES = 4 << 20
-PIECE_BYTES = 64 << 10
-"""Unit in which loaded pages are dropped from the page cache, for chunks that were partly cached."""
+PIECE_BYTES = 64 << 10  # unit in which loaded pages are dropped from the page cache, for chunks that were partly cached
 TICK_NS = 50 * 10**6
 """Longer than a tick of the kernel's clock for change times; two writes within one tick can leave the same time."""
 PROGRESS_S = 30.0

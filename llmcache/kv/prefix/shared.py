@@ -26,8 +26,7 @@ from llmcache.kv.spill.layout import aligned
 log = logging.getLogger("llmcache.kv")
 
 PAUSE_S = 10.0
-LARGEST = 512 << 20
-"""Largest value in bytes that these servers accept."""
+LARGEST = 512 << 20  # largest value in bytes that these servers accept
 Answer = TypeVar("Answer")
 
 

@@ -54,8 +54,7 @@ from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
-CUT, PART, WHOLE = "kv", "part", "state"
-"""Kinds of blocks; also the suffixes of their files."""
+CUT, PART, WHOLE = "kv", "part", "state"  # kinds of blocks; also the suffixes of their files
 VERSION = 1
 _MAGIC = b"llmcKVB1"
 _HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the JSON behind it, their CRC
@@ -64,10 +63,8 @@ _USES = struct.Struct("<QQQ")  # restores, tokens, bytes
 _MOST_USES = (1 << 64) - 1
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not block
 _MOST_DESCRIBED = 1 << 20
-_MOST_HEAD = 1 << 16
-"""Largest header in bytes: room for 256 tokens and the layout of the deepest model."""
-_MOST_WHOLE_HEAD = 1 << 26
-"""Largest header of a whole state in bytes; it may list all tokens of the state."""
+_MOST_HEAD = 1 << 16  # largest header in bytes: room for 256 tokens and the layout of the deepest model
+_MOST_WHOLE_HEAD = 1 << 26  # largest header of a whole state in bytes; it may list all tokens of the state
 _COPY_BYTES = 8 << 20
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
@@ -75,8 +72,7 @@ _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
 FLOOR_BYTES, FLOOR_SHARE = 10**9, 0.05
 """Free space to leave by default: the smaller of a size in bytes and a share of the file system."""
-_SPARE = 0.95
-"""Eviction frees space down to this share of the limit, so that not every write has to list all blocks."""
+_SPARE = 0.95  # eviction frees space down to this share of the limit, so that not every write has to list all blocks
 
 
 @dataclass(frozen=True)

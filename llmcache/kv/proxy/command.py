@@ -22,11 +22,9 @@ from llmcache.run.child import Child, resolve
 from llmcache.units import format_size
 
 LOOPBACK = "127.0.0.1"
-SPOOL = "slots"
-"""Subdirectory of the store for the slot files of a server that this command started."""
+SPOOL = "slots"  # subdirectory of the store for the slot files of a server that this command started
 _IDLE_SLOTS = "LLAMA_ARG_CACHE_IDLE_SLOTS"
-_END_S = 10.0
-"""Time to store waiting slots after the server has ended."""
+_END_S = 10.0  # time to store waiting slots after the server has ended
 
 
 @dataclass(frozen=True)

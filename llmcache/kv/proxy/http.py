@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MOST_HEAD = 256 << 10
-"""Largest size in bytes of a request line with its headers."""
+MOST_HEAD = 256 << 10  # largest size in bytes of a request line with its headers
 PART_BYTES = 64 << 10
 _END = b"\r\n\r\n"
 # Hop-by-hop headers, and `Expect`, which the proxy answers. The headers that frame a body are forwarded.

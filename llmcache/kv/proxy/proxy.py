@@ -43,20 +43,13 @@ from llmcache.kv.proxy.slots import LEAST_GAIN, Slot, SlotTable, Tokens
 
 log = logging.getLogger("llmcache.kv")
 
-LEAST_TOKENS = 256
-"""Least number of tokens of a prompt that is stored or restored."""
-LEAST_NEW = 128
-"""A prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed."""
-NEW_SHARE = 16
-"""A slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored."""
-EARLY_COST = 0.1
-"""A prompt is saved before its answer if that takes at most this share of the time of its evaluation."""
-MOST_UNDERSTOOD = 64 << 20
-"""Largest body in bytes that the proxy parses."""
-MOST_WAITING = 4
-"""Largest number of slot files in the spool that wait to be stored."""
-MOST_FAILURES = 3
-"""Number of consecutive refused saves after which the proxy no longer saves slots."""
+LEAST_TOKENS = 256  # least number of tokens of a prompt that is stored or restored
+LEAST_NEW = 128  # a prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed
+NEW_SHARE = 16  # a slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored
+EARLY_COST = 0.1  # a prompt is saved before its answer if that takes at most this share of the time of its evaluation
+MOST_UNDERSTOOD = 64 << 20  # largest body in bytes that the proxy parses
+MOST_WAITING = 4  # largest number of slot files in the spool that wait to be stored
+MOST_FAILURES = 3  # number of consecutive refused saves after which the proxy no longer saves slots
 METRICS = "/llmcache/metrics"
 _POLL_S = 0.1
 _NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")

@@ -31,8 +31,7 @@ from llmcache.kv.proxy.http import Address
 from llmcache.model.tensors import shard_names
 from llmcache.procfs import mappings
 
-FORMAT = 1
-"""Version of fingerprints: increase it if their input changes."""
+FORMAT = 1  # version of fingerprints: increase it if their input changes
 DEFAULT_PORT = 8080
 _ADDRESS = {"--host": "HOST", "--port": "PORT"}
 # Options, without dashes, that keys and values do not depend on: those with a value, then those without. Secrets are

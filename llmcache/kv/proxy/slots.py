@@ -19,10 +19,8 @@ Tokens = NDArray[np.int32]
 NONE: Tokens = np.empty(0, np.int32)
 MOST_NEW_LETTERS, MOST_LETTERS = 1024, 8
 """A prompt continues that of a slot if it adds at most MOST_NEW_LETTERS, and MOST_LETTERS for each token of the answer."""
-PAUSE_S = 5.0
-"""After a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)."""
-LEAST_GAIN = 64
-"""Least number of tokens that a restore has to add to those in a slot."""
+PAUSE_S = 5.0  # after a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)
+LEAST_GAIN = 64  # least number of tokens that a restore has to add to those in a slot
 
 
 @dataclass

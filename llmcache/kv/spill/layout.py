@@ -33,19 +33,14 @@ from llmcache.errors import DataError
 from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
-VERSION = 3
-"""Older files keep their format. Version 1: one part per page, entries of 64 bytes. Version 2: not interleaved."""
+VERSION = 3  # older files keep their format. Version 1: one part per page, entries of 64 bytes. Version 2: not interleaved.
 RECORD_BYTES = 64
-ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)
-"""Possible sizes of a page's entry."""
-MOST_PARTS = 60
-"""Parts of the keys, or of the values, of a page: the largest entry fits the checksums of both."""
-KEYS, VALUES = 0, 1
-"""Sides of a page, and of an extent."""
+ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)  # possible sizes of a page's entry
+MOST_PARTS = 60  # parts of the keys, or of the values, of a page: the largest entry fits the checksums of both
+KEYS, VALUES = 0, 1  # sides of a page, and of an extent
 COMMITS_AT = (4096, 6144)
 EXTENTS_AT = 8192
-EXTENT_TOKENS = 1024
-"""Default size of an extent of a layer: 2 MiB of keys for 8 heads of 128 fp16 numbers."""
+EXTENT_TOKENS = 1024  # default size of an extent of a layer: 2 MiB of keys for 8 heads of 128 fp16 numbers
 LARGEST_EXTENT = 1 << 40
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -364,8 +359,7 @@ class PageChain:
     """Checksums of the parts of keys and of values, in the order of pages."""
     epochs: array[int] = field(default_factory=lambda: array("I"))
     last_tokens: int = 0
-    lost: int = 0
-    """Number of pages before a failed sync lost some; 0 if none were lost."""
+    lost: int = 0  # number of pages before a failed sync lost some; 0 if none were lost
 
     @property
     def pages(self) -> int:

@@ -26,20 +26,14 @@ from llmcache.kv.spill.layout import aligned
 from llmcache.units import BLOCK_BYTES
 
 HUGE_PAGE_BYTES = 1 << 21
-DEPTH = 256
-"""Maximum number of concurrent reads of a queue."""
+DEPTH = 256  # maximum number of concurrent reads of a queue
 AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 """System call numbers of io_setup, io_submit and io_getevents, for which glibc has no functions."""
-_PREADV = 7
-"""IOCB_CMD_PREADV."""
-_MOST_SEGMENTS = 1024
-"""IOV_MAX."""
-LARGEST_READ = 1 << 20
-"""Maximum bytes of a read: larger reads are no faster, and leave less work to share between threads."""
-_BLOCK_WORDS, _EVENT_WORDS = 8, 4
-"""Sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes."""
-_MOST_FAILURES = 1000
-"""Failed waits for reads, for instance because of signals, before an error."""
+_PREADV = 7  # IOCB_CMD_PREADV
+_MOST_SEGMENTS = 1024  # IOV_MAX
+LARGEST_READ = 1 << 20  # maximum bytes of a read: larger reads are no faster, and leave less work to share between threads
+_BLOCK_WORDS, _EVENT_WORDS = 8, 4  # sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes
+_MOST_FAILURES = 1000  # failed waits for reads, for instance because of signals, before an error
 _libc = ctypes.CDLL(None)  # its calls release the GIL
 _libc.syscall.argtypes, _libc.syscall.restype = [ctypes.c_long] * 6, ctypes.c_long
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -360,7 +354,6 @@ def read_queue() -> Iterator[ReadQueue]:
     free_queues.append(queue)
 
 
-free_queues: list[ReadQueue] = []
-"""Queues that are not in use."""
+free_queues: list[ReadQueue] = []  # queues that are not in use
 _abandoned: list[ReadQueue] = []
 os.register_at_fork(after_in_child=free_queues.clear)  # AIO contexts are not inherited

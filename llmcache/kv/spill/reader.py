@@ -54,17 +54,13 @@ TakeRows = Callable[[int, int, NDArray[Any]], None]
 
 The rows are valid until it returns. Several threads call it concurrently.
 """
-JOB_BYTES = 1 << 19
-"""Bytes that a thread reads before it verifies their checksums: few enough to be still in the CPU cache."""
+JOB_BYTES = 1 << 19  # bytes that a thread reads before it verifies their checksums: few enough to be still in the CPU cache
 TAKEN_BYTES = 1 << 21
 """Bytes that a thread reads before it passes them on: more than `JOB_BYTES`, because each job costs more."""
-SCATTERED_ROWS = 2048
-"""Rows whose parts are read together."""
+SCATTERED_ROWS = 2048  # rows whose parts are read together
 ATTEMPTS = 5
-LAST_EPOCH = (1 << 32) - 2
-"""Largest epoch of a commit: epochs have 32 bits, and new pages have the next one."""
-MOST_AHEAD = 1 << 31
-"""The largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two."""
+LAST_EPOCH = (1 << 32) - 2  # largest epoch of a commit: epochs have 32 bits, and new pages have the next one
+MOST_AHEAD = 1 << 31  # the largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two
 Self = TypeVar("Self", bound="SpillReader")
 _of_thread = threading.local()
 

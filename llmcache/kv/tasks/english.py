@@ -22,8 +22,7 @@ from llmcache.arrays import Int64s
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.tasks.recall import BINS, DEPTHS, Probe
 
-Encode = Callable[[str], Sequence[int]]
-"""Text to tokens, without tokens for the beginning or end of the text."""
+Encode = Callable[[str], Sequence[int]]  # text to tokens, without tokens for the beginning or end of the text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 INTRODUCTION = (
@@ -34,21 +33,15 @@ KINDS = [
     "amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "iris", "juniper",
     "kelp", "lotus", "maple", "north", "opal", "pearl", "quartz", "river", "slate", "tulip",
 ]  # fmt: skip
-RECALLED = 16
-"""Numbers in a context of the task recall, all of which are asked for; the task needle asks for one."""
-ASSIGNED = 5
-"""Variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops."""
-OFTEN, SELDOM = 30, 3
-"""Frequency of the common word and of each of the others. Source: RULER, section 3.3."""
-ZIPF = 2.0
-"""The made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3."""
+RECALLED = 16  # numbers in a context of the task recall, all of which are asked for; the task needle asks for one
+ASSIGNED = 5  # variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops.
+OFTEN, SELDOM = 30, 3  # frequency of the common word and of each of the others. Source: RULER, section 3.3.
+ZIPF = 2.0  # the made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3.
 ALPHABET = list("abcdefghijklmnopqrstuvwxyz")
 ROOT = Path("/usr/share")
 PATTERNS = ("doc/*/README*", "doc/*/NEWS*", "doc/*/*.txt*", "doc/*/*.md*", "common-licenses/*", "man/man[1578]/*.gz")
-TOKEN_LETTERS = 8
-"""Letters that give at least one token, with very few exceptions."""
-FOLLOWING = 65
-"""Tokens that follow a text: the first is given, each other is predicted from those before it."""
+TOKEN_LETTERS = 8  # letters that give at least one token, with very few exceptions
+FOLLOWING = 65  # tokens that follow a text: the first is given, each other is predicted from those before it
 
 
 def texts(

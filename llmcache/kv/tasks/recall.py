@@ -31,8 +31,7 @@ TASKS = ("passkey", "recall", "needle", "variables", "common", "frequent", "loss
 """Variables, common and frequent words, and the loss on texts of this machine, need a model that knows English."""
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
 """Depths of passkeys, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % in steps of 5 %."""
-BINS = 10
-"""Number of classes of needles by depth."""
+BINS = 10  # number of classes of needles by depth
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,9 @@ from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
 from llmcache.papers.csd import PROFILES, CsdProfile
 
-Arrays = list[NDArray[Any]]
-"""Keys and values."""
-SSD_KINDS = ("file", "csd")
-"""Access to the ssd tier: by this process, or by the *emulated* device that owns the file."""
-PING_PONG_STEPS = 16
-"""A page that moves down and up again within this many steps has moved in vain (ping-pong)."""
+Arrays = list[NDArray[Any]]  # keys and values
+SSD_KINDS = ("file", "csd")  # access to the ssd tier: by this process, or by the *emulated* device that owns the file
+PING_PONG_STEPS = 16  # a page that moves down and up again within this many steps has moved in vain (ping-pong)
 
 Victims = Callable[[int, int, Int64s, int], Int64s]
 """(layer, sequence, pages of the middle in the pool, ascending; number to drop) -> the pages to drop."""

@@ -26,10 +26,8 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers.config import Arrays
 
 NOT_HERE = -1
-EVERYWHERE = range(1 << 62)
-"""A range of all positions."""
-FEW_BYTES = 1 << 22
-"""Rows up to this size are copied in less time than it takes to distribute them to threads."""
+EVERYWHERE = range(1 << 62)  # a range of all positions
+FEW_BYTES = 1 << 22  # rows up to this size are copied in less time than it takes to distribute them to threads
 SHORT_RUNS = 4
 """If runs have fewer pages than this on average, it is faster to copy the pages together and score them at once."""
 

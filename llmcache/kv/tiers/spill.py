@@ -23,8 +23,7 @@ from llmcache.kv.tiers.ssd import SsdTier
 from llmcache.kv.tiers.table import NOWHERE, Sequences, Tables
 from llmcache.papers.csd import ScoreBlock
 
-Fresh = tuple[int, list[Arrays]]
-"""The first new page of a layer, and for each sequence the rows of all new full pages."""
+Fresh = tuple[int, list[Arrays]]  # the first new page of a layer, and for each sequence the rows of all new full pages
 
 
 class Spill:

@@ -23,12 +23,9 @@ from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 from llmcache.papers.csd import EmulatedCsd, ScoreBlock
 
-Memory = tuple[Bytes, Bytes]
-"""Memory for keys and for values."""
-KEPT_BUFFERS = 4
-"""Maximum number of free buffers: two each for the layer that computes and the one that is staged."""
-SCORE_BYTES = 1 << 22
-"""Bytes of keys that the host reads before it scores them."""
+Memory = tuple[Bytes, Bytes]  # memory for keys and for values
+KEPT_BUFFERS = 4  # maximum number of free buffers: two each for the layer that computes and the one that is staged
+SCORE_BYTES = 1 << 22  # bytes of keys that the host reads before it scores them
 MOVED = (
     ("ssd", "cpu", "link_to_host_bytes"),
     ("cpu", "ssd", "link_to_device_bytes"),

@@ -51,8 +51,7 @@ from llmcache.papers.csd import Report, ScoreBlock
 from llmcache.papers.csd.wire import BLOCK_TOKENS
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
-RECENT_SHARE = 8
-"""Rows are cached for at most one in this many tokens of the context."""
+RECENT_SHARE = 8  # rows are cached for at most one in this many tokens of the context
 MOST_SCATTERED = 0.75
 """Average number of rows per head and page up to which rows are read individually, instead of whole pages."""
 

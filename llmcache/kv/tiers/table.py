@@ -34,8 +34,7 @@ from llmcache.kv.tiers.pool import Pool
 
 NOWHERE = -1
 Runs = list[tuple[int, int]]
-OPEN = -1
-"""Number of pages of a run that extends to the end of its stream."""
+OPEN = -1  # number of pages of a run that extends to the end of its stream
 SCHEMA = "llmcache.kv.tables/1"
 
 _HINT = "they are damaged: compute the context again"

@@ -30,8 +30,7 @@ from llmcache.kv.transformers.tensors import dtype_name
 from llmcache.kv.transformers.versions import version_of
 from llmcache.papers.csd import PROFILES, CsdProfile
 
-TAG = "_llmcache_layer"
-"""Attribute of keys that a cache passes to attention: the SpillLayer that they belong to."""
+TAG = "_llmcache_layer"  # attribute of keys that a cache passes to attention: the SpillLayer that they belong to
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionLayer", ())  # transformers 5 and later
 _STOCK = {getattr(cache_utils, name, None) for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")}

@@ -49,10 +49,8 @@ from llmcache.kv.transformers.tensors import (
 )
 from llmcache.units import format_size
 
-UNKNOWN_ID = -1
-"""Id of a token that the model received as an embedding."""
-GPU_SHARE = 0.5
-"""Share of a GPU's free memory for short contexts; prompts need the rest."""
+UNKNOWN_ID = -1  # id of a token that the model received as an embedding
+GPU_SHARE = 0.5  # share of a GPU's free memory for short contexts; prompts need the rest
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
 """Number of layers and steps in a measurement; for most models, these layers exceed the CPU cache."""
 

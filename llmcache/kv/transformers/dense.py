@@ -15,8 +15,7 @@ from llmcache.arrays import Int64s
 
 Sides = tuple[torch.Tensor, torch.Tensor]
 
-SHORT = 1024
-"""Contexts of up to this many tokens get full attention without a measurement: choosing does not pay off."""
+SHORT = 1024  # contexts of up to this many tokens get full attention without a measurement: choosing does not pay off
 SPILLED = 4096
 """Contexts of up to this many tokens do not use a spill file, if their memory is not limited in bytes.
 
@@ -24,8 +23,7 @@ SPILLED = 4096
 takes 2.6 to 2.8 times as long as with transformers' own cache (1.4 times without a file); at 4,096 tokens 0.8 to 2.6 times,
 depending on the load of the machine.
 """
-LENGTHS = (1024, 4096)
-"""Context lengths at which both methods are measured; lines through the times meet at the break-even."""
+LENGTHS = (1024, 4096)  # context lengths at which both methods are measured; lines through the times meet at the break-even
 NEVER = 1 << 62
 
 

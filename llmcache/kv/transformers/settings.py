@@ -27,12 +27,9 @@ MEMORY_SHARE = 0.25
 """Share of the available memory for a cache with a spill file, if neither `memory` nor `cpu_pages` is set."""
 RECENT_BUDGETS = 2
 """Number of token budgets of read rows that stay in memory, because consecutive tokens attend to similar rows."""
-ROWS_SHARE = 0.25
-"""Share of `memory` that these rows may use."""
-AHEAD = 8
-"""The division of the memory is valid until the context has grown by one in this many tokens."""
-AHEAD_TOKENS = 256
-"""Minimum number of tokens for which it is valid."""
+ROWS_SHARE = 0.25  # share of `memory` that these rows may use
+AHEAD = 8  # the division of the memory is valid until the context has grown by one in this many tokens
+AHEAD_TOKENS = 256  # minimum number of tokens for which it is valid
 
 
 @dataclass(frozen=True)
