@@ -131,8 +131,8 @@ class PrefixCache(BaseLlamaCache):
     def restore(self, llama: Llama, tokens: Sequence[int]) -> int:
         """Restore the longest stored prefix of `tokens` into `llama`, and return its number of tokens.
 
-        Return 0, without an effect, if none is stored that is longer than the one in the context. If states are stored whole,
-        also evaluate `tokens` up to the last block boundary, store the states on the way, and return that boundary.
+        Return 0, without an effect, if none is longer than the one in the context. If states are stored whole, also evaluate
+        `tokens` up to the last block boundary, store the states on the way, and return that boundary.
         """
         model = self._model(llama)
         if not model.usable:
@@ -204,7 +204,7 @@ class PrefixCache(BaseLlamaCache):
         return task
 
     def handed(self, llama: Llama, stored: Task | None) -> LlamaState:
-        """Return the state of `llama` without scores, empty if all blocks are stored; `stored`: the task of `keep_prompt`."""
+        """Return the state of `llama` without scores, empty if all blocks are stored. `stored`: see `keep_prompt`."""
         data: Bytes = np.empty(0, np.uint8)
         if missing := self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
             memory = stored.memory if stored is not None and stored.is_done else None
@@ -390,8 +390,8 @@ class PrefixCache(BaseLlamaCache):
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """Join `keys`, and the beginning of a block after them that matches `tokens`, to one state.
 
-        Return the state, its number of tokens, and the blocks used. Return None, 0 and the usable ones of `keys` if the state
-        would not exceed `live` tokens, or a block is damaged.
+        Return the state, its tokens, and the blocks used; or None, 0 and the usable ones of `keys` if the state would not
+        exceed `live` tokens, or a block is damaged.
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS

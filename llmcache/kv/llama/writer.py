@@ -75,10 +75,9 @@ class Writer:
         return key in self._pending
 
     def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
-        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first use.
+        """Return memory for a state of `size_bytes`, with room for `more_bytes`, or None if the queue or the memory is full.
 
-        If the queue or the memory is full, count `blocks` as dropped and return None. The memory is mapped separately, because
-        the heap would not return it to the kernel.
+        In that case, `blocks` count as dropped. The memory is mapped, because the heap would not return it to the kernel.
         """
         with self._changed:
             why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"

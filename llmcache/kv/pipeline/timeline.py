@@ -1,4 +1,4 @@
-"""Timeline: spans in which resources were busy, on one clock. Several threads may record; none while spans are read."""
+"""Spans in which resources were busy. Several threads may record them; none while spans are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "upd
 
 
 class Span(NamedTuple):
-    """`resource` was busy with `stage` of `layer` in decode step `step`, from `begin_ns` to `end_ns`."""
+    """`resource` was busy with `stage` of `layer` in decode step `step`."""
 
     resource: str
     stage: str
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans, in ns of its clock, `now_ns`. `emulated`: resources that stand for a device that does not exist."""
+    """Records spans, in ns of its clock. `emulated`: resources that stand for a device that does not exist."""
 
     def __init__(self, emulated: Iterable[str] = ()) -> None:
         self.emulated = frozenset(emulated)
@@ -39,7 +39,7 @@ class Timeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock within a context; no spans may be recorded in it."""
+        """Stop the clock; no spans may be recorded meanwhile."""
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -56,7 +56,6 @@ class Timeline:
             self.add(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
 
     def add(self, span: Span) -> None:
-        """Record a span that was timed on the same clock. ValueError: unknown resource or stage."""
         if span.resource not in RESOURCES:
             raise ValueError(f"resource: must be one of {', '.join(RESOURCES)}, not '{span.resource}'")
         if span.stage not in STAGES:
@@ -66,7 +65,6 @@ class Timeline:
         self._spans.append(span)
 
     def has(self, stage: str, layer: int, step: int, since_ns: int) -> bool:
-        """Return whether a span of `stage` of `layer` in `step` that began at `since_ns` or later was recorded."""
         for span in reversed(self._spans):
             if span.end_ns < since_ns:  # spans are appended when they end, so all earlier ones end before
                 break
@@ -91,7 +89,7 @@ class Timeline:
         self._spans.clear()
 
     def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:
-        """Return how long `resource` (None: any) was busy with `stage` (None: any); overlapping spans count once."""
+        """Return how long `resource` was busy with `stage` (None: any); overlapping spans count once."""
         return covered(
             span
             for span in self._spans
@@ -99,7 +97,7 @@ class Timeline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline as a dict, with times in ns since the first begin."""
+        """Return the timeline with times in ns since the first begin."""
         spans = self.spans
         zero = spans[0].begin_ns if spans else 0
         rows = [span._replace(begin_ns=span.begin_ns - zero, end_ns=span.end_ns - zero)._asdict() for span in spans]
@@ -115,8 +113,6 @@ class Timeline:
 
 
 class _NoTimeline(Timeline):
-    """Records nothing: the default wherever a timeline is accepted."""
-
     def add(self, span: Span) -> None:
         return
 

@@ -1,7 +1,7 @@
 """KvPolicy: the base class of all policies, and their settings.
 
-The engine calls a policy from one thread at a time, so a policy needs no lock. A policy keeps its state by layer, because
-layers may come in any order.
+The engine calls a policy from one thread at a time, so a policy needs no lock. A policy keeps its state by layer,
+because layers may come in any order.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def one_of(default: str, names: Collection[str]) -> Any:
 class PolicySettings:
     """Settings of all policies. UsageError names an invalid field.
 
-    `alpha` (0, 1]: share of the context that a step attends to; or `token_budget`: number of tokens. Both include sink,
-    window and tail; if neither is given, alpha is 0.2. `score_block_tokens` (n): tokens of a score block. `combine`: "max"
-    or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim).
+    A step attends to the share `alpha` (0, 1] of the context (default 0.2), or to `token_budget` tokens, including sink,
+    window and tail. `score_block_tokens` (n): tokens of a score block. `combine`: "max" or "sum" over the query heads of a
+    key head. `scale` of the softmax: None for 1/sqrt(head_dim).
     """
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "use a share of the context above 0 and at most 1")
@@ -98,7 +98,7 @@ class Remembered(Protocol):
         """Return the bytes of one layer and sequence for `tokens` tokens."""
 
     def crop(self, tokens: int) -> None:
-        """Remove the tokens from number `tokens` on."""
+        ...
 
     def reorder(self, index: Int64s) -> None:
         """Replace sequence i by sequence `index[i]`."""
@@ -138,13 +138,11 @@ class TokenTable(Generic[Kind]):
 
 
 class KvPolicy(ABC):
-    """Chooses, in each step and layer, which tokens of the middle to attend to; the settings determine their number.
+    """Chooses, in each step and layer, which tokens of the middle of `store` to attend to; the settings set their number.
 
-    Sink, window and tail are always attended to. A policy belongs to one `store`. The engine calls `prefilled` after each
-    append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token that is not padding.
-
-    A subclass defines `choose`, called only if there is a choice, and `begin`; it adds per-token state to `remembered`. With
-    `whole_pages`, it chooses pages, all of whose tokens are attended to.
+    The engine calls `prefilled` after each append of a prefill, and in each step `select`, then `attended`. `first` [batch]:
+    the first token that is not padding. A subclass defines `choose`, which is called only if there is a choice, and `begin`;
+    it adds per-token state to `remembered`. With `whole_pages`, it chooses pages, all of whose tokens are attended to.
     """
 
     name: ClassVar[str]  # argument of `--policy`
@@ -183,8 +181,8 @@ class KvPolicy(ABC):
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Return `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
 
-        Heads of a layer may share a budget (see `Selection`). `queries` [batch, heads, head_dim] float32. With
-        `whole_pages`, `tokens` is a multiple of the page size.
+        Heads of a layer may share a budget (see `Selection`). `queries` [batch, heads, head_dim] float32. With `whole_pages`,
+        `tokens` is a multiple of the page size.
         """
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note
@@ -223,7 +221,6 @@ class KvPolicy(ABC):
         return sum(table.size_bytes for table in self.remembered)
 
     def index_bytes_at(self, tokens: int) -> int:
-        """Return the most bytes of per-token state of one layer and sequence for `tokens` tokens."""
         return sum(table.bytes_at(tokens) for table in self.remembered)
 
     # For subclasses

@@ -1,7 +1,7 @@
 """H2O and Kelle: policies that keep the tokens with the most attention, summed over all queries.
 
-The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took 25
-times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_of` outside this file.
+The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took
+25 times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_of` outside this file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class H2O(KvPolicy):
         attended:  sums[token] += attention of this step's queries, if the token was attended to
 
     Source: Zhang et al., H2O, NeurIPS 2023, section 4 and algorithm 1; hillinfer.txt, section 4.2, baseline (2). Differs
-    from H2O: the sum of a token that is not chosen stays, and the token may return; and recent tokens are the store's
-    window, not half of the budget.
+    from H2O: a token that is not chosen keeps its sum and may return; recent tokens are the store's window.
 
     `sums`: rows [tokens, kv_heads] float32.
     """
@@ -143,8 +142,8 @@ def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
 class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
-    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one. They
-    return only if all others have lower ranks, which is rare; policies that use the query recall more tokens.
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one, and
+    return if all others have lower ranks, which is rare.
     """
 
     evicted: str = one_of("lost", ("lost", "spilled"))
@@ -157,7 +156,7 @@ class Recorder(Protocol):
         """Receive the rows of a layer of a sequence: their ids (-1: free), and which are high-score tokens."""
 
     def end_step(self, duration_ns: float | None = None) -> None:
-        """End the observed step."""
+        ...
 
 
 class Kelle(H2O):

@@ -1,9 +1,9 @@
-"""FileIdentity: a digest of every byte of a model file, computed once in the background and saved.
+"""A digest of every byte of a model file, computed once in the background and saved.
 
-Samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files, one at a
-time, with idle I/O priority, and leaves the page cache unchanged. The digest is saved in the user's cache directory, in
-one file for each device and inode. It is valid while the model file keeps its size, modification time and change time
-(ctime), which programs cannot set. On file systems without change times, no digest is saved.
+Samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files, with
+idle I/O priority, and leaves the page cache unchanged. The digest is saved in the user's cache directory, in one file
+for each device and inode. It is valid while the model file keeps its size, modification time and change time (ctime),
+which programs cannot set. On file systems without change times, no digest is saved.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _hash(job: _Job) -> str:
 
 
 class _Reader:
-    """Reads a file without changing which of its pages are cached. OSError."""
+    """Reads a file without changing which of its pages are cached."""
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
@@ -257,7 +257,7 @@ def _checked(stamp: Stamp, digest: str) -> dict[str, object]:
 
 
 def remembered(stamp: Stamp) -> str | None:
-    """Return the saved digest of the file with this stamp; None if it is missing or damaged."""
+    """Return the saved digest of the file with this stamp, if any."""
     try:
         found = json.loads(_memory_of(stamp).read_bytes())
         digest = found["digest"]
