@@ -1,11 +1,9 @@
 """A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper assumes.
 
-Nothing here comes from a model, and every output has to state this.
-
-Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical
-role"; section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for a few) one that all
-queries match, plus its position as slow rotations, so that close tokens match. A query matches the topic of its step,
-which drifts, heavy hitters, and close tokens. Query heads that share a key head (GQA) differ by noise.
+Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical role";
+section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for a few) one that all queries
+match, plus its position as slow rotations, so that close tokens match. A query matches the topic of its step, which
+drifts, heavy hitters, and close tokens. Query heads that share a key head (GQA) differ by noise.
 """
 
 from __future__ import annotations
@@ -91,10 +89,7 @@ class Topics:
         return strength.astype(np.float32), heavy.astype(np.float32)
 
     def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return the topics of a decode step with their weights: the one left and the one approached.
-
-        The last `DWELL_STEPS` tokens of the prompt are steps below 0.
-        """
+        """Return the topics of a decode step (below 0: in the prompt) with their weights: the one left, then the next."""
         dwell, part = divmod(step + DWELL_STEPS, DWELL_STEPS)
         share = part / DWELL_STEPS
         to = share * share * (3 - 2 * share)
@@ -110,10 +105,7 @@ class SyntheticStream:
         self._pairs = max(1, spec.head_dim // 16)
 
     def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`; bfloat16 as its bits, uint16.
-
-        Positions after the prompt are the tokens of the decode steps.
-        """
+        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`; bfloat16 as its bits, uint16."""
         sides: list[list[NDArray[Any]]] = [[], []]
         for sequence in range(self.spec.batch):
             segments = range(positions.start // SEGMENT_TOKENS, -(-positions.stop // SEGMENT_TOKENS))
@@ -174,10 +166,7 @@ class SyntheticStream:
         return rows.astype(self.spec.dtype, copy=False)
 
     def queries(self, layer: int, step: int) -> Floats:
-        """Return the queries [batch, heads, head_dim], float32, of decode step `step` (from 0).
-
-        Steps down to -DWELL_STEPS are the last tokens of the prompt.
-        """
+        """Return the queries [batch, heads, head_dim], float32, of decode step `step`; below 0: of the prompt."""
         return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
 
     def prompt_queries(self, layer: int) -> Floats:
@@ -215,6 +204,5 @@ class SyntheticStream:
         return guessed
 
     def ids(self, positions: range) -> Int64s:
-        """Return the topics of the first sequence at `positions`, as token ids."""
         topics = self._topics[0]
         return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -97,8 +97,7 @@ class Remembered(Protocol):
     def bytes_at(self, tokens: int) -> int:
         """Return the bytes of one layer and sequence for `tokens` tokens."""
 
-    def crop(self, tokens: int) -> None:
-        ...
+    def crop(self, tokens: int) -> None: ...
 
     def reorder(self, index: Int64s) -> None:
         """Replace sequence i by sequence `index[i]`."""
@@ -181,8 +180,8 @@ class KvPolicy(ABC):
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Return `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
 
-        Heads of a layer may share a budget (see `Selection`). `queries` [batch, heads, head_dim] float32. With `whole_pages`,
-        `tokens` is a multiple of the page size.
+        Heads of a layer may share a budget. `queries` [batch, heads, head_dim] float32. With `whole_pages`, `tokens` is a
+        multiple of the page size.
         """
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note

@@ -155,8 +155,7 @@ class Recorder(Protocol):
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
         """Receive the rows of a layer of a sequence: their ids (-1: free), and which are high-score tokens."""
 
-    def end_step(self, duration_ns: float | None = None) -> None:
-        ...
+    def end_step(self, duration_ns: float | None = None) -> None: ...
 
 
 class Kelle(H2O):

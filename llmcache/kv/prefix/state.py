@@ -220,7 +220,7 @@ class Joined:
             at += len(head) + tokens * strip.token_bytes
 
     def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
-        """Copy the first `tokens` (None: all) of a block from `State.block` to position `start`. ValueError: they do not fit."""
+        """Copy the first `tokens` (None: all) of a block to position `start`; ValueError if they do not fit."""
         per_token = self.layout.token_bytes
         block_tokens, rest = divmod(len(block), per_token)
         tokens = block_tokens if tokens is None else tokens

@@ -77,7 +77,7 @@ _SPARE = 0.95  # eviction frees space down to this share of the limit, so that n
 
 @dataclass(frozen=True)
 class BlockKey:
-    """Identifies a block: the model's fingerprint, the block's name, its index from 0, and its kind."""
+    """Identifies a block by the model's fingerprint, the block's name, its index from 0, and its kind."""
 
     model: str
     name: str
@@ -104,7 +104,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored block: its size, and the time of its last use (ns since 1970)."""
+    """A stored block, and the time of its last use (ns since 1970)."""
 
     key: BlockKey
     size_bytes: int
@@ -121,7 +121,7 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Summary of one model in a store: its blocks, their size and ages, and the totals of its restores."""
+    """Summary of one model in a store."""
 
     fingerprint: str
     file: str  # name of the model's file; empty if `model.json` is missing
@@ -138,7 +138,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Totals of a prune: the removed and the remaining blocks."""
+    """The removed and the remaining blocks."""
 
     removed_blocks: int
     removed_bytes: int
@@ -151,7 +151,7 @@ class BlockStore:
 
     The store keeps at most `limit_bytes`, evicts blocks that were not used for `ttl_ns` (0: no expiry; checked when the
     store is opened, written or restored from), and leaves `floor_bytes` of the file system free (None: FLOOR_BYTES or
-    FLOOR_SHARE). With `limit_bytes` None, an existing store is opened for listing and pruning.
+    FLOOR_SHARE). `limit_bytes` None opens an existing store for listing and pruning.
 
     UsageError: not a directory, or without `limit_bytes` not a store; MissingRequirement: it is not writable.
     """
@@ -193,7 +193,7 @@ class BlockStore:
     # Reading
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Return whether the block is stored and not expired; reading it can still fail if it is evicted or damaged."""
+        """Return whether the block is stored and not expired; it may be damaged, or evicted before it is read."""
         try:
             with self._opened(key.model) as directory:
                 status = os.stat(key.base, dir_fd=directory, follow_symlinks=False)
@@ -221,10 +221,10 @@ class BlockStore:
         return None
 
     def read(self, key: BlockKey, payload: bool = True, copy_to: int | None = None) -> Block | None:
-        """Return the block stored as `key`; None if it is missing or damaged. A damaged block is removed.
+        """Return the block stored as `key`; None if it is missing, or damaged and removed.
 
-        With `payload` False, only the header is read. With `copy_to`, an empty file open for writing, the payload is
-        copied to it instead of being returned. OSError: `copy_to` cannot be written.
+        With `payload` False, only the header is read. With `copy_to`, an empty file open for writing, the payload is copied
+        to it instead of being returned. OSError: `copy_to` cannot be written.
         """
         path = self.directory / key.file
         try:
@@ -254,7 +254,7 @@ class BlockStore:
     def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> int:
         """Set the time of last use of `keys`, the blocks of one prompt, to now, and return it. OSError.
 
-        `tokens` and `size_bytes` are added to the totals of restores; 0 tokens: nothing was restored.
+        `tokens` and `size_bytes` are added to the totals of restores, unless `tokens` is 0.
         """
         with self._account() as account:
             stamp = account.stamp()
@@ -277,7 +277,7 @@ class BlockStore:
     # Writing
 
     def describe(self, model: str, described: dict[str, Any]) -> None:
-        """Write `described`, the input of the fingerprint `model`, to `model.json`, unless that exists. OSError."""
+        """Write `described`, the input of the fingerprint, to `model.json`, unless that exists. OSError."""
         if not (self.directory / model / "model.json").exists():
             # Under the lock, so that a sweep, or `_forget` of a model without blocks, sees no unfinished file.
             with (
@@ -290,9 +290,8 @@ class BlockStore:
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Store `block` as `key`, point `links` to it, and return the size of its file.
 
-        `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too
-        large are not evicted for the last ones. None: a new time of use. MissingRequirement: no space, or writing
-        failed.
+        With `used_ns`, the result of `used` for the prompt, the first blocks of a prompt that is too large are not evicted
+        for the last ones. MissingRequirement: no space, or writing failed.
         """
         return self._publish(key, pack(key, block), links, block, used_ns)
 
@@ -383,10 +382,10 @@ class BlockStore:
                 os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
-        """Remove the blocks of `model` (None: of all models), and return the totals. OSError.
+        """Remove blocks of `model` (None: of all models), and return them. OSError.
 
-        With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently
-        used ones until at most that many bytes remain; without both, all.
+        With `unused_ns`, blocks unused for longer are removed; with `keep_bytes`, the least recently used ones above it;
+        without both, all.
         """
         if keep_bytes is None:
             keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # -1: also remove empty files
@@ -417,7 +416,6 @@ class BlockStore:
             return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
 
     def description(self, model: str) -> dict[str, Any]:
-        """Return the contents of `model.json`; empty if it is missing or damaged."""
         try:
             described = json.loads(self._small_file(model, "model.json"))
         except (OSError, ValueError, RecursionError):
@@ -483,7 +481,6 @@ class BlockStore:
         return min(self.limit_bytes, stored - self.lacking(0))
 
     def _aged(self) -> list[Entry]:
-        """Return all blocks, least recently used first; of the blocks of one use, the last first."""
         return sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
@@ -562,7 +559,7 @@ _NO_LIMIT = 1 << 63
 
 @dataclass
 class _Account:
-    """The contents of the lock file: used bytes, and the newest time of use."""
+    """The contents of the lock file."""
 
     clock: Callable[[], int]
     used_bytes: int
@@ -616,8 +613,7 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
 def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
     """Remove blocks below `directory`: unused for longer than `unused`, and the least recently used above `keep` bytes.
 
-    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid
-    one.
+    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid one.
     """
     if unused is None and keep is None and model is None:
         raise UsageError(
@@ -633,13 +629,13 @@ def pruned(directory: str | Path, unused: str | None, keep: str | None, model: s
 
 
 def key_of(model: str, name: str) -> BlockKey | None:
-    """Return the key of the block in the file `name`; None if that is not the name of a block."""
+    """Return the key of the block in the file `name`; None if it is another file."""
     match = _BLOCK.fullmatch(name)
     return BlockKey(model, match[1], int(match[2]), match[3]) if match else None
 
 
 def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
-    """Return the header and the payload of `block`, as its file or message contains them."""
+    """Return the header and the payload of `block`."""
     head = _packed_head(key, len(block.payload), _checksum(block.payload), block.tokens, block.layout)
     return [head, block.payload]
 
@@ -727,7 +723,6 @@ def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
 
 
 def _checksum(payload: Bytes) -> int:
-    """Return the checksum that spill files use for pages; `payload` is padded with zeros to a multiple of 8 bytes."""
     if rest := -len(payload) % 8:
         payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
     return int(checksums(payload[None])[0, 0])

@@ -29,14 +29,11 @@ _END_S = 10.0  # time to store waiting slots after the server has ended
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a store, as in `BlockStore`."""
-
     limit_bytes: int
     ttl_ns: int
     floor_bytes: int | None
 
     def store(self, directory: str) -> BlockStore:
-        """Open the store in a directory. UsageError; MissingRequirement."""
         return BlockStore(directory, self.limit_bytes, self.ttl_ns, self.floor_bytes)
 
 

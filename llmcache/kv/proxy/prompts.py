@@ -1,5 +1,4 @@
-"""StoredPrompts: the slot files of a llama-server, each stored as a whole state in a BlockStore and named by its
-tokens.
+"""The slot files of a llama-server, each stored as a whole state in a BlockStore and named by its tokens.
 
 A slot file has no checksum, and another request may have used the slot before it was saved, so the tokens are read from
 the file. Two formats of the token list are supported: the plain list, and since version 4 of llama.cpp's sequence files
@@ -45,7 +44,7 @@ _MODEL_HEAD_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Found:
-    """A stored prompt: its block, its tokens, and the length of the prefix in common with a request."""
+    """A stored prompt; `common`: length of its common prefix with a request."""
 
     key: BlockKey
     tokens: Tokens
@@ -67,17 +66,13 @@ def tokens_of(path: Path) -> Tokens:
 
 
 def uses_states(model: str) -> bool:
-    """Return whether the GGUF model has sliding windows or recurrent layers, whose states can be used only to their
-    end.
-    """
+    """Return whether the GGUF model has sliding windows or recurrent layers: its states are usable only to their end."""
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         return any(data.find(word, 0, _MODEL_HEAD_BYTES) >= 0 for word in _STATES_ONLY)
 
 
 class StoredPrompts:
-    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only` is the result of
-    `uses_states`.
-    """
+    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only`: see `uses_states`."""
 
     def __init__(self, store: BlockStore, fingerprint: str, described: dict[str, Any], states_only: bool) -> None:
         self.store, self.fingerprint, self.states_only = store, fingerprint, states_only
@@ -119,11 +114,7 @@ class StoredPrompts:
             return known
 
     def export(self, found: Found, path: Path) -> int:
-        """Write the state of a stored prompt to the new file `path`, and return its size; 0 if it is missing or
-        damaged.
-
-        A damaged state is removed from the store. OSError.
-        """
+        """Write the state of a stored prompt to the new file `path`; return its size, 0 if it was missing or damaged."""
         fd = files.create(path)
         try:
             directory = os.stat(path.parent)
@@ -145,10 +136,7 @@ class StoredPrompts:
         self.store.drop([found.key])
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
-        """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError.
-
-        `token_s` is the time in seconds to evaluate a token.
-        """
+        """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError."""
         key = BlockKey(self.fingerprint, _name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
         if key in self.store:
             self.store.used([key])
@@ -180,11 +168,10 @@ def _name(fingerprint: str, tokens: Tokens) -> str:
 class Spool:
     """The server's directory for slot files. Names are unique to a process; files of ended processes are removed.
 
-    A process that runs holds the lock on its own lock file.
+    A process that runs holds the lock on its own lock file. OSError.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Remove the files of ended processes, and create the lock file. OSError."""
         self.directory, self._made = directory, 0
         for lock in directory.glob("llmcache-*.lock"):
             with contextlib.suppress(OSError):
@@ -206,7 +193,6 @@ class Spool:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """Yield the path of a new slot file, which is removed afterwards."""
         self._made += 1
         path = self.directory / f"{self._name}-{self._made}.slot"
         try:

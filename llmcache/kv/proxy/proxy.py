@@ -79,7 +79,7 @@ class Counters:
 
 @dataclass
 class Served:
-    """An identified server: its process, identity, slots and stored prompts."""
+    """An identified server."""
 
     process: Process
     identity: Identity
@@ -99,7 +99,7 @@ class Served:
 
 
 class NotUnderstood(Exception):
-    """A completion is forwarded without a look-up; the message is the reason."""
+    """The reason why a completion is forwarded without a look-up."""
 
 
 class Proxy:
@@ -121,7 +121,6 @@ class Proxy:
     # Connections of clients
 
     async def listen(self, address: Address) -> asyncio.Server:
-        """Serve clients at `address`. OSError."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> _Client:
@@ -176,7 +175,7 @@ class Proxy:
         return keeps
 
     async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
-        """Forward the answer to the client; return whether the client's connection stays open."""
+        """Forward a request and its answer; return whether the client's connection stays open."""
         head_sent = False
         try:
             async with self.address.sent(request) as answer:
@@ -405,7 +404,6 @@ class Proxy:
     # Saving
 
     async def _save(self, turn: _Turn) -> bool:
-        """Let the server save the slot, and store the file in the background."""
         served = turn.served
         if served.failed_saves >= MOST_FAILURES:  # for example, with a projector for images
             return False
@@ -478,7 +476,6 @@ class Proxy:
     # The server
 
     async def watch(self) -> None:
-        """Identify the server after each start or change, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -530,7 +527,6 @@ class Proxy:
             log.error("a slot is not saved", exc_info=error)
 
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Wait up to `timeout_s` until waiting slot files are stored."""
         self._ended.set()
         while self._tasks:
             _, left = await asyncio.wait(set(self._tasks), timeout=timeout_s)

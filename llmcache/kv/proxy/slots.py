@@ -1,7 +1,7 @@
-"""SlotTable: the tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
+"""The tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
 
 The server does not report the tokens of a slot, so the table records those that the proxy restored, evaluated or saved.
-If clients bypass the proxy, it may be out of date. This costs time but never changes an answer, because the server
+If clients bypass the proxy, the table may be wrong. This costs time but never changes an answer, because the server
 compares the tokens of a request with its slot.
 """
 
@@ -25,10 +25,7 @@ LEAST_GAIN = 64  # least number of tokens that a restore has to add to those in 
 
 @dataclass
 class Slot:
-    """A slot of the server: its tokens, how many of them are stored, and the number of its last use.
-
-    `text` is its last prompt, if that was text; `answered` is the number of tokens in the answer to it.
-    """
+    """A slot of the server. `text` is its last prompt, if that was text; `answered`: tokens of the answer to it."""
 
     number: int
     tokens: Tokens = field(default_factory=lambda: NONE)
@@ -45,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lease:
-    """A slot leased to a request, and how many tokens of its prompt the slot contains."""
+    """A slot leased to a request; `held`: tokens of the prompt that it contains."""
 
     slot: Slot
     held: int
@@ -69,9 +66,7 @@ class SlotTable:
             return lease
 
     def lease_continued(self, text: str) -> Slot | None:
-        """Lease an idle slot with nearly all of the prompt `text`, which need not be tokenized then; None: there is
-        none.
-        """
+        """Lease an idle slot with nearly all of the prompt `text`, which then need not be tokenized, if there is one."""
         slot = max(
             (slot for slot in self.slots if not slot.is_busy and slot.text and text.startswith(slot.text)),
             key=lambda slot: len(slot.text),
@@ -105,13 +100,12 @@ class SlotTable:
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Clear the records of idle slots that have fewer tokens in `counts`, the server's numbers by slot (default 0)."""
+        """Clear the records of idle slots that have fewer tokens in `counts`, by slot."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.record(NONE)
 
     def forget_idle(self) -> None:
-        """Clear the records of idle slots, after a request for which the server chooses the slot."""
         for slot in self.slots:
             if not slot.is_busy:
                 slot.record(NONE)
@@ -120,8 +114,7 @@ class SlotTable:
 def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
     """Return the `idle` slot with the longest prefix of the prompt, unless restoring `stored` tokens saves more.
 
-    For a restore, and for a prompt without a prefix in any slot, prefer an empty slot, then one whose tokens are
-    stored, then the least recently used one.
+    Else prefer an empty slot, then one whose tokens are stored, then the least recently used one.
     """
     best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
     held = common(best.tokens, tokens)

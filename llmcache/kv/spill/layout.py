@@ -59,7 +59,7 @@ def whole_blocks(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class KvShape:
-    """The identity of a spill file: a reader needs the same fields. `value_dim` 0 stands for `head_dim`."""
+    """The identity of a spill file. `value_dim` 0 stands for `head_dim`."""
 
     model: str
     layers: int
@@ -112,7 +112,7 @@ class KvShape:
 
 
 def aligned(size_bytes: int) -> Bytes:
-    """Return an uninitialized buffer of `size_bytes` that is aligned for O_DIRECT."""
+    """Return an uninitialized buffer that is aligned for O_DIRECT."""
     raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
     skip = -raw.ctypes.data % BLOCK_BYTES
     return raw[skip : skip + size_bytes]
@@ -205,7 +205,7 @@ class ExtentPlan:
     """The layout of an extent with `slots` pages; `sizes` are the bytes of the keys and of the values of a page.
 
     `parts`: the number of equal parts of each side, which have one checksum each. `direct`: parts are whole blocks.
-    `interleaved`: each part of keys is followed by the part of values; both sides then have equally many parts.
+    `interleaved`: each part of keys is followed by the part of values.
     """
 
     slots: int
@@ -256,9 +256,9 @@ def parts_of(slot_bytes: int) -> int:
 
 
 class Layout:
-    """The layout of a file of `shape` with `extent_pages` pages of a layer in an extent.
+    """The layout of a file with `extent_pages` pages of a layer in an extent; `parts` of each side: None for `parts_of`.
 
-    `parts` of each side: None for `parts_of`. `interleaved` has no effect unless both sides have equally many parts.
+    `interleaved` has no effect unless both sides have equally many parts.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""RawFile: complete reads and writes at offsets of a file, with errors that name the cause.
+"""Complete reads and writes at offsets of a file, with errors that name the cause.
 
-Pages bypass the page cache (O_DIRECT) if the file system supports it. Tables use the page cache, because their records are
-smaller than a block. Linux keeps both coherent.
+Pages bypass the page cache (O_DIRECT) if the file system supports it. Tables use the page cache, because their records
+are smaller than a block. Linux keeps both coherent.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def there_already(path: Path) -> UsageError:
 class RawFile:
     """An open file. `direct`: use O_DIRECT if possible (None), always (True, else MissingRequirement) or never (False).
 
-    `directory`: a descriptor of the file's directory; of `path`, only the last component is then opened.
+    `directory`: a descriptor of the file's directory, in which only the last component of `path` is opened.
     """
 
     def __init__(self, path: Path, flags: int, direct: bool | None = None, directory: int | None = None) -> None:
@@ -157,7 +157,6 @@ class RawFile:
                 offset += size
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes, or fewer at the end of the file."""
         parts, done = [], 0
         while done < size:
             with explained(self.path, f"reading at {offset + done}"):
@@ -279,13 +278,10 @@ def huge_memory(size_bytes: int) -> Bytes:
 
 
 class ReadQueue:
-    """Concurrent reads by Linux's asynchronous I/O into memory of the queue; obtained from `read_queue`.
+    """Concurrent reads by Linux's asynchronous I/O into memory of the queue; sequential ones where that is not permitted.
 
-    Reads are sequential if the kernel or the container does not permit asynchronous I/O.
-
-    The system calls are made through ctypes. *Measured* on a virtual disk (medians of 55 interleaved calls for 128, 512 and
-    1,024 rows): 2.2, 10.9 and 20.4 ms; with `preadv` on eight threads 3.2, 14.0 and 29.5 ms; with system calls in compiled
-    loops 2.1, 10.4 and 18.6 ms.
+    *Measured* on a virtual disk (medians of 55 interleaved calls for 128, 512 and 1,024 rows): 2.2, 10.9 and 20.4 ms; with
+    `preadv` on eight threads 3.2, 14.0 and 29.5 ms; with system calls in compiled loops 2.1, 10.4 and 18.6 ms.
     """
 
     def __init__(self) -> None:
@@ -304,7 +300,6 @@ class ReadQueue:
         return self._memory[:size_bytes]
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
-        """Perform the reads of `_joined`; return the numbers of those that are incomplete."""
         if not self._is_async:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
         sizes, whole = _sizes(segments, firsts), np.zeros(len(starts), np.bool_)

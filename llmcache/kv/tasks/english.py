@@ -1,12 +1,10 @@
-"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of
-texts.
+"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of texts.
 
-Source: the words of passkey retrieval are from Mohtashami and Jaggi (2023); the needles, variable tracking, common and
-frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs
-from all: contexts have an exact number of tokens, and each answer is right or wrong word for word.
+Source: passkey retrieval is from Mohtashami and Jaggi (2023); the needles, variable tracking, common and frequent words
+follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs from all:
+contexts have an exact number of tokens, and each answer is right or wrong word for word.
 
-Texts are files of installed Debian packages, so each names its source; with the same packages, the same seed gives the
-same texts.
+Texts are files of installed Debian packages; with the same packages, the same seed gives the same texts.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ class _Writer:
     first: Sequence[int]
 
     def numbers(self, single: bool) -> Probe:
-        """Return a context with numbers of different kinds, and questions about a `single` one or all."""
         kinds = self.rng.permutation(KINDS)[:RECALLED]
         numbers = [str(number) for number in self.rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
         depths = np.sort(self.rng.random(RECALLED))
@@ -94,7 +91,6 @@ class _Writer:
         return self.probe(needles, asked, int(BINS * depths[wanted[0]]) / BINS if single else None)
 
     def variables(self) -> Probe:
-        """Return a context with two chains of assignments, and questions about the variables of one chain."""
         names = ["".join(self.rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
         values = self.rng.choice(np.arange(10000, 100000), 2, replace=False)
         needles = []
@@ -169,7 +165,7 @@ def documents(
 ) -> Iterator[Document]:
     """Yield `cases` texts of `tokens` and FOLLOWING more, each from a random position in a file of another package.
 
-    `first`: the tokens that begin a text. MissingRequirement: there are too few files of that length.
+    MissingRequirement: there are too few files of that length.
     """
     found_all = (path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
     paths = sorted(found_all, key=lambda path: path.parts)  # the order of Path comparison, which is slow

@@ -42,10 +42,7 @@ _NAME = re.compile("[0-9a-f]*")
 
 
 class PageTable:
-    """The pages of `batch` sequences.
-
-    `stream`, `place` [numbers]: position in the file, or NOWHERE while a page is not full.
-    """
+    """The pages of `batch` sequences; by page number, `stream` and `place` in the file, NOWHERE while a page is not full."""
 
     def __init__(self, batch: int) -> None:
         self.pages = 0
@@ -66,7 +63,6 @@ class PageTable:
 
     @property
     def table(self) -> Int64s:
-        """Page numbers of all sequences, [batch, pages]."""
         return self._table[:, : self.pages]
 
     def extend(self, pages: int) -> None:
@@ -108,7 +104,6 @@ class PageTable:
         self.ends[stream] += 1
 
     def unsettle(self, page: int) -> None:
-        """Revoke the places of a page of every sequence."""
         self.stream[self._table[:, page]] = self.place[self._table[:, page]] = NOWHERE
         self._shorten()
 
@@ -207,8 +202,8 @@ class Tokens:
 class Sequences:
     """The batch of a store: its page table, tokens and pools, which all parts of the store share.
 
-    `config`: the configuration, with the initial `batch`. `lengths` [layers]: tokens of each layer. `step`: number of
-    finished steps. `victims`: returns the pages to drop when the window advances and the pool is full; None for the oldest.
+    `lengths` [layers]: tokens of each layer. `step`: number of finished steps. `victims`: returns the pages to drop when the
+    window advances and the pool is full; None for the oldest.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -270,8 +265,8 @@ class Sequences:
 class Tables:
     """The runs of each sequence: (stream, number of pages from its start, or OPEN).
 
-    `saved`: the file is complete, and the last page may be partial. `sidecar`: the caller's name for the file that belongs
-    to the last save, or "".
+    `saved`: the file is complete, and the last page may be partial. `sidecar`: the caller's name for the file of the last
+    save, or "".
     """
 
     sequences: list[Runs]
@@ -322,13 +317,12 @@ class Tables:
 
     @classmethod
     def remove(cls, spill: Path) -> None:
-        """Remove the tables of a spill file, if any, durably."""
         with explained(path := cls.path(spill), "removing page tables"):
             files.remove(path)
 
 
 def _checked(runs: Any) -> Runs:
-    """Return `runs` if they are valid: a run starts where its stream does, so a sequence has each stream at most once."""
+    """A run starts where its stream does, so a sequence has each stream at most once."""
     found = [(stream, pages) for stream, pages in runs]
     for place, (stream, pages) in enumerate(found):
         is_open = pages == OPEN and place == len(found) - 1

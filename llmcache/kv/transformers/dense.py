@@ -1,7 +1,4 @@
-"""Dense attention for short contexts, over tensors like those of transformers' own cache.
-
-Below the measured break-even, full attention is both faster than choosing tokens and exact.
-"""
+"""Dense attention for short contexts, over tensors like those of transformers' own cache."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ class DenseLayers:
         return all(side.device.type == "cpu" for sides in self._sides for side in sides)
 
     def layer_length(self, layer: int) -> int:
-        """Return the tokens of a layer, including those of a step in progress."""
         return self._lengths[layer]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Sides:
@@ -76,13 +72,11 @@ class DenseLayers:
         self._sides[layer] = sides
 
     def rows(self, layer: int, start: int) -> Sides:
-        """Return views of the keys and values of a layer from token `start` on."""
         keys, values = self._sides[layer]
         count = self._lengths[layer] - start
         return keys.narrow(2, start, count), values.narrow(2, start, count)
 
     def commit(self, ids: Int64s, positions: Int64s) -> None:
-        """Finish a step after all layers: append the ids and positions [batch, tokens] of its tokens."""
         if not self.length:
             self.ids, self.positions = ids, positions
         else:
@@ -94,7 +88,6 @@ class DenseLayers:
         self.ids, self.positions = self.ids[:, :tokens], self.positions[:, :tokens]
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
         with _without_autograd():
             for layer, sides in enumerate(self._sides):
                 self._sides[layer] = [side[torch.from_numpy(index).to(side.device)] for side in sides]

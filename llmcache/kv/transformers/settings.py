@@ -80,8 +80,7 @@ class SpillSettings:
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
         """Return the configuration of the store for a model of `shape`, with the spill file `path`.
 
-        The policy sets the sink and window by default. With a spill file, the pools are the smallest possible until a
-        `MemoryBudget` sets their size, unless `cpu_pages` does.
+        With a spill file and without `cpu_pages`, the pools are the smallest possible until a `MemoryBudget` sets their size.
         """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
@@ -132,10 +131,9 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
 
 
 class MemoryBudget:
-    """The host memory of a cache: how much a context needs, and how many pages fit.
+    """The host memory of a cache: how much a context needs between steps, and how many pages fit.
 
-    It counts what stays in memory between steps. `flexible`: the pools always have room for the token budget, even if
-    that exceeds `memory_bytes`.
+    `flexible`: the pools always have room for the token budget, even if that exceeds `memory_bytes`.
     """
 
     def __init__(self, memory_bytes: int, policy: KvPolicy, flexible: bool = False) -> None:
