@@ -132,14 +132,10 @@ class Setup:
         """
         pages = self.spec.shape.pages_of(self.spec.context + self.warm_up + self.steps)
         pages = math.floor(pages * self.beta / (1 + self.beta))
-        return pages if self.memory_bytes is None else min(pages, self.memory_bytes // self._page_bytes)
+        return pages if self.memory_bytes is None else min(pages, self.memory_bytes // self.page_bytes)
 
     @property
-    def pool_bytes(self) -> int:
-        return self.cpu_pages * self._page_bytes
-
-    @property
-    def _page_bytes(self) -> int:
+    def page_bytes(self) -> int:
         shape = self.spec.shape
         return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 
@@ -343,7 +339,7 @@ def speeds(session: PolicySession) -> tuple[float, float]:
 
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
-    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
+    if sum(setup.cpu_pages * setup.page_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
     return rows, ("the policies ran one after another, because their pools do not fit in memory together",)

@@ -221,7 +221,25 @@ class Grown:
         self._used = rows
 
 
-class ExactScorer(Scorer):
+class GrownScorer(Scorer):
+    """A scorer that keeps one row for each page in arrays."""
+
+    _kept: list[Grown]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(stored.size_bytes for stored in self._kept)
+
+    @property
+    def page_bytes(self) -> float:
+        return sum(stored.row_bytes for stored in self._kept)
+
+    def _crop(self, end: int) -> None:
+        for stored in self._kept:
+            stored.cut((end - self.first) // self.shape.page_tokens)
+
+
+class ExactScorer(GrownScorer):
     """Scores all keys, which it keeps as they are."""
 
     name = "exact"
@@ -234,14 +252,6 @@ class ExactScorer(Scorer):
         self._kept = [Grown((*size, dim), dtype), *(Grown(size, kind) for kind in scales)]
 
     @property
-    def size_bytes(self) -> int:
-        return sum(stored.size_bytes for stored in self._kept)
-
-    @property
-    def page_bytes(self) -> float:
-        return sum(stored.row_bytes for stored in self._kept)
-
-    @property
     def _pages(self) -> list[NDArray[Any]]:
         return [stored.rows for stored in self._kept]
 
@@ -251,10 +261,6 @@ class ExactScorer(Scorer):
     def _append(self, *sides: NDArray[Any]) -> None:
         for stored, rows in zip(self._kept, sides, strict=True):
             stored.append(as_pages(rows, self.shape.page_tokens))
-
-    def _crop(self, end: int) -> None:
-        for stored in self._kept:
-            stored.cut((end - self.first) // self.shape.page_tokens)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
         found: Int64s = top(self._combined(queries), k, self.settings.threads)
@@ -340,7 +346,7 @@ class PackedScorer(ExactScorer):
         return found
 
 
-class QuestScorer(Scorer):
+class QuestScorer(GrownScorer):
     """Keeps the largest and smallest numbers of a page (2 of its 16 rows); returns the pages with the largest bounds.
 
     The bound for query q is one product: [max(q, 0), min(q, 0)] with [largest, smallest]. Source: Tang et al., Quest, ICML
@@ -351,21 +357,11 @@ class QuestScorer(Scorer):
 
     def _begin(self) -> None:
         self._boxes = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._boxes.size_bytes
-
-    @property
-    def page_bytes(self) -> float:
-        return self._boxes.row_bytes
+        self._kept = [self._boxes]
 
     def _add(self, keys: NDArray[Any]) -> None:
         pages = as_pages(widened(keys), self.shape.page_tokens)
         self._boxes.append(np.concatenate([pages.max(axis=2), pages.min(axis=2)], axis=-1))
-
-    def _crop(self, end: int) -> None:
-        self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
     def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
         """Return the combined bounds [kv_heads, n] of `boxes` [n, kv_heads, 2 * dim]; None for all pages."""
@@ -399,11 +395,11 @@ class ChunkScorer(QuestScorer):
 
     @property
     def size_bytes(self) -> int:
-        return self._boxes.size_bytes + self._chunks.size_bytes
+        return super().size_bytes + self._chunks.size_bytes
 
     @property
     def page_bytes(self) -> float:
-        return self._boxes.row_bytes * (1 + 1 / self.settings.chunk_pages)
+        return super().page_bytes * (1 + 1 / self.settings.chunk_pages)
 
     def _add(self, keys: NDArray[Any]) -> None:
         page = len(self._boxes.rows)

@@ -154,11 +154,12 @@ class KvEngine:
         `weights` [batch, heads, tokens] of all rows that `step` returned, for policies that need them.
         """
         selection, step = self._chosen.pop(layer), self.store.step
-        self._later(lambda: self._update(layer, selection, weights, step))
 
-    def _update(self, layer: int, selection: Selection, weights: Floats | None, step: int) -> None:
-        with self.timeline.span(CPU, UPDATE, layer, step):
-            self.policy.attended(layer, selection, weights)
+        def update() -> None:
+            with self.timeline.span(CPU, UPDATE, layer, step):
+                self.policy.attended(layer, selection, weights)
+
+        self._later(update)
 
     def finish_step(self, ids: Int64s, positions: Int64s) -> None:
         """Wait for all updates, and commit the ids and positions [batch, tokens] of the step or the prefill."""

@@ -203,9 +203,6 @@ class Spool:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._sweep_own()
-
-    def _sweep_own(self) -> None:
-        for left in self.directory.glob(f"{self._name}*"):
-            left.unlink()
-        os.close(self._lock)
+            for left in self.directory.glob(f"{self._name}*"):
+                left.unlink()
+            os.close(self._lock)

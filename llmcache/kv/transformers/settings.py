@@ -80,7 +80,7 @@ class SpillSettings:
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
         """Return the configuration of the store for a model of `shape`, with the spill file `path`.
 
-        With a spill file and without `cpu_pages`, the pools are the smallest possible until a `MemoryBudget` sets their size.
+        With a spill file and without `cpu_pages`, the pools are the smallest possible until a `MemoryBudget` sets them.
         """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
