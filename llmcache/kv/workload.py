@@ -152,7 +152,6 @@ class SyntheticStream:
         return math.sqrt(logit * math.sqrt(self.spec.head_dim))
 
     def _rotations(self, positions: Int64s) -> Floats:
-        """Return angles [tokens, 2 * pairs] of slow rotations."""
         speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
         angles = positions[:, None] * speeds
         amplitude = self._amplitude(RECENT_LOGIT) / math.sqrt(self._pairs)
@@ -170,7 +169,6 @@ class SyntheticStream:
         return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
 
     def prompt_queries(self, layer: int) -> Floats:
-        """Return the queries [batch, heads, DWELL_STEPS, head_dim], float32, of the last tokens of the prompt."""
         return np.stack([self.queries(layer, step) for step in range(-DWELL_STEPS, 0)], axis=2)
 
     def _query(self, layer: int, sequence: int, step: int) -> Floats:

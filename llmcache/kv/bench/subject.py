@@ -93,7 +93,6 @@ class Subject:
 
     @property
     def first(self) -> list[int]:
-        """The tokens that begin every text."""
         token = None if self.tokenizer is None else self.tokenizer.bos_token_id
         return [] if token is None else [int(token)]
 
@@ -268,7 +267,6 @@ class Run:
         self._before = Traffic()
 
     def read(self, ids: Int64s) -> None:
-        """Read a prompt [1, tokens] and generate the second token."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, ids)
         self._prefill_ns = time.perf_counter_ns() - begin_ns
@@ -276,7 +274,6 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Fill the cache from `given`, and continue with any token, to measure the time of steps."""
         given.give(self.cache)
         self._next = np.array([0])
 
@@ -314,7 +311,6 @@ class Run:
         return len(self._steps_ns)
 
     def memory(self) -> KvMemory:
-        """Return the memory of the cache, without pages of the spill file in the page cache."""
         if not isinstance(self.cache, SpillCache):
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)

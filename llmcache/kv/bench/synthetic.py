@@ -203,7 +203,6 @@ class PolicySession:
         self.engine.finish_step(ids, np.tile(np.arange(part.start, part.stop), (len(ids), 1)))
 
     def decode(self, step: int) -> None:
-        """Run decode step `step` (from 0, in order), and record its time after the warm-up."""
         if step == self.setup.warm_up:  # traffic of prefill and warm-up does not count
             self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
             self._device = Report() if report is None else replace(report)
@@ -234,7 +233,6 @@ class PolicySession:
             self._steps_ns.append(self.timeline.now_ns() - begin_ns)
 
     def row(self) -> Row:
-        """Return the result of the steps after the warm-up: medians, and means per step."""
         steps, store = self.timeline.steps, self.store
         token_ns = statistics.median(self._steps_ns)
         moved = since(self._traffic, store.traffic)

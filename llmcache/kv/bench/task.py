@@ -117,7 +117,6 @@ class CollectedAnswers:
     divergences: list[float] = field(default_factory=list)
 
     def add(self, right: Flags, full: Flags, depths: Sequence[float] | None) -> None:
-        """Add which answers [contexts, n] are right, with this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
         self.kept += (right & full).sum(1).tolist()

@@ -79,8 +79,7 @@ class PageIndex(ABC):
 
     @property
     @abstractmethod
-    def page_bytes(self) -> float:
-        """Average memory of a page, without unused room."""
+    def page_bytes(self) -> float: ...
 
     @property
     def step(self) -> int:

@@ -77,7 +77,6 @@ class RunningTop:
             self._compact()
 
     def result(self) -> Int64s:
-        """Return the positions of the `k` largest scores added, ascending, as `top` over all would."""
         self._compact()
         return self._positions[0]
 

@@ -360,7 +360,6 @@ class PrefixCache(BaseLlamaCache):
         return fetched
 
     def _read(self, model: Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
-        """Return the block `key`; None if it is missing, or invalid and removed."""
         block = fetched.get(key) or self.store.read(key)
         if block is None or (is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
             return block
@@ -368,7 +367,6 @@ class PrefixCache(BaseLlamaCache):
         return None
 
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
-        """Return False and clear the context if llama.cpp rejects the state."""
         llama.reset()
         memory = llama_cpp.llama_get_memory(llama.ctx)
         taken = llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0)
@@ -433,7 +431,6 @@ class PrefixCache(BaseLlamaCache):
         return joined.data, joined.tokens, [*keys, partial_key] if partial_key and partial else keys
 
     def _evaluated(self, llama: Llama, model: Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
-        """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the context."""
         live = common_length(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
             llama.reset()  # a whole state cannot be shortened

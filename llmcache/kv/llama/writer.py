@@ -88,7 +88,6 @@ class Writer:
             return None
 
     def make_room(self, size_bytes: int) -> bool:
-        """Drop tasks, the newest first, until `size_bytes` of memory are available; return whether they are."""
         with self._changed:
             # The first task is being written, so its memory is in use.
             while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:
@@ -105,7 +104,6 @@ class Writer:
         self.report(kind, "a prompt was not stored: %s", why)
 
     def report(self, kind: str, message: str, why: object) -> None:
-        """Log a failure, at most one of its `kind` in LOG_S."""
         with self._changed:
             logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
             if time.monotonic() - logged_s < LOG_S:

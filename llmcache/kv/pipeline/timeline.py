@@ -39,7 +39,6 @@ class Timeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock; no spans may be recorded meanwhile."""
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -48,7 +47,6 @@ class Timeline:
 
     @contextmanager
     def span(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
-        """Record a with block as a span, even if it raises."""
         begin_ns = self.now_ns()
         try:
             yield
@@ -97,7 +95,6 @@ class Timeline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline with times in ns since the first begin."""
         spans = self.spans
         zero = spans[0].begin_ns if spans else 0
         rows = [span._replace(begin_ns=span.begin_ns - zero, end_ns=span.end_ns - zero)._asdict() for span in spans]
@@ -105,7 +102,6 @@ class Timeline:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Timeline:
-        """Return the timeline of a dict from `to_json`. KeyError, TypeError, ValueError: invalid data."""
         made = cls(data["emulated"])
         for row in data["spans"]:
             made.add(Span(**row))

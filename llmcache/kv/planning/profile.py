@@ -117,7 +117,6 @@ class MachineProfile:
 
     @classmethod
     def from_json(cls, data: Any) -> MachineProfile:
-        """Return the profile from the result of `to_json`. KeyError, ValueError: it is invalid."""
         check_schema(data, SCHEMA)
         made: MachineProfile = from_json(cls, data)
         if min(*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes) < 0:

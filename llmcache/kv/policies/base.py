@@ -71,7 +71,6 @@ class PolicySettings:
                 raise UsageError(f"{setting_.name}: {value!r} is out of range", setting_.metadata["hint"])
 
     def check_store(self, config: StoreConfig) -> None:
-        """Raise UsageError if the budget is smaller than the sink and window of a store."""
         pinned = (config.sink_pages + config.window_pages) * config.shape.page_tokens
         if self.token_budget is not None and self.token_budget < pinned:
             hint = "increase the budget, or reduce the sink or the window"
@@ -99,8 +98,7 @@ class Remembered(Protocol):
 
     def crop(self, tokens: int) -> None: ...
 
-    def reorder(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`."""
+    def reorder(self, index: Int64s) -> None: ...
 
 
 class TokenTable(Generic[Kind]):

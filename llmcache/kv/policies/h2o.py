@@ -206,7 +206,6 @@ class Kelle(H2O):
             self._record_rows(layer, self.store.attended_positions(layer, selection))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` with the fewest kept tokens, earlier first (`Victims` of the store)."""
         tokens = self._dropped.rows(layer, sequence, (int(pages[-1]) + 1) * self.page_tokens)
         kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
         return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
@@ -221,7 +220,6 @@ class Kelle(H2O):
         self._recorder, self._recorded_step, self._places, self._step_ns = recorder, -1, 0, step_ns
 
     def end_record(self) -> None:
-        """End the last recorded step. ValueError if there was none since `record`."""
         if self._recorder is None or self._recorded_step < 0:
             raise ValueError("end_record: nothing was recorded, call record() before the steps")
         recorder, self._recorder = self._recorder, None

@@ -185,7 +185,6 @@ class HillInfer(KvPolicy):
         return self.store.shape.pages_of(self.settings.attended(length))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` with the fewest hits, earlier first, recent pages last (`Victims` of the store)."""
         ranks = self.hits.pages(layer, sequence, int(pages[-1]) + 1, self.page_tokens)[pages]
         if self.settings.bkp:
             recent = min(self._important_pages(self.store.layer_length(layer)), self._room // 2)

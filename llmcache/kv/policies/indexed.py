@@ -71,7 +71,6 @@ class IndexedPolicy(KvPolicy):
         return self.page_tokens * np.maximum(self.store.config.sink_pages, -(-self.first // self.page_tokens))
 
     def pad(self, first: Int64s) -> None:
-        """Set the padding, and remove indexes that contain padding now."""
         before = self._starts
         super().pad(first)
         self._starts = self._first_indexed()
@@ -280,7 +279,6 @@ class IceCache(IndexedPolicy):
     # Saving trees next to the spill file
 
     def saved(self) -> None:
-        """Replace the trees next to the spill file; MissingRequirement if that fails."""
         if self.store.config.path is None:
             return
         found: dict[tuple[int, int, int], Any] = {}

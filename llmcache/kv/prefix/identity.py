@@ -63,7 +63,6 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: str | os.PathLike[str] | int) -> Stamp:
-        """Return the stamp of a path or an open file. OSError, also if it is not a regular file."""
         found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")

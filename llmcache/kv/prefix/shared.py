@@ -67,7 +67,6 @@ class SharedTier:
         return found
 
     def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[BlockKey, Block] | None:
-        """Return the block `index` that the first existing one of `links` points to."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
         found = names if isinstance(names, list) else []
         name = next((name for name in found if isinstance(name, bytes)), b"")

@@ -79,7 +79,6 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, data: object) -> StateLayout:
-        """Return the layout that `to_json` wrote as `data`; ValueError if it is invalid."""
         try:
             parts = tuple(
                 AttentionCache(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
@@ -166,7 +165,6 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
 
 
 def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
-    """Return the attention cache at offset `at`, its number of tokens, its strips, and the offset of its end."""
     streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
     if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):

@@ -202,7 +202,6 @@ class BlockStore:
         return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
 
     def ahead(self, keys: Iterable[BlockKey]) -> None:
-        """Start kernel readahead of the stored blocks among `keys`."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 fd = os.open(key.base, _READING | os.O_CLOEXEC, dir_fd=directory)
@@ -212,7 +211,6 @@ class BlockStore:
                     os.close(fd)
 
     def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
-        """Return the block `index` that the first usable one of `links` points to."""
         for link in links:
             with contextlib.suppress(OSError), self._opened(model) as directory:
                 key = key_of(model, os.readlink(f"{link}-{index}.next", dir_fd=directory))
@@ -314,7 +312,6 @@ class BlockStore:
         used_ns: int | None,
         behind: tuple[int, int] | None = None,
     ) -> int:
-        """Store `parts`, followed by the contents of the open file `behind` (descriptor, size)."""
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
@@ -432,7 +429,6 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _opened(self, model: str, make: bool = False) -> Iterator[int]:
-        """Yield a descriptor of the directory of `model`. OSError: it does not exist, or is a symbolic link."""
         if make:
             (self.directory / model).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.directory / model, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -484,7 +480,6 @@ class BlockStore:
         return sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
-        """Evict expired blocks, then the least recently used ones until `size` more fit and `least` bytes are freed."""
         self._looked_ns = self._clock()
         entries = self._aged()
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
@@ -495,7 +490,6 @@ class BlockStore:
         account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
     def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
-        """Remove `entries`, ordered as by `_aged`, and dangling links; return the removed ones."""
         now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
             if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
@@ -559,8 +553,6 @@ _NO_LIMIT = 1 << 63
 
 @dataclass
 class _Account:
-    """The contents of the lock file."""
-
     clock: Callable[[], int]
     used_bytes: int
     newest_ns: int
@@ -680,7 +672,6 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
 
 
 def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
-    """Append the bytes from `start` to `end` to the file `copy_to`; DataError if the checksum is wrong."""
     sum_ = RunningChecksum()
     for piece in _pieces(raw.fd, start, end, raw.path):
         sum_.add(piece)

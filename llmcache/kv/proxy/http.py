@@ -259,7 +259,6 @@ class Address:
     async def call(
         self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body. OSError; ValueError."""
         async with self.sent(self.request(method, target, body, headers)) as answer:
             return answer.head.status, await answer.json()
 
@@ -277,7 +276,6 @@ async def _answer_head(reader: asyncio.StreamReader) -> Head:
 
 
 def _request_head(request: Request, is_chunked: bool) -> Head:
-    """Return the head to forward; a body that was read is framed by Content-Length instead of chunks."""
     if is_chunked or (not request.is_whole and not request.body):
         return request.head
     framing = (b"transfer-encoding", b"content-length")

@@ -84,7 +84,6 @@ class StoredPrompts:
         sum_.result()
 
     def longest(self, tokens: Tokens) -> Found | None:
-        """Return the stored prompt with the most tokens usable for `tokens`."""
         found = [Found(key, stored, common(stored, tokens)) for key, stored in self._known()]
         return max(found, key=self.usable, default=None)
 

@@ -144,7 +144,6 @@ class Proxy:
             writer.close()
 
     async def _answered(self, request: Request, client: _Client, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request unless the client disconnects; return whether the connection stays open."""
         answer, gone = asyncio.ensure_future(self._answer(request, writer)), asyncio.ensure_future(client.gone.wait())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +174,6 @@ class Proxy:
         return keeps
 
     async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
-        """Forward a request and its answer; return whether the client's connection stays open."""
         head_sent = False
         try:
             async with self.address.sent(request) as answer:
@@ -225,7 +223,6 @@ class Proxy:
             self._run(self._finish(turn))
 
     async def _turn(self, served: Served, prompt: str | Tokens, headers: dict[str, str]) -> _Turn:
-        """Lease a slot for a prompt, and select the stored prompt to restore, if any. NotUnderstood."""
         text = prompt if isinstance(prompt, str) else ""
         await self._check_slots(served, headers)
         if text and (slot := served.slots.lease_continued(text)):
@@ -285,7 +282,6 @@ class Proxy:
         return answer
 
     async def _found(self, served: Served, tokens: Tokens) -> Found | None:
-        """Return the stored prompt with the most usable tokens; None if it would save less than LEAST_GAIN."""
         if not len(tokens):
             return None
         self.counters.lookups += 1
@@ -293,7 +289,6 @@ class Proxy:
         return found if found and served.prompts.usable(found) >= LEAST_GAIN else None
 
     async def _restore(self, turn: _Turn, found: Found) -> int:
-        """Return how many tokens of the request the restored prompt provides, 0 on failure."""
         started, served = time.perf_counter(), turn.served
         with self.spool.file() as path:
             try:
@@ -341,7 +336,6 @@ class Proxy:
         return False
 
     async def _evaluate(self, turn: _Turn) -> None:
-        """If many tokens are left, evaluate all but the last one, and save the slot before the answer."""
         first = turn.tokens[:-1]
         if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
             return
@@ -562,8 +556,6 @@ class Proxy:
 
 @dataclass
 class _Turn:
-    """A completion: its server, slot and tokens, and the prompt restored for it."""
-
     served: Served
     slot: Slot
     tokens: Tokens
@@ -610,7 +602,6 @@ def _body(request: Request) -> dict[str, Any]:
 
 
 def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
-    """Raise NotUnderstood if a completion depends on more than the tokens of one prompt, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         raise NotUnderstood("the request has n > 1")
     if body.get("lora"):

@@ -78,7 +78,6 @@ class Options:
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses at which the server would listen. UsageError."""
         hosts = self.value("--host", variable="LLAMA_ARG_HOST") or "127.0.0.1"
         port = self.value("--port", variable="LLAMA_ARG_PORT") or str(DEFAULT_PORT)
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -93,7 +92,6 @@ class Options:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that requests need if the server has an API key. OSError."""
         key = self.value("--api-key", variable="LLAMA_API_KEY")
         if key is None and (file := self.value("--api-key-file", variable="LLAMA_ARG_API_KEY_FILE")):
             key = Path(file).read_text().split("\n")[0]
@@ -106,7 +104,6 @@ class Options:
 
     @property
     def own_cache(self) -> str | None:
-        """Option or variable that enables a persistent prompt cache of the server itself."""
         named = [*(word for word in self.words if word.startswith("--")), *self.environment]
         return next((name for name in named if _PERSISTENT.fullmatch(name.replace("-", "_").replace("__", "--", 1))), None)
 

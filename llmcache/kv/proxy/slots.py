@@ -57,7 +57,6 @@ class SlotTable:
         self._freed = asyncio.Condition()
 
     async def lease(self, tokens: Tokens, stored: int) -> Lease:
-        """Wait for an idle slot, and lease one to a prompt of `tokens`, of which `stored` can be restored."""
         async with self._freed:
             await self._freed.wait_for(lambda: any(not slot.is_busy for slot in self.slots))
             lease = choose([slot for slot in self.slots if not slot.is_busy], tokens, stored)
@@ -100,7 +99,6 @@ class SlotTable:
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Clear the records of idle slots that have fewer tokens in `counts`, by slot."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.record(NONE)

@@ -87,7 +87,6 @@ class KvShape:
 
     @property
     def slot_sizes(self) -> tuple[int, int]:
-        """Bytes of the keys and of the values of a page in the file, in whole blocks."""
         per_dim = self.kv_heads * self.page_tokens * self.numpy_dtype.itemsize
         return whole_blocks(per_dim * self.head_dim), whole_blocks(per_dim * self.value_dim)
 
@@ -97,11 +96,9 @@ class KvShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in one layer, without padding."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize
 
     def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return the shapes [*lead, dim] and types of keys and values."""
         return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
     def pages_of(self, tokens: int) -> int:
@@ -216,7 +213,6 @@ class ExtentPlan:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a page's entry: its kind, five numbers, the page's checksums and its own."""
         return next(size for size in ENTRY_BYTES if 28 + 4 * sum(self.parts) <= size)
 
     @property
@@ -231,7 +227,6 @@ class ExtentPlan:
         return self.sizes[side] // self.parts[side]
 
     def step_bytes(self, side: int) -> int:
-        """Return the distance from a part to the next of the same side."""
         return (sum(self.sizes) if self.interleaved else self.sizes[side]) // self.parts[side]
 
     def slot_at(self, side: int, slot: int) -> int:

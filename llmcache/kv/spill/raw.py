@@ -124,7 +124,6 @@ class RawFile:
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
-        """Fill `buffer` from `offset` on; DataError if the file ends before."""
         fd, view, done = self._fd_for(direct), buffer.data, 0
         while done < len(view):
             with explained(self.path, f"reading at {offset + done}"):
@@ -187,7 +186,6 @@ class RawFile:
             os.ftruncate(self.fd, end)
 
     def rename(self, path: Path) -> None:
-        """Rename the file to `path`, durably; UsageError if that exists."""
         with explained(path, "naming"):
             try:
                 files.rename(self.path, path, replace=False)
@@ -294,7 +292,6 @@ class ReadQueue:
         self._memory = np.empty(0, np.uint8)
 
     def memory(self, size_bytes: int) -> Bytes:
-        """Return memory to read into, valid until the queue is released."""
         if self._memory.size < size_bytes:
             self._memory = huge_memory(size_bytes)
         return self._memory[:size_bytes]

@@ -259,14 +259,12 @@ class SpillReader:
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
 
     def pages(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of pages: in one layer, or in all layers and the tokens."""
         if layer is None:
             return self._common_pages(self._chains_of(sequence))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
     def length(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of tokens: in one layer, or in the pages that all layers have."""
         chain = self._chains.get((sequence, self.shape.layers if layer is None else self._checked_layer(layer)))
         if chain is None:
             return 0
@@ -275,7 +273,6 @@ class SpillReader:
         return pages * self.shape.page_tokens - partial
 
     def tokens(self, sequence: int) -> tuple[Int64s, Int64s]:
-        """Return the ids and positions of the tokens that all layers have."""
         count = self.length(sequence)
         if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)

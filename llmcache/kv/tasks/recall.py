@@ -43,7 +43,6 @@ class Questions:
     answers: Int64s
 
     def with_answers(self) -> Int64s:
-        """Return contexts, questions and answers as one text [batch, tokens + 2 n]."""
         tail = np.stack([self.asked, self.answers], 2).reshape(len(self.ids), -1)
         return np.concatenate([self.ids, tail], 1)
 

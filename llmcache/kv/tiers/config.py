@@ -65,7 +65,6 @@ class StoreConfig:
 
     @property
     def rows_bytes(self) -> int:
-        """Memory of the cached rows of a sequence in all layers."""
         of_row = self.shape.token_bytes + 12 * self.shape.kv_heads
         return self.shape.layers * self.cpu_rows * of_row
 
@@ -189,7 +188,6 @@ class Traffic:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the chosen tokens that were not read from the ssd tier; 1 if nothing was chosen."""
         chosen = self.hits_gpu + self.hits_cpu + self.hits_ssd
         return 1 - self.hits_ssd / chosen if chosen else 1.0
 

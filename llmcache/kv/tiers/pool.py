@@ -88,7 +88,6 @@ class Pool:
         self._slots = slots
 
     def shrink(self) -> None:
-        """Free the memory of the unused slots above `most`."""
         if self.most is None or self._slots <= self.most:
             return
         resident = np.flatnonzero(self.slot_of != NOT_HERE)

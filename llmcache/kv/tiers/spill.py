@@ -74,7 +74,6 @@ class Spill:
         self.update_tables()
 
     def add(self, layer: int, fresh: Fresh) -> None:
-        """Write new full pages; keep them in memory if that fails."""
         try:
             self.write(layer, fresh)
         except LlmcacheError:
@@ -268,7 +267,6 @@ class Spill:
                 yield ScoreBlock(block.head, block.positions + shift, block.scores)
 
     def up(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Read pages of the middle into the pool; ValueError if they exceed its limit."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)

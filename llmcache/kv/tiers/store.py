@@ -74,8 +74,7 @@ class FastTier(Protocol):
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
         """Return keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [..., k] in `pages` [..., k]."""
 
-    def drop(self, pages: Int64s) -> None:
-        """Remove pages from all layers."""
+    def drop(self, pages: Int64s) -> None: ...
 
 
 @dataclass
@@ -185,7 +184,6 @@ class KvStore(Sequences):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the cpu pools, used or not, and of the row caches."""
         return sum(pool.size_bytes for pool in self.pools) + sum(rows.size_bytes for rows in self._recent)
 
     # Adding tokens
@@ -384,7 +382,6 @@ class KvStore(Sequences):
         return Gathered(*staged.sides, positions, partial(self._buffers.give_back, staged.memory))
 
     def attended_positions(self, layer: int, selection: Selection) -> Int64s:
-        """Return the positions [batch, kv_heads, k] that `gather` would return."""
         return self._with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     def _checked(self, selection: Selection, middle: range) -> Int64s:

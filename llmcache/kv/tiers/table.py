@@ -108,7 +108,6 @@ class PageTable:
         self._shorten()
 
     def cut(self, pages: int) -> Int64s:
-        """Remove the pages from `pages` on from every sequence; return the numbers that are now unused."""
         self.pages = min(self.pages, pages)
         return self._recount()
 
@@ -153,7 +152,6 @@ class PageTable:
         return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
 
     def by_stream(self, numbers: Int64s) -> Iterator[tuple[int, Int64s]]:
-        """Yield (stream, page numbers in the order of their places)."""
         order = numbers[np.lexsort((self.place[numbers], self.stream[numbers]))]
         streams = self.stream[order]
         for stream in np.unique(streams).tolist():
@@ -245,7 +243,6 @@ class Sequences:
             raise ValueError("commit: a step is in progress, end it first")
 
     def checked(self, layer: int, sequence: int = 0) -> Pool:
-        """Return the pool of a layer; ValueError if there is no such layer or sequence."""
         if not 0 <= layer < self.shape.layers:
             raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         if not 0 <= sequence < self.batch:
@@ -254,7 +251,6 @@ class Sequences:
         return self.pools[layer]
 
     def checked_pages(self, sequence: int, pages: Int64s | list[int], within: range) -> tuple[Int64s, Int64s]:
-        """Return `pages` as an array, and their numbers; ValueError if one is not `within`."""
         found = np.asarray(pages, np.int64).reshape(-1)
         if len(found) and not (within.start <= found.min() and found.max() < within.stop):
             raise ValueError(f"pages: must be from {within.start} to {within.stop - 1}, not {found.min()} to {found.max()}")
@@ -299,7 +295,6 @@ class Tables:
 
     @classmethod
     def read(cls, spill: Path) -> Tables | None:
-        """Return the tables of a spill file, None if there are none; DataError if they are damaged."""
         path = cls.path(spill)
         try:
             with explained(path, "reading page tables"):

@@ -106,7 +106,6 @@ class Conversation:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of keys and values, without the index."""
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
@@ -132,12 +131,10 @@ class Conversation:
 
     @property
     def needs_identity(self) -> bool:
-        """True if the next token creates a spill file that can be restored later."""
         path = self.settings.path
         return self._store is None and path is not None and not path.is_dir()
 
     def identify(self, model: str | UsageError) -> None:
-        """Set the model identity to write to the spill file, or the reason why the model cannot be identified."""
         self._unidentified = model if isinstance(model, UsageError) else None
         self.model = "unidentified" if isinstance(model, UsageError) else model
 
@@ -159,7 +156,6 @@ class Conversation:
         self.in_step = True
 
     def check_step(self) -> None:
-        """Raise UsageError if a forward pass has ended without the attention of every spilled layer."""
         self._check_thread()
         self.in_step = False
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
@@ -376,7 +372,6 @@ class Conversation:
         self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
-        """Write incomplete pages and the states of `sliding` layers atomically; UsageError: there is no file."""
         store = self.store
         if self._own_file is not None or self.settings.path is None:
             raise UsageError("path: the cache has only a temporary spill file", "create the cache with the path of a file")
@@ -433,7 +428,6 @@ class Conversation:
             self.engine.policy.cropped(tokens)
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
         if self._store is None:
             return
         if self.engine is not None:
@@ -495,7 +489,6 @@ def break_even(settings: SpillSettings, call: Call) -> int:
 
 
 def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
-    """Return the median time of a decode step after `tokens` tokens, in seconds per layer."""
     random = torch.Generator().manual_seed(0)
     keys, values = (
         torch.randn((*side.shape[:2], tokens, side.shape[3]), generator=random).to(side.device, side.dtype)

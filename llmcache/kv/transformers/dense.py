@@ -39,7 +39,6 @@ class DenseLayers:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, without those of a step in progress."""
         return int(self.ids.shape[1])
 
     @property
@@ -83,7 +82,6 @@ class DenseLayers:
             self.ids, self.positions = np.append(self.ids, ids, 1), np.append(self.positions, positions, 1)
 
     def crop(self, tokens: int) -> None:
-        """Cut every sequence to its first `tokens`, and roll back a step in progress."""
         self._lengths = [min(tokens, length) for length in self._lengths]
         self.ids, self.positions = self.ids[:, :tokens], self.positions[:, :tokens]
 

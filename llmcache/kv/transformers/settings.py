@@ -99,7 +99,6 @@ class SpillSettings:
         return dataclasses.replace(config, cpu_rows=min(rows, int(ROWS_SHARE * self.memory_bytes / row_bytes)))
 
     def memory_budget(self, policy: KvPolicy) -> MemoryBudget | None:
-        """Return the budget of a cache with a spill file, unless `cpu_pages` sets the size of its pools."""
         if policy.store.config.path is None or self.cpu_pages is not None:
             return None
         if self.memory_bytes is not None:
@@ -143,7 +142,6 @@ class MemoryBudget:
         self._checksums = sum(Layout(store.shape, 1).of_layer.parts) + 1
 
     def buffer_bytes(self, tokens: int) -> int:
-        """Return the bytes of a buffer for the rows that a layer gathers in a step."""
         store = self._policy.store
         rows = self._policy.settings.attended(tokens) + 2 * store.shape.page_tokens
         return store.batch * rows * store.shape.token_bytes * 5 // 4
@@ -170,7 +168,6 @@ class MemoryBudget:
         return store.batch * store.shape.layers * (pages + 2) * store.shape.page_tokens * store.shape.token_bytes
 
     def pages(self, tokens: int, other_bytes: int = 0) -> int:
-        """Return how many pages per layer and sequence fit with a context of `tokens` tokens and `other_bytes`."""
         page_bytes = self._pool_bytes(-1)
         fitting = self._least + (self.memory_bytes - self.least_bytes(tokens) - other_bytes) // page_bytes
         budget = self._policy.settings.token_budget or 0
@@ -185,7 +182,6 @@ class MemoryBudget:
         self._policy.store.limit(pages, self.buffer_bytes(tokens))
 
     def check(self, tokens: int) -> None:
-        """Raise UsageError if a context of `tokens` tokens does not fit, even with the smallest pools."""
         if self.flexible or self.least_bytes(tokens) <= self.memory_bytes:
             return
         # With more memory, more rows are cached: up to `ROWS_SHARE` of it, or the token budgets.

@@ -124,7 +124,6 @@ class Call:
         return output, _weights(self, keys, mask, output[1]) if weighed else None
 
     def arrays(self, with_queries: bool = True) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
-        """Return the queries as float32, or none of them, the keys and the values."""
         queries = self.query if with_queries else self.query[:, :, :0]
         return as_array(queries.float().contiguous()), as_array(self.key), as_array(self.value)
 
@@ -154,7 +153,6 @@ def with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.T
 
 
 def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
-    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
     if weights is None:
         batch, heads, _, dim = call.query.shape
         grouped = call.query.float().view(batch, keys.shape[1], -1, dim)

@@ -117,7 +117,6 @@ class Scale:
             self.unit = float(2.0 ** (np.ceil(np.log2(self.bound)) - ROOM))
 
     def rows(self, keys: Floats) -> NDArray[np.uint16]:
-        """Return the bits of keys [..., dim] as fp16."""
         bits: NDArray[np.uint16] = (keys * np.float32(1 / self.unit)).astype(np.float16).view(np.uint16)
         return bits
 
