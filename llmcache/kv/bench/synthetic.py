@@ -47,8 +47,7 @@ Progress = Callable[[str], None]
 class Accelerator:
     """Computes a layer: sleeps for the ns that `layer_ns` returns for a number of attended tokens (*emulated*).
 
-    While it sleeps, the processor is free to evaluate and fetch, as beside a real accelerator. Without `layer_ns`, the
-    processor computes only the attention, in float32 with numpy.
+    Without `layer_ns`, the processor computes only the attention, in float32 with numpy.
     """
 
     title: str = "this processor, attention alone, numpy float32"

@@ -253,7 +253,7 @@ def score_pages(
 ) -> Floats:
     """Return the scores [kv_heads, pages * page_tokens] of `pages` [pages, kv_heads, page_tokens, dim], read in place.
 
-    `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens]; the rest as `score`.
+    `queries` [heads, dim], `scales` [pages, kv_heads, page_tokens]; the rest as `score`. Padding scores 0.
     """
     grouped = _grouped(queries, pages, scales)
     count, heads, tokens, _ = pages.shape

@@ -89,8 +89,9 @@ class KvEngine:
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
         """Append the newest token to `layer`, and return the rows that its queries attend to, including its own.
 
-        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. It can be called again after an
-        error: a token that the store has is not appended twice. With a fast tier, the rows are those of `FastTier.rows`.
+        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. It raises the errors of the layer's
+        evaluation and fetch, and can be called again: a token that the store has is not appended twice. With a fast tier, the
+        rows are those of `FastTier.rows`.
         """
         step = self.store.step
         chosen = self._choose(layer, queries) if self._fast is None else None
@@ -264,7 +265,7 @@ def attention(queries: Floats, keys: Rows, values: Rows, hidden: Flags | None = 
     """Return the outputs [batch, heads, value_dim] and weights [batch, heads, tokens] of attention in a decode step.
 
     `queries` [batch, heads, dim] float32; `keys` and `values` [batch, kv_heads, tokens, dim], float32, float16 or the bits
-    of bfloat16; `hidden` [batch, kv_heads, tokens]: rows of weight 0.
+    of bfloat16; `hidden` [batch, kv_heads, tokens]: rows of weight 0. The same rows in the same order give identical bits.
     """
     batch, heads, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))
