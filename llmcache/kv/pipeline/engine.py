@@ -89,9 +89,9 @@ class KvEngine:
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
         """Append the newest token to `layer`, and return the rows that its queries attend to, including its own.
 
-        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. It raises the errors of the layer's
-        evaluation and fetch, and can be called again: a token that the store has is not appended twice. With a fast tier, the
-        rows are those of `FastTier.rows`.
+        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. It raises the errors of the
+        layer's evaluation and fetch, and can be called again: a token that the store has is not appended twice. With a fast
+        tier, the rows are those of `FastTier.rows`.
         """
         step = self.store.step
         chosen = self._choose(layer, queries) if self._fast is None else None

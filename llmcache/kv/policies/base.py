@@ -50,9 +50,7 @@ class PolicySettings:
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "use a share of the context above 0 and at most 1")
     token_budget: int | None = setting(
-        None,
-        lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1),
-        "use a whole number of at least 1",
+        None, lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1), "use a whole number of at least 1"
     )
     score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"use 1 to {MOST_TOKENS} tokens")
     combine: str = one_of("max", COMBINE)
