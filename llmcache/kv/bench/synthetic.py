@@ -1,4 +1,4 @@
-"""One decode step of each policy over a *synthetic* stream, *measured* on this machine, in turns.
+"""One decode step of each policy over a *synthetic* stream, *measured* on this machine; the policies alternate.
 
 The accelerator and the computational SSD are *emulated*. The computation of keys, values and queries is not timed, nor
 that of weights for policies that need them, because an accelerator has the weights anyway.

@@ -1,7 +1,7 @@
 """Tasks for a transformers model with its own cache and with spilled ones: answers, attention, time, bytes, memory.
 
 Each cache has three *measured* runs: one answers all questions; one compares the selection with exact attention for a
-few contexts; and one generates a sequence, in turns with all other caches, for times and bytes.
+few contexts; and one generates a sequence, alternating with all other caches, for times and bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ product of a group of heads: the papers' rule; or by mass, with one budget for a
 """
 STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
-AT_ONCE_TOKENS = 1 << 16  # tokens of all contexts that are read at a time, so that their keys and queries fit in memory
+AT_ONCE_TOKENS = 1 << 16  # tokens read in one batch, so that their keys and queries fit in memory
 WATCHED = 4  # contexts whose questions are repeated to compare the selection with exact attention
 
 

@@ -54,7 +54,7 @@ class SharedTier:
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Return the blocks of `keys` up to the first one that is missing, damaged, or later than `until_s` (monotonic)."""
+        """Return the blocks of `keys` up to the first missing, damaged or late one (`until_s`: `time.monotonic()`)."""
         found: list[tuple[BlockKey, Block]] = []
         for key in keys:
             begin = time.monotonic()

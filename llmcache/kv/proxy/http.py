@@ -77,7 +77,7 @@ class Head:
 
 @dataclass
 class Request:
-    """A request; `body` is the part that was read, `parts` the rest."""
+    """A request; `parts` yields the rest of the body after `body`."""
 
     head: Head
     method: str

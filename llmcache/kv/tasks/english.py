@@ -31,7 +31,7 @@ KINDS = [
     "amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "iris", "juniper",
     "kelp", "lotus", "maple", "north", "opal", "pearl", "quartz", "river", "slate", "tulip",
 ]  # fmt: skip
-RECALLED = 16  # numbers in a context of the task recall, all of which are asked for; the task needle asks for one
+RECALLED = 16  # numbers in a context; the task recall has a question about each, the task needle about one
 ASSIGNED = 5  # variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops.
 OFTEN, SELDOM = 30, 3  # frequency of the common word and of each of the others. Source: RULER, section 3.3.
 ZIPF = 2.0  # the made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3.

@@ -174,7 +174,7 @@ class MemoryBudget:
         return max(self._least, fitting, self._policy.store.shape.pages_of(budget) if self.flexible else 0)
 
     def restrict(self, tokens: int, dense_bytes: int | None = None) -> None:
-        """Set the limits of the store for a context of `tokens` tokens beside a short one of `dense_bytes`.
+        """Set the limits of the store for a context of `tokens` tokens in addition to a short one of `dense_bytes`.
 
         None: the short one may use all of the memory, so the pools have the smallest size.
         """

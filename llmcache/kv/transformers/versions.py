@@ -8,7 +8,7 @@ from typing import Any
 from llmcache.errors import MissingRequirement
 
 OLDEST = (4, 56)  # the first supported version: from 4.56 on, caches consist of layers that are initialized late
-FIRST_UNKNOWN = (6, 0)  # the first untested version: a new major version removes what the previous one deprecates
+FIRST_UNKNOWN = (6, 0)  # the first untested version: a new major version removes deprecated interfaces
 
 CACHE_ARGUMENT_SINCE = (5, 24)  # the first version whose models take the cache as `cache` and deprecate `past_key_values`
 
