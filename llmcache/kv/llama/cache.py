@@ -41,9 +41,9 @@ from llama_cpp.llama import LlamaState
 
 from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, common_length, describe, is_of, keys_of, links_of
+from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, describe, is_of, keys_of, links_of
 from llmcache.kv.llama.writer import PrefixCounters, Task, Writer
-from llmcache.kv.prefix import openmetrics
+from llmcache.kv.prefix import common_length, openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore

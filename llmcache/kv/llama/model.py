@@ -17,7 +17,7 @@ from llama_cpp import Llama
 from numpy.typing import NDArray
 
 from llmcache.kv.prefix.identity import FileIdentity
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, block_name
 from llmcache.model.tensors import shard_names
 
 BLOCK_TOKENS = 256
@@ -35,7 +35,7 @@ class Model:
     """The model of a Llama, with its settings.
 
     `description` is the input of the fingerprint `root`, in hexadecimal, which is empty until the files are identified and
-    takes the place of the first block's parent. `whole`: states cannot be cut. `refused`: why nothing is stored.
+    serves as the parent of the first block. `whole`: states cannot be cut. `refused`: why nothing is stored.
     """
 
     description: dict[str, Any]
@@ -118,15 +118,10 @@ def keys_of(model: Model, tokens: Sequence[int], part: bool = False) -> list[Blo
     return keys
 
 
-def block_name(parent: str, ids: NDArray[np.int32]) -> str:
-    """Return the name of the block with the tokens `ids` that follows the block `parent`."""
-    return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
-
-
 def is_of(model: Model, keys: Sequence[BlockKey], key: BlockKey, block: Block) -> bool:
     """Return whether the tokens of `block` give the name in `key`, which is one of `keys` or their successor."""
     parent = keys[key.index - 1].name if key.index else model.root
-    return block_name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name
+    return block_name(parent, np.asarray(block.tokens)) == key.name
 
 
 def links_of(parent: str, tokens: Sequence[int]) -> list[str]:
@@ -134,10 +129,3 @@ def links_of(parent: str, tokens: Sequence[int]) -> list[str]:
     ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
     prefixes = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
     return [hashlib.blake2b(prefix, digest_size=20, person=b"link").hexdigest() for prefix in prefixes]
-
-
-def common_length(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    length = min(len(have), len(tokens))
-    differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
-    return int(differ[0]) if len(differ) else length

@@ -1,7 +1,7 @@
 """H2O and Kelle: policies that keep the tokens with the most attention, summed over all queries.
 
 The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took
-25 times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_of` outside this file.
+25 times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_power` outside this file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba import njit
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.kernels import top
-from llmcache.kv.kernels.scores import single_of
+from llmcache.kv.kernels.scores import single_power
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, TokenTable, one_of
@@ -24,8 +24,6 @@ from llmcache.kv.tiers import Selection
 
 ROWS = 4  # rows computed at a time, so that a key is loaded once for all of them
 _LOG2_E = np.float32(1.4426950408889634)
-# 2^x on [0, 1), fitted at Chebyshev nodes: relative error 1.7e-7.
-_C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.69315135, 0.24016416, 0.05580045, 0.00901669, 0.00186718))
 
 
 class H2O(KvPolicy):
@@ -125,14 +123,8 @@ def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
         most = max(most, logits[i])
     total = np.float32(0)
     for i in range(logits.size):
-        # 2^x, x <= 0: the integer part becomes the exponent, the rest is a polynomial.
-        x = max((logits[i] - most) * _LOG2_E, np.float32(-126))
-        whole = np.floor(x)
-        rest = x - whole
-        power = np.float32(1) + rest * (_C1 + rest * (_C2 + rest * (_C3 + rest * (_C4 + rest * _C5))))
-        power *= single_of(np.uint32(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23)))
-        logits[i] = power
-        total += power
+        logits[i] = single_power((logits[i] - most) * _LOG2_E)
+        total += logits[i]
     share = np.float32(1) / total
     for i in range(logits.size):
         sums[i] += logits[i] * share

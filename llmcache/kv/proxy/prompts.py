@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import mmap
 import os
@@ -27,8 +26,9 @@ import numpy as np
 
 from llmcache import files
 from llmcache.errors import DataError
-from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore, key_of
-from llmcache.kv.proxy.slots import Tokens, common
+from llmcache.kv.prefix import common_length
+from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore, block_name, key_of
+from llmcache.kv.proxy.slots import Tokens
 from llmcache.kv.spill.checksum import RunningChecksum
 
 log = logging.getLogger("llmcache.kv")
@@ -84,7 +84,7 @@ class StoredPrompts:
         sum_.result()
 
     def longest(self, tokens: Tokens) -> Found | None:
-        found = [Found(key, stored, common(stored, tokens)) for key, stored in self._known()]
+        found = [Found(key, stored, common_length(stored, tokens)) for key, stored in self._known()]
         return max(found, key=self.usable, default=None)
 
     def usable(self, found: Found) -> int:
@@ -123,7 +123,7 @@ class StoredPrompts:
             size = os.fstat(fd).st_size
         finally:
             os.close(fd)
-        if block is None or common(np.array(block.tokens, np.int32), found.tokens) != len(found.tokens):
+        if block is None or common_length(np.array(block.tokens, np.int32), found.tokens) != len(found.tokens):
             return 0
         return size
 
@@ -136,7 +136,7 @@ class StoredPrompts:
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
         """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError."""
-        key = BlockKey(self.fingerprint, _name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
+        key = BlockKey(self.fingerprint, block_name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
         if key in self.store:
             self.store.used([key])
             return 0
@@ -144,7 +144,7 @@ class StoredPrompts:
         written = self.store.write_file(key, tuple(tokens.tolist()), path)
         if not self.states_only:
             known = [(other, stored) for other, stored in self._known() if len(stored) < len(tokens)]
-            self.store.drop(other for other, stored in known if common(stored, tokens) == len(stored))
+            self.store.drop(other for other, stored in known if common_length(stored, tokens) == len(stored))
         return written
 
 
@@ -158,10 +158,6 @@ def room(store: BlockStore, size_bytes: int) -> str:
         return str(error.strerror)
     # The slot file and the stored file exist at the same time. Blocks that could be evicted are not counted as free.
     return "" if size_bytes < status.f_bavail * status.f_frsize else "the file system is full"
-
-
-def _name(fingerprint: str, tokens: Tokens) -> str:
-    return hashlib.blake2b(bytes.fromhex(fingerprint) + tokens.astype("<i4").tobytes(), digest_size=20).hexdigest()
 
 
 class Spool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.prefix import common_length
+
 Tokens = NDArray[np.int32]
 NONE: Tokens = np.empty(0, np.int32)
 MOST_NEW_LETTERS, MOST_LETTERS = 1024, 8
@@ -36,7 +38,7 @@ class Slot:
     is_busy: bool = False
 
     def record(self, tokens: Tokens, text: str = "") -> None:
-        self.stored = min(self.stored, common(self.tokens, tokens))
+        self.stored = min(self.stored, common_length(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 
 
@@ -114,23 +116,14 @@ def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
 
     Else prefer an empty slot, then one whose tokens are stored, then the least recently used one.
     """
-    best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
-    held = common(best.tokens, tokens)
+    best = max(idle, key=lambda slot: (common_length(slot.tokens, tokens), slot.last_use))
+    held = common_length(best.tokens, tokens)
     if held and stored < held + LEAST_GAIN:
         return Lease(best, held)
 
     def loss(slot: Slot) -> tuple[bool, bool, int]:
-        is_lost = len(slot.tokens) - slot.stored >= LEAST_GAIN and common(slot.tokens, tokens) < len(slot.tokens)
+        is_lost = len(slot.tokens) - slot.stored >= LEAST_GAIN and common_length(slot.tokens, tokens) < len(slot.tokens)
         return bool(len(slot.tokens)), is_lost, slot.last_use
 
     victim = min(idle, key=loss)
-    return Lease(victim, common(victim.tokens, tokens))
-
-
-def common(first: Tokens, second: Tokens) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    length = min(len(first), len(second))
-    if not length or first[0] != second[0]:
-        return 0
-    differ = np.flatnonzero(first[:length] != second[:length])
-    return int(differ[0]) if len(differ) else length
+    return Lease(victim, common_length(victim.tokens, tokens))
